@@ -25,8 +25,7 @@ from grpo_jax.devices.sharding import gather_objects, parse_mesh
 from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
-from grpo_jax.watch.colours import DARK, LIGHT, colour
-from grpo_jax.watch.plots import save_figure
+from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
 from grpo_jax.watch.summary import held_out
 from grpo_jax.watch.trackers import Callback, StopRun
 from grpo_jax.watch.writer import read_lines

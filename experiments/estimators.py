@@ -60,7 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage_estimator": "maxrl", "scale_rewards": "none"},
     "opo": {"advantage_estimator": "opo", "scale_rewards": "none"},
     "reinforce_pp": {"advantage_estimator": "reinforce_pp", "scale_rewards": "none"},
-    "remax": {"advantage_estimator": "remax", "scale_rewards": "none"},
     "grpo": {"loss_type": "grpo"},
     "bnpo": {"loss_type": "bnpo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
@@ -72,13 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss_type": "gmpo", "epsilon": 0.4},
     "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 0.15},
     "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.05},
-    "clip_cov": {"loss_type": "clip_cov"},
-    "kl_cov": {"loss_type": "kl_cov"},
 }
-"""Name → what it changes of the common setting, which is "dapo": estimator "grpo", loss "dapo", ε = 0.2.
-
-Of clip_cov and kl_cov one token of a minibatch of about 500 is chosen, the least there can be: 0.2 %, where the paper
-has 0.02 %."""
+"""Name → what it changes of the common setting, which is "dapo": estimator "grpo", loss "dapo", ε = 0.2."""
 
 
 class Task(NamedTuple):

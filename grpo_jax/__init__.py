@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
     from grpo_jax.run.rehearse import DryRun, rehearse
-    from grpo_jax.run.replay import NotFiniteError, replay
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.sft import sft
     from grpo_jax.run.train import train
     from grpo_jax.text.prompts import make_prompts
     from grpo_jax.types import Batch, Completions, Environment, Prompts, as_argument
-    from grpo_jax.update.diagnosis import Finding
     from grpo_jax.update.state import TrainState, create_state
     from grpo_jax.update.step import train_step
 
@@ -47,9 +45,7 @@ __all__ = [
     "Completions",
     "DryRun",
     "Environment",
-    "Finding",
     "GRPOConfig",
-    "NotFiniteError",
     "Plan",
     "Policy",
     "Prompts",
@@ -74,7 +70,6 @@ __all__ = [
     "plan",
     "push_to_hub",
     "rehearse",
-    "replay",
     "sample_tokens",
     "save_lora",
     "save_pretrained",
@@ -107,13 +102,11 @@ _NAMES_OF = {
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",
     "run.rehearse": "DryRun rehearse",
-    "run.replay": "NotFiniteError replay",
     "run.sampler": "Sampler",
     "run.sft": "sft",
     "run.train": "train",
     "text.prompts": "make_prompts",
     "types": "Batch Completions Environment Prompts as_argument",
-    "update.diagnosis": "Finding",
     "update.state": "TrainState create_state",
     "update.step": "train_step",
 }

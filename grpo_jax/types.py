@@ -118,14 +118,9 @@ class Batch(flax.struct.PyTreeNode):
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
       old_log_probs: [B, G, T] float32 under the policy that sampled, where the sampler is another engine; None: the
         sampling ones are the old ones.
-      cov_share: [B, G, T] float32, `maths.covariance.covariance_share` of a minibatch; the update makes it where the
-        loss type asks for it.
-      teacher_prompts: `Prompts` of [B, G, P'] and [B, G], what a teacher reads before each completion; None: `prompts`,
-        or no teacher.
       teacher_log_probs: [B, G, T] float32 of the drawn tokens under a teacher, where these are what is learned from.
       teacher_top_ids: [B, G, T, k] int32, tokens whose log-probs a teacher has told; None likewise.
       teacher_top_log_probs: [B, G, T, k] float32 nats, these log-probs.
-      distillation_weights: [B, G] float32 ≥ 0, of each completion's divergence; None: 1.
     """
 
     prompts: Prompts
@@ -137,12 +132,9 @@ class Batch(flax.struct.PyTreeNode):
     initial_log_probs: jax.Array | None = None
     counted: jax.Array | None = None
     old_log_probs: jax.Array | None = None
-    cov_share: jax.Array | None = None
-    teacher_prompts: Prompts | None = None
     teacher_log_probs: jax.Array | None = None
     teacher_top_ids: jax.Array | None = None
     teacher_top_log_probs: jax.Array | None = None
-    distillation_weights: jax.Array | None = None
 
 
 class Model(Protocol):

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import gc
 import hashlib
 import os
@@ -63,7 +62,6 @@ if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what 
 import chex  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 
 chex.set_n_cpu_devices(8)
 
@@ -71,17 +69,15 @@ chex.set_n_cpu_devices(8)
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# jax makes a context of MLIR for each program, which takes longer than to write down most of these programs, and more
-# than a megabyte that is not given back. One serves them all; a jax that makes them elsewhere goes on as ever.
-if hasattr(mlir, "make_ir_context"):
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
-
-
 # The files that take longest go first: the last of them would keep one worker waiting for the other.
 SLOW = ("test_resume", "test_two_processes", "test_notebooks", "test_estimate", "test_mesh", "test_article_experiments")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "experiments":
+            item.add_marker("experiments")
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 

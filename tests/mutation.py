@@ -44,7 +44,6 @@ LOSSES = "tests/maths/test_losses.py"
 OF_THE_LOSS = [[SIGNATURES], [LOSSES, "-k", CHEAP], [LOSSES, "-k", f"not ({CHEAP} or numpy or variants)"]]
 TESTS = {
     "advantages": [["tests/maths/test_advantages.py"], [SIGNATURES]],
-    "covariance": [["tests/maths/test_covariance.py"], [LOSSES, "-k", "cov"]],
     "checks": [[SIGNATURES], ["tests/maths/test_kl.py"], *OF_THE_LOSS[1:]],
     "kl": [[SIGNATURES], ["tests/maths/test_kl.py"], [LOSSES, "-k", CHEAP]],
     "reference": [["tests/maths/test_reference.py"], [SIGNATURES]],

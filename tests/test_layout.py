@@ -33,7 +33,7 @@ COMPOSED = {"rollout", "update"}
 ROOMS = set.union(*FLOORS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}
-HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify"}
+HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify", "pebble"}
 
 
 def room_of(module: str) -> str:
@@ -290,16 +290,10 @@ TESTED_ELSEWHERE = {
     "config.contradictions": "config/test_config.py",
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
-    "compat.arguments": "compat/test_trainer.py",
-    "compat.base": "compat/test_trainer.py",
-    "compat.callbacks": "compat/test_trainer.py",
-    "compat.records": "compat/test_trainer.py",
-    "compat.stand_ins": "compat/test_trainer.py",
     "compat.trl_fields": "compat/test_migrate.py",
     "keep.stored": "keep/test_checkpoint.py",
     "hub.keys": "hub/test_families.py",
     "hub.gguf_config": "hub/test_gguf.py",
-    "hub.gguf_header": "hub/test_gguf.py",
     "hub.gguf_tensors": "hub/test_gguf.py",
     "hub.policy": "hub/test_huggingface.py",
     "hub.publish": "run/test_publish.py",
@@ -326,10 +320,8 @@ TESTED_ELSEWHERE = {
     "planning.compiled": "planning/test_targets.py",
     "planning.loaded": "planning/test_estimate.py",
     "planning.report": "planning/test_estimate.py",
-    "watch.standstill": "watch/test_hints.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
-    "rewards.worker_main": "rewards/test_workers.py",
     "rollout.layout": "rollout/test_generate.py",
     "rollout.programs": "run/test_warm_up.py",
     "run.programs": "run/test_warm_up.py",

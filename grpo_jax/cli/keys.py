@@ -40,8 +40,8 @@ OWN = {
     "surrogate": "a function that computes the loss of each token, as `module:function`; it replaces `loss_type`",
     "teacher": "a teacher, weighted by `distillation_coef`: a name on the hub, a directory, `module:name` of a Policy "
     "or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
-    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`, or `self`; with a teacher "
-    "`rewards` may be []",
+    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; with a teacher `rewards` may "
+    "be []",
     "lora": "train adapters instead of all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and "
     "`dropout`",
     "quantize": "how the base under `lora` is stored: `nf4` or `int8` (default: not quantized)",

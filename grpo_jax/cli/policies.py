@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import jax
 
@@ -25,7 +24,7 @@ from grpo_jax.types import Json
 def load_policy(run: RunFile) -> Policy:
     """Load the policy that a run begins with."""
     config = run.config
-    keep_programs(keep=config.keep_programs)
+    keep_programs()
     if run.model is None:
         raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
     if isinstance(run.model, Mapping):
@@ -47,12 +46,10 @@ def load_policy(run: RunFile) -> Policy:
     return place_policy(policy, make_mesh(config.mesh) if config.mesh else None)
 
 
-def load_teacher(run: RunFile) -> Policy | Scorer | Literal["self"] | None:
-    """Load the teacher of a run: a policy, a scorer, "self", or None."""
+def load_teacher(run: RunFile) -> Policy | Scorer | None:
+    """Load the teacher of a run: a policy, a scorer, or None."""
     if run.teacher is None:
         return None
-    if run.teacher == "self":
-        return "self"
     if (server := scorer_of(run.teacher)) is not None:
         return server
     model, quantize = teacher_model(run.teacher)

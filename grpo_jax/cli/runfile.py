@@ -288,7 +288,7 @@ def _check_model(given: object, folder: Path) -> None:
 
 def _check_teacher(given: object, folder: Path) -> None:
     """Refuse a teacher that does not exist, or a value that names none."""
-    if given != "self" and scorer_of(given) is None:
+    if scorer_of(given) is None:
         model, method = teacher_model(given)
         check_method(method)
         _check_model(model, folder)

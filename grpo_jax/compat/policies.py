@@ -1,115 +1,129 @@
-"""The policy of a trainer, as TRL has it: its EOS, its tokenizer, and the directory that it is written into."""
+"""A trainer's policy: how it is loaded, its adapters by PEFT's `LoraConfig`, its tokenizer, and how it is saved."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import warnings
+import dataclasses
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import gather_objects
-from grpo_jax.hub.files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
-from grpo_jax.hub.peft import write_policy
+from grpo_jax.hub.files import PROCESSOR_FILES, TOKENIZER_FILES
+from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
+from grpo_jax.hub.peft import add_lora, write_policy
 from grpo_jax.hub.policy import tokenizer_files
-from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.lora import TARGETS, LoraModel
+from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-_OF_A_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+# Read below; then where a config came from, how PyTorch runs it, and what only qualifies fields that are refused.
+_ACCEPTED = (
+    "r lora_alpha lora_dropout use_rslora target_modules "
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision runtime_config"
+    " fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying layers_pattern"
+)
 
 
-def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None = None) -> Policy:
-    """Return the policy with another tokenizer, or its own, whose EOS ends completions as well.
+def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True) -> Policy:
+    """Return the policy with fresh adapters on the projections that a `peft.LoraConfig` names.
 
-    As in TRL, a completion ends with any EOS of generation_config.json and with the tokenizer's; a warning says so
-    where the files do not name it.
-
-    Args:
-      policy: the policy.
-      tokenizer: of transformers, or a processor that has one; None for the policy's own.
+    `target_modules` is a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". `seed` draws the A
+    matrices. Without `dropout`, `lora_dropout` is ignored. A field that is not supported raises ValueError.
     """
+    kind = getattr(peft, "peft_type", "LORA")
+    if getattr(kind, "value", kind) != "LORA":
+        raise ValueError(f"peft_config is a {type(peft).__name__}: only LoRA is supported, give a LoraConfig.")
+    default: dict[str, Any] = {"bias": "none", "init_lora_weights": True}
+    if dataclasses.is_dataclass(peft):
+        default |= {x.name: x.default for x in dataclasses.fields(peft) if x.default is not dataclasses.MISSING}
+    asked = {name: x for name, x in vars(peft).items() if not name.startswith("_") and name not in _ACCEPTED.split()}
+    refused = [name for name, x in asked.items() if x != default.get(name) and (x or default.get(name))]
+    if refused:
+        found = ", ".join(f"{name} = {asked[name]!r}" for name in sorted(refused))
+        raise ValueError(f"peft_config has {found}, which is not supported: leave it out.")
+    scale = math.sqrt(peft.r) if getattr(peft, "use_rslora", False) else 1.0
+    return add_lora(
+        policy,
+        jax.random.key(seed),
+        rank=peft.r,
+        alpha=peft.lora_alpha * scale,  # rank-stabilized: alpha / √rank instead of alpha / rank
+        targets="|".join(map(re.escape, _targets(policy, peft.target_modules))),
+        dropout=float(getattr(peft, "lora_dropout", 0.0)) if dropout else 0.0,
+    )
+
+
+def _targets(policy: Policy, names: Any) -> list[str]:
+    """Return the paths of the projections that `target_modules` names."""
+    paths = [path for path in ("/".join(path) for path, _ in projections(policy.params)) if re.fullmatch(TARGETS, path)]
+    if isinstance(names, str) and names.lower() == "all-linear":
+        return paths
+    listed = [] if names is None or isinstance(names, str) else sorted(names)  # PEFT's config makes a set
+    found = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
+    if not found or not all(found.values()):
+        what = (
+            f"target_modules = {names!r}"
+            if not found
+            else f"{next(x for x in found if not found[x])!r} in target_modules"
+        )
+        last = sorted({path.rsplit("/", 1)[-1] for path in paths})
+        raise ValueError(
+            f"peft_config has {what}: name projections of the policy ({', '.join(last)}), or 'all-linear'."
+        )
+    return [path for path in paths if any(path in some for some in found.values())]
+
+
+def load_policy(model: str | Path | Policy, dtype: str | None, config: GRPOConfig) -> tuple[Policy, GRPOConfig]:
+    """Load a policy, and return it with the config of its run.
+
+    `dtype` is that of the params. None means float32, "auto" the checkpoint's dtype, in which the run then computes.
+    """
+    if isinstance(model, Policy):
+        if dtype is not None:
+            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy: load it with that dtype.")
+        return model, config
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
+    if dtype == "auto":
+        raw = checkpoint_config(find_checkpoint(model, weights=False))
+        dtype = "float32" if raw.get("dtype", raw.get("torch_dtype")) in (None, "float32") else "bfloat16"
+        if dtype == "bfloat16":
+            config = dataclasses.replace(config, compute_dtype="bfloat16")
+    return from_pretrained(model, dtype=compute_dtype(config.compute_dtype), param_dtype=dtype or "float32"), config
+
+
+def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
+    """Return the policy with a tokenizer, or a processor's (None: its own), whose EOS ends completions too."""
     if tokenizer is not None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        of_others = {name: content for name, content in policy.files.items() if name in PROCESSOR_FILES}
+        processor = {name: content for name, content in policy.files.items() if name in PROCESSOR_FILES}
         files = tokenizer_files(tokenizer) if hasattr(tokenizer, "save_pretrained") else {}
-        policy = policy.replace(tokenizer=tokenizer, files=of_others | files)
+        policy = policy.replace(tokenizer=tokenizer, files=processor | files)
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
     if eos is None or eos in ids:
         return policy
-    warnings.warn(
-        f"the EOS of the tokenizer, {policy.tokenizer.eos_token!r} ({eos}), ends completions too; the model's files"
-        f" name {list(ids)} alone",
-        stacklevel=4,
-    )
     return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
 
 
-def quantized_as(config: object, *, adapted: bool) -> str | None:
-    """Return the `quantize` of `from_pretrained` that a `BitsAndBytesConfig` asks for; None for no config.
+def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
+    """Write a policy with its tokenizer into a directory and keep the other files there, such as those of a run.
 
-    Args:
-      config: the config, or any object with some of its attributes.
-      adapted: whether there are adapters to train on the base.
-
-    Raises:
-      ValueError: a config of another kind, other four bits, or no adapters.
-
-    Example:
-      >>> from types import SimpleNamespace
-      >>> quantized_as(SimpleNamespace(load_in_4bit=True, bnb_4bit_quant_type="nf4"), adapted=True)
-      'nf4'
+    All processes of a run call it together. `base_name` tells PEFT where the base of adapters is.
     """
-    if config is None:
-        return None
-    four, eight = (bool(getattr(config, f"load_in_{bits}bit", False)) for bits in (4, 8))
-    kind = getattr(config, "bnb_4bit_quant_type", "nf4")
-    if four == eight or (four and kind != "nf4"):
-        raise ValueError(
-            f"quantization_config asks for {kind!r} with load_in_4bit = {four}, load_in_8bit = {eight}: give a"
-            ' BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), or load_in_8bit=True'
-        )
-    if not adapted:
-        raise ValueError("quantization_config is given without a peft_config: quantized weights are not trained")
-    return "nf4" if four else "int8"
-
-
-def write_into(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write a policy with its tokenizer into a directory, beside what else is there: a run's files, say.
-
-    It is written in a directory inside and then moved, file by file, in the place of a model that was there before. All
-    processes of a run call it together.
-
-    Args:
-      directory: where to.
-      policy: with adapters or without.
-      base_name: name or directory of the base of adapters, for PEFT to find it.
-    """
-    target = Path(directory).expanduser().absolute()
-    scratch = target / ".model"
-    if jax.process_index() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-    gather_objects(None)
+    scratch = directory / ".model"
     write_policy(scratch, policy, base_name=base_name)
     if jax.process_index() == 0:
-        if isinstance(policy.model, LoraModel):  # of which PEFT's format has the adapters alone
+        if isinstance(policy.model, LoraModel):  # PEFT's format has no tokenizer
             for name in policy.files.keys() & {*TOKENIZER_FILES}:
                 (scratch / name).write_bytes(policy.files[name])
-        _keep_settings(target)
-        new = {path.name for path in scratch.iterdir()}
-        known = {*_OF_A_MODEL, *TOKENIZER_FILES, *PROCESSOR_FILES}
-        for path in target.iterdir():
-            if path.name not in new and (path.name in known or path.match("*.safetensors")):
-                path.unlink()
+        for old in (*directory.glob("model*.safetensors*"), *directory.glob("adapter_*")):
+            old.unlink()
         for path in scratch.iterdir():
-            path.replace(target / path.name)
+            path.replace(directory / path.name)
         scratch.rmdir()
-    gather_objects(None)  # the others wait until all is there
-
-
-def _keep_settings(run_dir: Path) -> None:
-    """Give the settings of an earlier version's run, which stand where a model has its own, their present name."""
-    old, new = run_dir / "config.json", run_dir / "run.json"
-    if not new.exists() and "config" in (read_json(old) or {}):
-        old.rename(new)
+    gather_objects(None)  # the other processes wait until all is written

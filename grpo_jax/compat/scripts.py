@@ -1,4 +1,4 @@
-"""The YAML config of a TRL script as the keys of a RUN.yaml, for `grpo-jax from-trl`."""
+"""The YAML config of TRL's GRPO script as the keys of a RUN.yaml, for `grpo-jax from-trl`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,22 @@ from typing import Any
 from grpo_jax.compat.migrate import Migration, from_trl
 from grpo_jax.types import Json
 
-_DATA = {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"}
-_MODEL = {
-    "model_name_or_path",
-    "torch_dtype",
-    "dtype",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "load_in_8bit",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-}
-# Script arguments that are PyTorch's, or that are built in here otherwise.
-_NEEDLESS = {
+# Arguments of TRL's script and of its ModelConfig that are translated below.
+_TRANSLATED = (
+    "reward_funcs dataset_name dataset_config dataset_train_split dataset_test_split model_name_or_path torch_dtype"
+    " dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_8bit load_in_4bit bnb_4bit_quant_type"
+)
+_NOT_NEEDED = {
     "attn_implementation": "attention is chosen by the device",
     "trust_remote_code": "the families of checkpoints are implemented here",
     "lora_task_type": "there is one task",
     "use_bnb_nested_quant": "the scales of NF4 are quantized too",
     "bnb_4bit_quant_storage": "4 bits are stored as such",
-    "ignore_bias_buffers": "parameters are an argument, and no buffers",
+    "ignore_bias_buffers": "params are an argument; a model has no buffers",
 }
-# Script arguments that cannot be said here, and what to do.
 _MISSING = {
     "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/recipes.md has one",
-    "lora_modules_to_save": "all that is trained are adapters",
+    "lora_modules_to_save": "only the adapters are trained",
     "use_rslora": "give alpha times the root of the rank",
     "use_dora": "plain low-rank adapters only",
     "lora_target_parameters": "adapters are on projections; name those in lora_target_modules",
@@ -41,16 +30,15 @@ _MISSING = {
     "dataset_streaming": "the rows are read to their end before the run",
     "datasets": "a mixture of datasets is a function that returns rows: data: module:function",
 }
-_REWARDS: dict[str, Any] = {
+_NUMBERS = {"number_reward": "solution"}
+_REWARDS: dict[str, dict[str, Any]] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
+    # With the values of TRL's script.
     "get_soft_overlong_punishment": {
-        "get_soft_overlong_punishment": {
-            "max_completion_len": 1280,
-            "soft_punish_cache": 256,
-        }  # as TRL's script calls it
+        "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },
-    "accuracy_reward": {"number_reward": "solution"},
-    "reasoning_accuracy_reward": {"number_reward": "solution"},
+    "accuracy_reward": _NUMBERS,
+    "reasoning_accuracy_reward": _NUMBERS,
 }
 
 
@@ -61,29 +49,25 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
       values: of the file: arguments of the script, of its `ModelConfig` and of `GRPOConfig`.
 
     Returns:
-      The keys and values of the run; and a `Migration` that says of the script's arguments too what was left out and
-      what is missing.
+      The keys and values of the run, and a `Migration` whose notes cover the script's arguments too.
 
     Raises:
-      ValueError: names that neither TRL nor this library has, all of them, or values that are not taken here.
+      ValueError: names that neither TRL nor this library has, all of them, or values that are not accepted.
 
     Example:
       >>> run, moved = from_trl_script({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
       >>> run, list(moved.left_out), moved.missing
       ({'model': 'Qwen/Qwen3-0.6B', 'beta': 0.04}, ['use_vllm'], {})
     """
-    # PyYAML, which TRL reads files by, takes an unquoted no for False.
+    # PyYAML, by which TRL reads files, takes an unquoted no for False.
     values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}
-    of_script = {"reward_funcs", *_DATA, *_MODEL, *_NEEDLESS, *_MISSING}
+    of_script = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
     script = {name: value for name, value in values.items() if name in of_script}
     moved = from_trl({name: value for name, value in values.items() if name not in script})
     for name, value in script.items():
-        if value in (None, False, "", []):
-            continue
-        if name in _MISSING:
-            moved.missing[name] = _MISSING[name]
-        elif name in _NEEDLESS:
-            moved.left_out[name] = _NEEDLESS[name]
+        if value not in (None, False, "", []):
+            moved.missing |= {name: _MISSING[name]} if name in _MISSING else {}
+            moved.left_out |= {name: _NOT_NEEDED[name]} if name in _NOT_NEEDED else {}
     run: dict[str, Any] = {}
     if "model_name_or_path" in script:
         run["model"] = script["model_name_or_path"]
@@ -104,13 +88,12 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
 
 
 def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
-    """The keys of the data; where TRL evaluates, it is on the split "test" of the same dataset."""
+    """Return the keys of the data; TRL evaluates on the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
         return {}
     config = {"config": script["dataset_config"]} if script.get("dataset_config") else {}
-    split = script.get("dataset_train_split", "train")
-    train = {"name": name, **config, "split": split}
+    train = {"name": name, **config, "split": script.get("dataset_train_split", "train")}
     data: dict[str, Any] = {"data": name if train == {"name": name, "split": "train"} else train}
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
@@ -120,8 +103,8 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
 
 
 def _rewards(names: str | list[str], missing: dict[str, str]) -> list[Any]:
-    """Entries of `rewards` for names of TRL's, and for functions by their dotted paths."""
-    entries = []
+    """Return entries of `rewards` for names of TRL's, and for functions by their dotted paths."""
+    entries: list[Any] = []
     for name in [names] if isinstance(names, str) else names:
         if name in _REWARDS:
             entries.append(_REWARDS[name])
@@ -129,15 +112,15 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[Any]:
             entries.append(":".join(name.rsplit(".", 1)))
         else:
             missing[f"reward_funcs, {name}"] = "name a function of your own, as module:function"
-        if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+        if _REWARDS.get(name) is _NUMBERS:
             missing[f"reward_funcs, {name}"] = (
-                "TRL's verifies LaTeX by math_verify; number_reward, in its place, compares numbers"
+                "TRL's verifies LaTeX by math_verify; number_reward, which replaces it, compares numbers"
             )
     return entries
 
 
 def _quantized(script: Json, missing: dict[str, str]) -> dict[str, Any]:
-    """How the base is held under adapters."""
+    """Return how the base under adapters is quantized."""
     bits = next((name for name in ("load_in_4bit", "load_in_8bit") if script.get(name)), None)
     if bits is None:
         return {}
@@ -151,7 +134,7 @@ def _quantized(script: Json, missing: dict[str, str]) -> dict[str, Any]:
 
 
 def _lora(script: Json, missing: dict[str, str]) -> dict[str, Any]:
-    """The adapters, with the defaults of TRL's `ModelConfig`."""
+    """Return the adapters, with the defaults of TRL's `ModelConfig`."""
     lora: dict[str, Any] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")

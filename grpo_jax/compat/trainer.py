@@ -1,87 +1,183 @@
-"""A TRL script as it stands, with another import: `from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer`.
-
-A thin shell around `train`, for scripts that come from TRL; what it does not take, it refuses by name. New code is
-shorter with `train` itself.
-"""
+"""TRL's `GRPOConfig` and `GRPOTrainer` over `train`, for scripts written for TRL; anything not supported is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import jax
 import optax
 
-from grpo_jax.compat import records
-from grpo_jax.compat.adapters import with_adapters
-from grpo_jax.compat.arguments import GRPOConfig
-from grpo_jax.compat.base import Trainer
-from grpo_jax.compat.callbacks import Told, functions_of
-from grpo_jax.compat.policies import quantized_as, with_tokenizer
-from grpo_jax.compat.records import TrainOutput
-from grpo_jax.compat.rollout import RolloutSampler, with_fields
+from grpo_jax.compat.migrate import VLLMServer, from_trl
+from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer, write_into
+from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
 from grpo_jax.config import config as _config
-from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.engines import vllm
-from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
+from grpo_jax.hub.publish import push_to_hub
+from grpo_jax.messages import nearest
 from grpo_jax.policy import Donated, Policy
-from grpo_jax.rewards.contract import as_list
+from grpo_jax.rewards.contract import as_list, reward_names
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.evaluation import EvaluationSettings
-from grpo_jax.run.prepare import training_rows
-from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.train import train
-from grpo_jax.text.prompts import encode_prompts
-from grpo_jax.text.sources import Dataset, read_rows
-from grpo_jax.types import Environments, RewardFn, Tokenizer
+from grpo_jax.text.sources import Dataset
+from grpo_jax.types import Environments, Json, RewardFn, Tokenizer
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.writer import read_lines
 
-_EMPTY = [{"role": "user", "content": ""}]
-"""The prompt that what `reset` returns is added to, of a row without one."""
+_OURS = {field.name for field in dataclasses.fields(_config.GRPOConfig)}
+_PAGE = "docs/coming_from_trl.md lists what is supported"
+_EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_train_end")
+_SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server by vllm_mode='server' in args"
+_INSTEAD = {
+    "model": "use trainer.policy, with .model and .params",
+    "processing_class": "use trainer.policy.tokenizer",
+    "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
+    **dict.fromkeys(("accelerator", "is_world_process_zero"), "use jax.process_index() == 0"),
+    **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
+    **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= of grpo_jax.train"),
+    **dict.fromkeys(("_generate", "_generate_and_score_completions"), _SAMPLER),
+}
+_ARGUMENTS = {
+    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/recipes.md",
+    "quantization_config": 'load the model by from_pretrained(name, quantize="nf4") and pass the policy',
+    "rollout_func": _SAMPLER,
+}
 
 
-class GRPOTrainer(Trainer):
-    """TRL's `GRPOTrainer` over `train`: the same arguments, and what scripts use of it (`compat.base.Trainer`).
+class GRPOConfig:
+    """TRL's fields and the library's, by keyword and as attributes, which may be set before a trainer takes them.
+
+    Attributes:
+      config: the equivalent `grpo_jax.GRPOConfig`.
+      sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
+      dtype: of the params, by `model_init_kwargs`; "auto": the checkpoint's; None: float32.
+
+    Raises:
+      ValueError: fields that are not supported, each with what to do; a wrong value.
+      AttributeError: a name that is not a field.
+
+    Example:
+      >>> args = GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=4, use_vllm=True)
+      >>> args.beta = 0.04
+      >>> args.config.beta, args.learning_rate, args.eval_strategy, args.to_dict()["output_dir"]
+      (0.04, 1e-06, 'no', 'out')
+      >>> GRPOConfig(cache_implementation="paged", trackio_space_id="me/space")
+      Traceback (most recent call last):
+      ValueError: GRPOConfig has fields that are not supported:
+        trackio_space_id: open it by trackers.trackio(space_id=...) and pass the tracker to train, in callbacks
+    """
+
+    config: _config.GRPOConfig
+    dtype: str | None
+    sampler: VLLMServer | None
+    _values: Json  # as given
+
+    def __init__(self, output_dir: str | None = None, **values: Any):
+        self._take({"output_dir": output_dir, **values})
+
+    def _take(self, values: Json) -> None:
+        """Translate values, all of them or none."""
+        moved = from_trl(values)
+        if moved.missing:
+            lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
+            raise ValueError("\n  ".join(["GRPOConfig has fields that are not supported:", *lines]))
+        vars(self).update(config=moved.config(), dtype=moved.dtype, sampler=moved.sampler, _values=values)
+
+    def __getattr__(self, name: str) -> Any:
+        values = vars(self).get("_values", {})
+        if name in values:
+            return values[name]
+        if name in ELSEWHERE:
+            return ELSEWHERE[name].default
+        if name in _OURS and "config" in vars(self):
+            return getattr(self.config, name)
+        raise AttributeError(_unknown_field(name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _OURS | ELSEWHERE.keys():
+            raise AttributeError(_unknown_field(name))
+        self._take({**self._values, name: value})
+
+    def to_dict(self) -> Json:
+        """Return all of TRL's fields with their values."""
+        return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
+
+
+def _unknown_field(name: str) -> str:
+    close = nearest(name, _OURS | ELSEWHERE.keys())
+    hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists every field"
+    return f"GRPOConfig (of TRL or grpo_jax) has no {name}: {hint}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerState:
+    """`trainer.state`.
+
+    Attributes:
+      log_history: the logged lines by TRL's names, each with its `step`.
+    """
+
+    log_history: list[dict[str, float]]
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps up to the last logged one."""
+        return int(self.log_history[-1]["step"]) if self.log_history else 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"trainer.state has no {name}: it has global_step and log_history, and {_PAGE}.")
+
+
+@dataclasses.dataclass(slots=True)
+class TrainerControl:
+    """The `control` of callbacks: `should_training_stop=True` ends the run, saved, after the logged step."""
+
+    should_training_stop: bool = False
+
+
+class GRPOTrainer:
+    """TRL's `GRPOTrainer` over `train`: its constructor, `train`, `evaluate`, `save_model`, `push_to_hub`,
+    `add_callback`, and `state` with `log_history` and `global_step`.
 
     Args:
-      model: a name on the hub, a directory or a `Policy`; models of PyTorch are refused.
-      reward_funcs: one or more reward functions; models are refused.
-      args: a `GRPOConfig` of this module, or the library's own.
-      train_dataset: rows. With an `environment_factory` they may lack a `prompt`, which `reset` gives then, or None may
-        stand for them, where `max_steps` is set.
-      eval_dataset: rows, or None.
-      processing_class: a tokenizer in the place of the checkpoint's. Its EOS ends completions, beside those of
-        generation_config.json.
-      callbacks: functions called as `callback(step, metrics)`, or objects of transformers' `TrainerCallback`, of which
-        `on_log`, `on_evaluate`, `on_train_begin` and `on_train_end` are called; one that waits for another event is
-        refused, one that shows progress left out, since the run shows it.
-      optimizers: an optax transformation and None.
+      model: a name on the hub, a directory or a `Policy`.
+      reward_funcs: one or more reward functions; with an environment's `get_reward` there may be none.
+      args: a `GRPOConfig` of this module.
+      train_dataset: rows with a `prompt`.
+      eval_dataset: rows to evaluate on during the run, or None.
+      processing_class: a tokenizer that replaces the checkpoint's. Its EOS ends completions too.
+      callbacks: see `add_callback`.
+      optimizers: an optax transformation, or None, and None.
+      peft_config: PEFT's `LoraConfig`, see `compat.policies`.
       tools: functions that the policy may call, as in `train`.
-      environment_factory: what makes an environment for each completion, as in `train`.
-      peft_config: PEFT's `LoraConfig`; fields that cannot be obeyed are refused by name (`compat.adapters`).
-      quantization_config: a `BitsAndBytesConfig` for the base under adapters: NF4 or 8 bits.
-      rollout_func: samples in the place of the library, see `compat.rollout`; evaluations go on by the library. As in
-        TRL its log-probs are corrected for with `use_vllm`, and else not.
-      sampler: likewise, in the form of `train`. With `use_vllm=True, vllm_mode="server"` in `args`, and neither of the
-        two, it is `engines.vllm`.
-      others: TRL's further arguments, all refused but for None.
+      environment_factory: makes an environment for each completion, as in `train`.
+      others: TRL's further arguments; all are refused except None.
 
     Attributes:
       policy: the policy; after `train` the trained one.
       train_state: the `TrainState` that training ended with, None before.
-      args: the arguments, and `config` what they come to.
-      train_dataset, eval_dataset: as they were given.
+      args: the arguments, and `config` the equivalent `grpo_jax.GRPOConfig`.
+
+    Raises:
+      ValueError: an argument that is not supported.
+      AttributeError: an attribute of TRL's trainer that does not exist here, or a subclass that overrides it.
     """
+
+    config: _config.GRPOConfig
+    train_state: TrainState | None = None
 
     def __init__(
         self,
         model: str | Path | Policy,
         reward_funcs: RewardFn | Sequence[RewardFn] | None = None,
-        args: GRPOConfig | _config.GRPOConfig | None = None,
+        args: GRPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
         processing_class: Tokenizer | None = None,
@@ -89,180 +185,135 @@ class GRPOTrainer(Trainer):
         callbacks: Sequence[object] | None = None,
         optimizers: tuple[optax.GradientTransformation | None, None] = (None, None),
         peft_config: Any = None,
-        quantization_config: object = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Environments | None = None,
-        rollout_func: Callable[..., Any] | None = None,
-        sampler: Sampler | None = None,
         **others: object,
     ):
-        asked = [name for name, value in others.items() if value is not None]
-        if asked:
-            raise ValueError(f"GRPOTrainer takes no {', '.join(asked)} here: leave it out, or write it with `train`.")
-        if optimizers[1] is not None:
-            raise ValueError("optimizers has a scheduler: an optax transformation has its schedule inside, give None.")
-        if isinstance(eval_dataset, Mapping):
-            raise ValueError("eval_dataset is a dict: give one dataset; evaluate() takes the others.")
-        args = _as_args(args)
-        super().__init__(args, as_list(reward_funcs or []), None if isinstance(model, Policy) else str(model))
-        quantize = quantized_as(quantization_config, adapted=peft_config is not None)
-        self._begin = functools.partial(self._begun_with, model, args, processing_class, peft_config, quantize)
-        self._donates = peft_config is not None or not isinstance(model, Policy)  # what was made here is the run's
-        self.policy = self._begin()
+        self.args = args = GRPOConfig() if args is None else args
+        _check_arguments(args, optimizers, others)
+        self._reward_funcs = as_list(reward_funcs or [])
+        self.run_dir = args.output_dir
+        self._base_name = None if isinstance(model, Policy) else str(model)
+        self._first_policy = functools.partial(self._make_policy, model, processing_class, peft_config)
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # these params belong to the trainer
+        self.policy = self._first_policy()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._optimizer, self._tools, self._environment_factory = optimizers[0], tools, environment_factory
+        server = args.sampler
+        self._sampler = None if server is None else vllm(server.base_url, patience=server.patience)
+        self._functions: list[Callable[..., object]] = []
+        self._objects: list[object] = []
+        self._control = TrainerControl()
+        self._lines: list[dict[str, float]] = []
         for callback in callbacks or ():
             self.add_callback(callback)
-        self._optimizer = optimizers[0]
-        self._tools, self._environment_factory = tools, environment_factory
-        self._sampler = sampler
-        if sampler is None and rollout_func is None and args.sampler is not None:
-            self._sampler = vllm(args.sampler.base_url, patience=args.sampler.patience)
-        self._rollout_func = rollout_func
-        if rollout_func is not None:
-            self._check_rollout(corrected=args.use_vllm)
 
-    def _check_rollout(self, *, corrected: bool) -> None:
-        """Refuse what does not go with a `rollout_func`; without vLLM nothing is corrected, as in TRL."""
-        if self._sampler is not None:
-            raise ValueError("rollout_func and sampler are two ways to say what samples: give one of them.")
-        if self.config.rollout_ahead:
-            raise ValueError(
-                "rollout_ahead does not go with rollout_func: its fields belong to the latest completions."
-            )
-        if jax.process_count() > 1:
-            raise ValueError("rollout_func works in one process; for several of them give sampler.")
-        if not corrected:
-            self.config = dataclasses.replace(self.config, sampler_correction=None)
+    def __init_subclass__(cls) -> None:
+        for name in _INSTEAD.keys() & vars(cls).keys():
+            raise AttributeError(f"{cls.__name__}.{name} would never be called: {_INSTEAD[name]}.")
 
-    def _rows(self, dataset: Dataset | None, argument: str) -> Dataset:
-        """Return the rows of a dataset, with an empty message in the place of prompts that the environments give."""
-        factory = self._environment_factory
-        if dataset is None:
-            if factory is None or isinstance(factory, Mapping) or self.config.max_steps <= 0:
-                raise ValueError(
-                    f"{argument} is None: give rows, or one environment_factory, whose reset gives the prompts, and"
-                    f" max_steps in GRPOConfig ({self.config.max_steps})."
-                )
-            return [{"prompt": _EMPTY} for _ in range(self.config.sizes().prompts)]
-        if factory is None:
-            return dataset
-        most = self.config.most_prompts() if argument == "train_dataset" else None
-        rows = read_rows(dataset, argument, most)
-        without = all(isinstance(row, Mapping) and "prompt" not in row for row in rows)
-        return [{"prompt": _EMPTY, **row} for row in rows] if without else rows
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"GRPOTrainer has no {name}: {_INSTEAD.get(name, _PAGE)}.")
 
-    def _rollout(self, dataset: Dataset) -> tuple[Dataset, Sequence[RewardFn], Sampler | None]:
-        """Return rows, reward functions and sampler for `train`."""
-        if self._rollout_func is None:
-            return dataset, self._reward_funcs, self._sampler
-        rows, config = training_rows(dataset, self.policy, self.config), self.config
-        data = encode_prompts(
-            rows,
-            self.policy.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
-        sampler: Any = RolloutSampler(self._rollout_func, self, data)
-        return rows, [with_fields(fn, sampler, rows[0]) for fn in self._reward_funcs], sampler
-
-    def _begun_with(
-        self,
-        model: str | Path | Policy,
-        args: GRPOConfig,
-        processing_class: Tokenizer | None,
-        peft: Any,
-        quantize: str | None,
-    ) -> Policy:
+    def _make_policy(self, model: str | Path | Policy, processing_class: Tokenizer | None, peft: Any) -> Policy:
         """Return the policy that training begins with."""
-        policy = with_tokenizer(self._load(model, args.dtype, quantize), processing_class)
+        policy, self.config = load_policy(model, self.args.dtype, self.args.config)
+        policy = with_tokenizer(policy, processing_class)
         if peft is None:
             return policy
-        return with_adapters(policy, peft, seed=self.config.seed, dropout=not args.disable_dropout)
+        return with_adapters(policy, peft, seed=self.config.seed, dropout=not self.args.disable_dropout)
 
-    def _load(self, model: str | Path | Policy, dtype: str | None, quantize: str | None) -> Policy:
-        """Load the policy with params of a dtype; "auto": that of the checkpoint, in which it computes then too."""
-        if isinstance(model, Policy):
-            if quantize is not None:
-                raise ValueError("quantization_config is given, and model is a Policy: load it with quantize=...")
-            if dtype is not None:
-                raise ValueError(
-                    f"model_init_kwargs has the dtype {dtype!r}, and model is a Policy: it is loaded already."
-                )
-            return model
-        if not isinstance(model, str | Path):
-            raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
-        if dtype == "auto":
-            raw = checkpoint_config(find_checkpoint(model, weights=False))
-            stored = raw.get("dtype", raw.get("torch_dtype"))
-            dtype = "float32" if stored in (None, "float32") else "bfloat16"
-            if dtype == "bfloat16":
-                self.config = dataclasses.replace(self.config, compute_dtype="bfloat16")
-        return from_pretrained(
-            model, dtype=compute_dtype(self.config.compute_dtype), param_dtype=dtype or "float32", quantize=quantize
-        )
+    @property
+    def state(self) -> TrainerState:
+        """The progress of the run and its log, by TRL's names."""
+        lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
+        names = reward_names(self._reward_funcs)
+        return TrainerState([{**trl_names(line, names), "step": line["step"]} for line in lines])
 
-    def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
-        """Train; a run that is found in `output_dir` goes on, asked or not.
-
-        Params that the trainer has loaded become the run's, with no copy beside them: until it ends, `policy` is empty.
+    def add_callback(self, callback: object) -> None:
+        """Add a callback.
 
         Args:
-          resume_from_checkpoint: None or True; a directory of choice is refused.
+          callback: a function of (step, metrics), as in `train`; or an object or class of transformers'
+            `TrainerCallback` with `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
+        """
+        callback = callback() if isinstance(callback, type) else callback
+        kinds = itertools.takewhile(lambda kind: kind.__name__ != "TrainerCallback", type(callback).__mro__)
+        events = {name for kind in kinds for name in vars(kind) if name.startswith("on_")}
+        if callable(callback) and not events:
+            self._functions.append(callback)
+            return
+        called = _EVENTS if self.config.logging_steps == 1 else [name for name in _EVENTS if name != "on_step_end"]
+        if not events or not events.issubset(called):
+            never = ", ".join(sorted(events.difference(called))) or "no method on_..."
+            raise ValueError(
+                f"callbacks has a {type(callback).__name__} with {never}: give a function of (step, metrics), or an"
+                " object whose events are on_train_begin, on_log, on_train_end and, with logging_steps=1, on_step_end."
+            )
+        self._objects.append(callback)
+
+    def _call(self, event: str, logs: Mapping[str, float]) -> None:
+        """Call the method of an event of all callback objects."""
+        for callback in self._objects:
+            method = getattr(callback, event, None)
+            if method is not None:
+                self._control = method(self.args, self.state, self._control, logs=logs) or self._control
+
+    def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep a line of the log and call the callback objects: a callback of `train`."""
+        self._lines.append({"step": step, **metrics})
+        logs = trl_names(metrics, reward_names(self._reward_funcs))
+        if "loss" in metrics:
+            self._call("on_step_end", logs)
+        self._call("on_log", logs)
+        if self._control.should_training_stop:
+            raise StopRun
+
+    def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
+        """Train; a run that is found in `output_dir` is continued in any case.
+
+        Params that the trainer has loaded are donated to the run: `policy` is empty until it ends.
+
+        Args:
+          resume_from_checkpoint: None or True.
 
         Returns:
-          `global_step`, `training_loss` and `metrics` (`train_runtime` and so on); the `TrainState` is `train_state`.
+          The final state, as of `grpo_jax.train`, which is `train_state` too.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
-                f"resume_from_checkpoint is {resume_from_checkpoint!r}: a run goes on after its newest checkpoint in "
-                "output_dir; for a fresh one give another output_dir."
+                f"resume_from_checkpoint = {resume_from_checkpoint!r}: a run continues from the newest checkpoint in "
+                "output_dir; for a fresh run give another output_dir."
             )
-        data, reward_funcs, sampler = self._rollout(self._rows(self.train_dataset, "train_dataset"))
-        eval_data = None if self.eval_dataset is None else self._rows(self.eval_dataset, "eval_dataset")
-        if isinstance(self.policy.params, Donated):  # training was interrupted: a notebook goes on with it
-            self.policy = self._begin()
-        data = self._counted(data)
-        told, began, before = Told(self._callbacks, self, self._named), time.monotonic(), self.state.global_step
-        told.tell("on_train_begin")
+        if self.train_dataset is None:
+            raise ValueError("train_dataset is None: give GRPOTrainer rows with a prompt.")
+        if isinstance(self.policy.params, Donated):  # an interrupted run took them
+            self.policy = self._first_policy()
+        self._lines, self._control = [], TrainerControl()
+        self._call("on_train_begin", {})
         self.train_state = train(
             self.policy,
-            data,
-            reward_funcs,
+            self.train_dataset,
+            self._reward_funcs,
             self.config,
-            eval_dataset=eval_data,
+            eval_dataset=self.eval_dataset,
             run_dir=self.run_dir,
-            callbacks=[self._note, *functions_of(self._callbacks), told],
+            callbacks=[*self._functions, self._logged],
             optimizer=self._optimizer,
-            sampler=sampler,
+            sampler=self._sampler,
             tools=self._tools,
             environment_factory=self._environment_factory,
             donate=self._donates and self.train_state is None,
         )
         self.policy = self.policy.replace(params=self.train_state.params)
-        told.tell("on_train_end")
-        return records.output_of(
-            self.state,
-            seconds=time.monotonic() - began,
-            completions_per_step=self.config.sizes().prompts_per_update * self.config.num_generations,
-            begun_at=before,
-        )
-
-    def _counted(self, dataset: Dataset) -> Dataset:
-        """Return the rows of a dataset, and note how many there are and how many steps they come to."""
-        with contextlib.suppress(ValueError, OSError):  # which `train` says, with all else that is wrong
-            rows = training_rows(dataset, self.policy, self.config)
-            self._num_rows, self._max_steps = len(rows), self.config.total_steps(len(rows))
-            self._lines = []
-            return rows
-        return dataset
+        self._call("on_train_end", {})
+        return self.train_state
 
     def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
         """Return mean rewards on held-out rows, named as TRL does: `eval_reward`, `eval_rewards/<function>/mean`, …"""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
-        data = self._rows(data, "eval_dataset")
         metrics, rows = evaluate_rows(
             self.policy,
             data,
@@ -271,17 +322,73 @@ class GRPOTrainer(Trainer):
             tools=self._tools,
             environment_factory=self._environment_factory,
         )
-        return {f"eval_{records.evaluation_name(name, rows[0]['rewards'])}": x for name, x in metrics.items()}
+        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"])
 
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.
 
-def _as_args(args: object) -> GRPOConfig:
-    """Return the `args` of a trainer as a config of this module."""
-    if args is None:
-        return GRPOConfig()
-    if isinstance(args, _config.GRPOConfig):
-        return GRPOConfig.of(args)
-    if not isinstance(args, GRPOConfig):
-        raise ValueError(
-            f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.trainer.GRPOConfig."
+        Args:
+          output_dir: where to write; other files there are kept. None: the `output_dir` of `args`.
+        """
+        where = self.run_dir if output_dir is None else output_dir
+        if where is None:
+            raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
+        write_into(Path(where).expanduser(), self.policy, self._base_name)
+        if self.config.push_to_hub:
+            self.push_to_hub("Model save")
+
+    def push_to_hub(self, commit_message: str = "End of training", *, dataset_name: str | None = None) -> str:
+        """Push the policy, with a model card, to `hub_model_id` (by default the name of `output_dir`).
+
+        Args:
+          commit_message: of the commit.
+          dataset_name: of the data, for the card.
+
+        Returns:
+          The address of the commit.
+        """
+        repository = self.config.hub_model_id or (self.run_dir and Path(self.run_dir).absolute().name)
+        if repository is None:
+            raise ValueError("hub_model_id and output_dir are None: give one in GRPOConfig, to name the repository.")
+        return push_to_hub(
+            self.policy,
+            repository,
+            run_dir=self.run_dir if self.train_state is not None else None,
+            dataset=dataset_name,
+            private=self.config.hub_private_repo,
+            revision=self.config.hub_revision,
+            commit_message=commit_message,
         )
-    return args
+
+
+def _check_arguments(args: object, optimizers: tuple[object, object], others: Json) -> None:
+    """Raise ValueError for what TRL accepts and this trainer does not."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"GRPOTrainer does not take {name}: {_ARGUMENTS.get(name, _PAGE)}.")
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.GRPOConfig.")
+    if optimizers[1] is not None:
+        raise ValueError("optimizers has a scheduler: give None; an optax transformation contains its schedule.")
+
+
+def trl_names(metrics: Mapping[str, float | None], reward_names: Iterable[str]) -> dict[str, float]:
+    """Return the numbers of a line of metrics, except its step, by TRL's names.
+
+    Example:
+      >>> trl_names({"eval/right": 1.0, "eval/mean_length": 3.0, "eval/reward": 1.0}, ["right"])
+      {'eval_rewards/right/mean': 1.0, 'eval_completions/mean_length': 3.0, 'eval_reward': 1.0}
+      >>> trl_names({"step": 3, "loss": 0.5}, [])
+      {'loss': 0.5}
+    """
+    scored, named = set(reward_names), {}
+    for name, number in metrics.items():
+        value = math.nan if number is None else number  # JSON has no NaN
+        held_out = re.fullmatch(r"eval/(.+)", name)
+        if held_out is None:
+            named[name] = value
+        elif held_out[1] in scored:
+            named[f"eval_rewards/{held_out[1]}/mean"] = value
+        else:
+            named[f"eval_{'completions/' * (held_out[1] in ('mean_length', 'clipped_ratio'))}{held_out[1]}"] = value
+    return {name: value for name, value in named.items() if name != "step"}

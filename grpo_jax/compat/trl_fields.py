@@ -5,6 +5,7 @@ One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 TRL_VERSION = "1.16"
@@ -43,6 +44,10 @@ def _absent(default: object, advice: str) -> Elsewhere:
     return Elsewhere(default, "not here", advice)
 
 
+def _group(make: Callable[[object, str], Elsewhere], advice: str, **defaults: object) -> dict[str, Elsewhere]:
+    return {name: make(default, advice) for name, default in defaults.items()}
+
+
 _PYTORCH = "it is a setting of PyTorch"
 _LOADER = "prompts are found by counting, without a data loader"
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
@@ -54,87 +59,50 @@ _HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes 
 _TRACKIO = "open it by trackers.trackio(space_id=...) and pass the tracker to train, in callbacks"
 _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
 
-SAME: dict[str, str] = {
-    "num_generations": "",
-    "max_completion_length": "",
-    "max_tool_calling_iterations": "",
-    "temperature": "",
-    "top_p": "",
-    "top_k": "",
-    "min_p": "",
-    "chat_template_kwargs": "",
+_UNNOTED = (
+    "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
+    "chat_template_kwargs gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations "
+    "max_steps shuffle_dataset reward_weights multi_objective_aggregation mask_truncated_completions epsilon "
+    "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
+    "top_entropy_quantile off_policy_mask_threshold entropy_coef use_adaptive_entropy entropy_coef_min "
+    "entropy_coef_max entropy_coef_delta entropy_target ref_model_sync_steps learning_rate warmup_steps "
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_eval_batch_size log_completions "
+    "num_completions_to_print save_total_limit greater_is_better run_name hub_model_id hub_private_repo "
+    "hub_revision"
+)
+
+SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
     "per_device_train_batch_size": "completions, as in TRL; a micro-batch may be a part of a group",
-    "gradient_accumulation_steps": "",
-    "steps_per_generation": "",
-    "generation_batch_size": "",
-    "num_iterations": "",
-    "max_steps": "",
     "num_train_epochs": "batches run on over the end of an epoch, so that no row is left out",
-    "shuffle_dataset": "",
     "seed": "other streams: the same seed draws other samples than in TRL",
-    "reward_weights": "",
     "scale_rewards": "True and False are taken too",
-    "multi_objective_aggregation": "",
-    "mask_truncated_completions": "",
-    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv", "dppo_kl", "clip_cov" and '
-    '"kl_cov" are ours',
+    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv" and "dppo_kl" are ours',
     "importance_sampling_level": '"trajectory" is ours',
-    "epsilon": "",
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
     "delta": "caps the first term of the min only, as in TRL",
-    "sapo_temperature_neg": "",
-    "sapo_temperature_pos": "",
-    "vespo_k_pos": "",
-    "vespo_lambda_pos": "",
-    "vespo_k_neg": "",
-    "vespo_lambda_neg": "",
-    "top_entropy_quantile": "",
-    "off_policy_mask_threshold": "",
-    "entropy_coef": "",
-    "use_adaptive_entropy": "",
-    "entropy_coef_min": "",
-    "entropy_coef_max": "",
-    "entropy_coef_delta": "",
-    "entropy_target": "",
     "router_aux_loss_coef": "over the completions' tokens; TRL counts a prompt's tokens too, once for each completion",
     "beta": "at 0 no reference is kept, as in TRL",
     "use_bias_correction_kl": "as in TRL, but at the sequence level by the token's ratio, which leaves no bias; TRL's "
     'value: `kl_correction_level="importance_sampling_level"`. That, `kl_estimator` and `kl_placement` are ours',
     "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
-    "ref_model_sync_steps": "",
     "ref_model_mixup_alpha": "of adapters the weights A·B are mixed",
-    "learning_rate": "",
     "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
-    "warmup_steps": "",
     "weight_decay": "norms and biases do not decay, embeddings and LoRA's factors do",
-    "adam_beta1": "",
-    "adam_beta2": "",
-    "adam_epsilon": "",
-    "max_grad_norm": "",
     "gradient_checkpointing": "TRL's default is True; here None, on where activations would not fit into memory",
     "eval_steps": "a whole number or None; there is always an evaluation before the first step and after the last",
-    "per_device_eval_batch_size": "",
     "num_generations_eval": "1 where evaluation is greedy (`temperature_eval`, ours)",
     "logging_steps": "a whole number; no ratio below 1",
-    "log_completions": "",
-    "num_completions_to_print": "",
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
-    "save_total_limit": "",
     "logging_first_step": "True unless it is set: a curve has a beginning",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
     "metrics of training count too; no loss is evaluated",
-    "greater_is_better": "",
     "load_best_model_at_end": "where no `metric_for_best_model` is named, the trainer of `compat` takes `eval/reward`; "
     "the checkpoints keep the last policy too",
     "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5; transformers 4 reported to all",
-    "run_name": "",
     "project": "wandb's too, unless WANDB_PROJECT is set",
     "push_to_hub": "pushed from the directory `hub` of the run directory, with a model card made from the run",
-    "hub_model_id": "",
-    "hub_private_repo": "",
     "hub_strategy": "checkpoints themselves are not pushed",
-    "hub_revision": "",
 }
 """TRL's fields that are fields here, with the same meaning and default, and what to know of them."""
 
@@ -147,8 +115,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "bf16": _other(None, 'use compute_dtype="bfloat16"'),
     "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),
     "tf32": _outside(None, "JAX_DEFAULT_MATMUL_PRECISION is JAX's switch"),
-    "bf16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
-    "fp16_full_eval": _needless(False, "evaluation computes in compute_dtype, as training does"),
+    **_group(
+        _needless, "evaluation computes in compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False
+    ),
     # Sampling.
     "generation_kwargs": _other(
         None,
@@ -161,9 +130,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
         " there is get_repetition_penalty_reward",
     ),
     "cache_implementation": _needless(None, "the cache is built in"),
-    "use_transformers_continuous_batching": _needless(False, "ended completions leave the decode by themselves"),
-    "transformers_continuous_batching_config": _needless(None, "ended completions leave the decode by themselves"),
-    "use_transformers_paged": _needless(False, "ended completions leave the decode by themselves"),
+    **_group(_needless, "ended completions leave the decode by themselves", use_transformers_continuous_batching=False),
+    **_group(
+        _needless, "ended completions leave the decode by themselves", transformers_continuous_batching_config=None
+    ),
+    **_group(_needless, "ended completions leave the decode by themselves", use_transformers_paged=False),
     "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
     "use_vllm": _needless(
         False,
@@ -171,17 +142,13 @@ ELSEWHERE: dict[str, Elsewhere] = {
         ' vllm_mode="server"',
     ),
     "vllm_mode": _other("colocate", _SERVER + "; in one process with the trainer there is the built-in sampler"),
-    "vllm_model_impl": _needless("vllm", _VLLM),
+    **_group(_needless, _VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
+    **_group(_needless, _VLLM, vllm_tensor_parallel_size=1),
     "vllm_enable_sleep_mode": _needless(False, "no vLLM shares the trainer's devices"),
     "vllm_structured_outputs_regex": _absent(None, "the sampler knows no grammars; reward the format instead"),
-    "vllm_server_base_url": _other(None, _SERVER),
-    "vllm_server_host": _other("0.0.0.0", _SERVER),
-    "vllm_server_port": _other(8000, _SERVER),
+    **_group(_other, _SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
     "vllm_server_timeout": _other(240.0, _SERVER + ", its patience"),
     "vllm_group_port": _needless(51216, "weights go to the server by files that both sides see"),
-    "vllm_gpu_memory_utilization": _needless(0.3, _VLLM),
-    "vllm_max_model_length": _needless(None, _VLLM),
-    "vllm_tensor_parallel_size": _needless(1, _VLLM),
     "vllm_importance_sampling_correction": _other(True, "use sampler_correction, None for False" + _ENGINE),
     "vllm_importance_sampling_mode": _other("sequence_mask", "use sampler_correction" + _ENGINE),
     "vllm_importance_sampling_clip_max": _other(3.0, "use sampler_correction_max" + _ENGINE),
@@ -201,12 +168,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Speed and memory.
     "activation_checkpointing": _other(None, "use gradient_checkpointing"),
     "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    "gradient_checkpointing_kwargs": _needless(None, "gradient_checkpointing_policy says what a layer keeps"),
-    "torch_compile": _needless(False, "everything is compiled"),
-    "torch_compile_backend": _needless(None, "everything is compiled"),
-    "torch_compile_mode": _needless(None, "everything is compiled"),
-    "use_liger_kernel": _needless(False, "logits exist for 1,024 tokens at a time"),
-    "liger_kernel_config": _needless(None, "logits exist for 1,024 tokens at a time"),
+    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
+    **_group(
+        _needless, "everything is compiled", torch_compile=False, torch_compile_backend=None, torch_compile_mode=None
+    ),
+    **_group(_needless, "logits exist for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
     "use_cache": _needless(False, "the sampler keeps its own cache, training none"),
     "torch_empty_cache_steps": _needless(None, _PYTORCH),
     # Logging.
@@ -218,9 +184,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "log_level": _outside("passive", "use the levels of logging and the filters of warnings"),
     "log_level_replica": _needless("warning", "one process writes"),
     "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
-    "trackio_space_id": _absent(None, _TRACKIO),
-    "trackio_bucket_id": _absent(None, _TRACKIO),
-    "trackio_static_space_id": _absent(None, _TRACKIO),
+    **_group(_absent, _TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     "log_multimodal": _absent(True, "prompts are text"),
     "log_unique_prompts": _needless(False, "completions.jsonl holds them all, and report.html filters them"),
     "log_completions_hub_repo": _absent(None, _HUB),
@@ -229,12 +193,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "do_eval": _needless(False, "there is an evaluation where there is an eval_dataset"),
     "eval_delay": _absent(0, "there is one before the first step, every eval_steps and after the last"),
     "eval_on_start": _needless(False, "there is an evaluation before the first step always"),
-    "prediction_loss_only": _needless(False, _EVAL_ONCE),
-    "eval_do_concat_batches": _needless(True, _EVAL_ONCE),
-    "eval_use_gather_object": _needless(False, _EVAL_ONCE),
-    "eval_accumulation_steps": _needless(None, _EVAL_ONCE),
-    "include_for_metrics": _needless([], _EVAL_ONCE),
-    "batch_eval_metrics": _needless(False, _EVAL_ONCE),
+    **_group(_needless, _EVAL_ONCE, prediction_loss_only=False, eval_do_concat_batches=True),
+    **_group(_needless, _EVAL_ONCE, eval_use_gather_object=False, eval_accumulation_steps=None),
+    **_group(_needless, _EVAL_ONCE, include_for_metrics=[], batch_eval_metrics=False),
     "do_predict": _needless(False, "it is a script's own flag, which no trainer reads; call evaluate"),
     # Checkpoints.
     "save_strategy": _other("steps", "leave it out: save_steps says it (None: at the end only)"),
@@ -255,33 +216,22 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "full_determinism": _outside(
         False, "on a CPU the same seed gives the same run; for a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     ),
-    "dataloader_drop_last": _needless(False, _LOADER),
-    "dataloader_num_workers": _needless(0, _LOADER),
-    "dataloader_pin_memory": _needless(True, _LOADER),
-    "dataloader_persistent_workers": _needless(False, _LOADER),
-    "dataloader_prefetch_factor": _needless(None, _LOADER),
-    "dataloader_multiprocessing_context": _needless(None, _LOADER),
-    "dataloader_in_order": _needless(True, _LOADER),
+    **_group(_needless, _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
+    **_group(_needless, _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
+    **_group(_needless, _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
+    **_group(_needless, _LOADER, length_column_name="length"),
     "remove_unused_columns": _needless(False, "reward functions get the columns that they name"),
     "label_names": _needless(None, "no loss here has labels"),
     "train_sampling_strategy": _other("random", "use shuffle_dataset"),
-    "length_column_name": _needless("length", _LOADER),
     # Devices.
     "use_cpu": _outside(False, "JAX_PLATFORMS=cpu says it"),
-    "accelerator_config": _needless(None, _MESH),
+    **_group(_needless, _MESH, accelerator_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
+    **_group(_needless, _MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
+    **_group(_needless, _MESH, local_rank=-1),
     "parallelism_config": _other(None, _MESH),
-    "ddp_find_unused_parameters": _needless(None, _MESH),
-    "ddp_bucket_cap_mb": _needless(None, _MESH),
-    "ddp_broadcast_buffers": _needless(None, _MESH),
-    "ddp_static_graph": _needless(None, _MESH),
-    "ddp_backend": _needless(None, _MESH),
-    "ddp_timeout": _needless(1800, _MESH),
-    "fsdp": _other(None, _CUT),
-    "fsdp_config": _other(None, _CUT),
-    "deepspeed": _other(None, _CUT),
-    "local_rank": _needless(-1, _MESH),
+    **_group(_other, _CUT, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging.
-    "debug": _needless("", "what is not finite is found always, and replay says where it arose"),
+    "debug": _needless("", "an update that is not finite is always skipped and counted, and its cause is named"),
     "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
     "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
 }

@@ -9,6 +9,9 @@ from grpo_jax.config.settings import Settings, shown
 from grpo_jax.config.sizes import Sizes
 from grpo_jax.messages import raise_all
 
+MAX_REFILLS = 4
+"""Further rollouts that `dynamic_sampling` adds to one iteration at most."""
+
 
 class Batches(Settings):
     """The part of `GRPOConfig` that is about batches; the fields are that class's."""
@@ -22,8 +25,6 @@ class Batches(Settings):
         num_iterations: int
         rollout_ahead: bool
         dynamic_sampling: bool
-        max_refills: int
-        max_kl_old: float | None
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
         """Return the batch sizes that the fields come to.
@@ -69,9 +70,8 @@ class Batches(Settings):
         if self.max_steps <= 0:
             return None
         sizes = self.sizes(num_devices)
-        # With max_kl_old an iteration may end after its first update.
-        iterations = math.ceil(self.max_steps / (sizes.updates if self.max_kl_old is None else 1))
-        return iterations * sizes.prompts * (1 + self.max_refills if self.dynamic_sampling else 1)
+        iterations = math.ceil(self.max_steps / sizes.updates)
+        return iterations * sizes.prompts * (1 + MAX_REFILLS if self.dynamic_sampling else 1)
 
     @property
     def on_policy(self) -> bool:

@@ -96,22 +96,9 @@ class GRPOConfig(Batches):
     """Times the dataset is gone through, where `max_steps` is -1."""
     shuffle_dataset: bool = True
     """Shuffle the prompts, anew in every epoch."""
-    prompt_selection: Literal["uniform", "beta", "curriculum"] = "uniform"
-    """How the next rows are chosen: in epochs; by a Beta posterior of each row's chance of success, those first whose
-    chance may be a half (MoPPS, arXiv 2507.04632); or from the lowest `level`, a column, up, the next once the rewards
-    are high enough. But for epochs, `num_train_epochs` says only how many prompts are sampled: some rows come often,
-    some never. Ours."""
-    prompt_success: float | None = None
-    """Weighted sum of rewards from which on a completion is a success; None: 1 of each function. With levels the mean
-    from which on the next one is admitted, and no default. Ours."""
-    prompt_decay: Annotated[float, In("(0, 1]", "1 never forgets, though the policy learns")] = 0.5
-    """What is left of the evidence after as many prompts as there are rows. Ours."""
-    prompt_groups: Count = 32
-    """Rows of the highest level, those sampled last, over whose last groups that mean is taken. Ours."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476). Ours."""
-    max_refills: Count = 4
-    """Most further rollouts that `dynamic_sampling` adds to one iteration. Ours."""
+    """Replace groups whose rewards are all equal by groups of further prompts, in 4 further rollouts at most (DAPO,
+    arXiv 2503.14476). Ours."""
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
     """Seed of every key of the run: of sampling and of shuffling."""
 
@@ -120,9 +107,8 @@ class GRPOConfig(Batches):
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """When a reward function raises: stop the run, or take its scores as missing and count them. Ours."""
-    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp", "remax"] = "grpo"
-    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". "remax"
-    samples a greedy completion of each prompt too, in a rollout of its own. Ours."""
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
+    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], readers.scale] = "group"
     """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -130,10 +116,6 @@ class GRPOConfig(Batches):
     turn_credit: Literal["episode", "to_go"] = "episode"
     """Which rewards of a completion a turn is credited with, see `turn_advantages`: all of them, or those from the turn
     on. Rewards of turns are lists that reward functions return, or what `respond` returns beside the text. Ours."""
-    turn_gamma: Annotated[float, In("[0, 1]", "use 1.0 for no discount")] = 1.0
-    """γ, discount for each turn, of what is to go. Ours."""
-    turn_baseline: Literal["turn", "all"] = "turn"
-    """What is to go is compared with the group's completions at the same turn, or with all of their turns. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
     # The policy loss.
@@ -159,16 +141,6 @@ class GRPOConfig(Batches):
     """Exponent of vespo's weight where A < 0."""
     vespo_lambda_neg: NotNegative = 2.0
     """Decay of vespo's weight where A < 0."""
-    clip_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002")] = 0.0002
-    """Share of the tokens that clip_cov leaves out (arXiv 2505.22617). Ours, as the next four, by verl's names."""
-    clip_cov_lb: float = 1.0
-    """Lowest covariance of advantage and log-prob of these tokens. Ours."""
-    clip_cov_ub: float = 5.0
-    """Highest covariance of these tokens. Ours."""
-    kl_cov_ratio: Annotated[float, In("(0, 1]", "the paper has 0.0002 to 0.002")] = 0.0002
-    """Share of the tokens, those of the largest covariance, that kl_cov pulls back. Ours."""
-    ppo_kl_coef: NotNegative = 1.0
-    """How strongly kl_cov pulls; not at the first update of an iteration, where the policy has not moved. Ours."""
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, share of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
@@ -181,9 +153,6 @@ class GRPOConfig(Batches):
     """Upper bound of those weights, see `maths.correction`; None: no bound. Ours."""
     sampler_correction_min: NotNegative | None = None
     """Lower bound of those weights. Ours."""
-    max_kl_old: Positive | None = None
-    """Nats per token: an iteration ends early once KL(old‖new) passes it: its remaining updates are not made, and
-    count as no steps. The metric `moved_too_far` is 1 there; None: never. Ours."""
     router_aux_loss_coef: NotNegative | None = None
     """Factor on the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
     The loss is over the completion tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
@@ -234,18 +203,6 @@ class GRPOConfig(Batches):
     """Compare all of a model's distribution, k tokens and the rest of a scorer's, or the drawn token (TRL's SDPO)."""
     distillation_topk: Count | None = None
     """k, tokens whose log-probs such a teacher tells at each place (in TRL's SDPO the policy's most probable)."""
-    distillation_weighting: Literal["uniform", "pass_rate"] = "uniform"
-    """Weigh groups alike, or by √(p(1−p)), p the share that passes (SC-SDPO, arXiv 2605.27765). Ours."""
-    distillation_routing: Literal["all", "failed"] = "all"
-    """Who learns from the teacher: all, or what fails, the rest from rewards alone (SRPO, arXiv 2604.02288). Ours."""
-    success_reward_threshold: float = 1.0
-    """Reward from which on a completion passes, as in TRL's SDPO."""
-    teacher_model_kind: Literal["base", "live", "ema"] = "ema"
-    """Params of the policy as its own teacher, as in TRL's SDPO: those at the start, the present, or an average."""
-    teacher_update_rate: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the teacher")] = 0.05
-    """α of that average, as in TRL's SDPO: teacher ← α·policy + (1 − α)·teacher; of adapters, the products' average."""
-    teacher_sync_steps: Count = 1
-    """Optimizer steps between two moves of the average, as in TRL's SDPO."""
     # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""
@@ -265,21 +222,11 @@ class GRPOConfig(Batches):
     """Bound of the global gradient norm; 0: no clipping."""
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
     """Recompute a layer's activations in the backward pass, a fifth slower; None: if they would not fit (TRL: True)."""
-    gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
-        "nothing_saveable"
-    )
-    """Part of a layer kept even so, by its name in `jax.checkpoint_policies`: nothing but its input, the products
-    with weights, or those of attention too; each takes more memory and less time. Ours."""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], readers.compute_dtype] = "auto"
     """Dtype of the matrix products; softmax, norms, logits and log-probs are float32 always. "auto": bfloat16 on TPUs
     and on GPUs that have it (compute capability 8.0), float32 elsewhere. Ours (TRL: `bf16`)."""
-    master_params: bool = True
-    """Keep a float32 copy of parameters that are loaded in bfloat16, for the optimizer: 4 bytes more a parameter, and
-    its moments in float32; without it, an update below 1/256 of a parameter is lost. Ours."""
     mesh: Annotated[dict[str, int] | None, readers.mesh] = setting(None, resume="rounding", hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
-    keep_programs: bool = setting(True, resume="free")
-    """Keep compiled programs in the user's cache, up to 2 GiB, unless JAX has a directory for them already. Ours."""
 
     # Evaluation, logging, checkpoints.
     eval_steps: Count | None = setting(None, resume="free")
@@ -307,8 +254,6 @@ class GRPOConfig(Batches):
     save_total_limit: Count | None = setting(None, resume="free")
     """Checkpoints kept, the newest ones of `save_steps` and the best; None: all of `save_steps`. One that a stop or
     `save_minutes` adds goes when the next is there."""
-    profile_steps: Count | None = setting(None, resume="free")
-    """Optimizer steps that `jax.profiler` traces into the run directory, from iteration three on; None: none. Ours."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Updates in a row whose loss or gradient is not finite, and which are skipped, before the run stops; None: never.
     Ours."""

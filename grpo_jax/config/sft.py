@@ -93,15 +93,10 @@ class SFTConfig(Settings):
     # Memory and devices.
     gradient_checkpointing: bool = setting(True, resume="rounding")
     """Recompute a layer's activations in the backward pass: less memory, about a fifth more time."""
-    gradient_checkpointing_policy: Literal["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"] = (
-        same_field("gradient_checkpointing_policy")
-    )
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], readers.compute_dtype] = same_field(
         "compute_dtype"
     )
-    master_params: bool = same_field("master_params")
     mesh: Annotated[dict[str, int] | None, readers.mesh] = same_field("mesh")
-    keep_programs: bool = same_field("keep_programs")
 
     # Evaluation, logging, checkpoints.
     eval_steps: Count | None = same_field("eval_steps")
@@ -112,7 +107,6 @@ class SFTConfig(Settings):
     save_steps: Count | None = same_field("save_steps")
     save_minutes: Positive | None = same_field("save_minutes")
     save_total_limit: Count | None = same_field("save_total_limit")
-    profile_steps: Count | None = same_field("profile_steps")
     max_skipped_updates: Count | None = same_field("max_skipped_updates")
     metric_for_best_model: str | None = same_field("metric_for_best_model")
     """Name as in `metrics.jsonl`, such as "eval/loss"; the checkpoint with the best is kept."""
@@ -136,7 +130,6 @@ class SFTConfig(Settings):
     rollout_ahead: ClassVar = False
     dynamic_sampling: ClassVar = False
     on_policy: ClassVar = True
-    max_kl_old: ClassVar = None
     top_entropy_quantile: ClassVar = 1.0
     importance_sampling_level: ClassVar = "token"
     kl_estimator: ClassVar = "k3"
@@ -145,9 +138,6 @@ class SFTConfig(Settings):
     ref_model_sync_steps: ClassVar = 1
     ref_model_mixup_alpha: ClassVar = 1.0
     distillation_coef: ClassVar = 0.0
-    teacher_model_kind: ClassVar = "base"
-    teacher_update_rate: ClassVar = 1.0
-    teacher_sync_steps: ClassVar = 1
     use_adaptive_entropy: ClassVar = False
     entropy_coef: ClassVar = 0.0
     reward_weights: ClassVar = None

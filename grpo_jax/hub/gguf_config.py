@@ -1,19 +1,77 @@
-"""A config.json from the header of a GGUF file: one row of `ARCHITECTURES` for each that llama.cpp names.
+"""The config.json that the header of a GGUF file describes: one row of `ARCHITECTURES` for each llama.cpp architecture.
 
-The keys of such a header are llama.cpp's, and what that program takes for granted of an architecture is not in it: the
-rows say so. A key that no row has looked at is an error, since the model would be another one without it.
+A header holds llama.cpp's keys; what llama.cpp hard-codes for an architecture is in its row here. A key that no row
+reads is an error, because without it the model would be a different one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from grpo_jax.hub.families import FAMILIES
-from grpo_jax.hub.gguf_header import Header, bias_keys, common_keys, head_dim, rope_keys, scaling_of
+from grpo_jax.hub.keys import PARTIAL_ROTARY
+from grpo_jax.messages import show, some
 from grpo_jax.types import Json
+
+_UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
+"""Keys that repeat others or the tensors' shapes, or that only matter to an inference engine."""
+
+
+class Header:
+    """The keys of one architecture without its prefix, and which of them have been read.
+
+    Attributes:
+      fields: all keys of the file.
+      shapes: shapes of the file's tensors, by name.
+      factors: divisors of rotary frequencies, [frequencies], by tensor name.
+    """
+
+    def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
+        if "general.architecture" not in fields:
+            raise ValueError("GGUF key 'general.architecture' is missing.")
+        self.architecture: str = fields["general.architecture"]
+        self.fields, self.shapes, self.factors = fields, shapes, factors
+        prefix = f"{self.architecture}."
+        self._own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+        self._read: set[str] = set(_UNREAD)
+
+    def get(self, key: str, default: object = None) -> Any:
+        """The value of a key of the architecture, or the default."""
+        self._read.add(key)
+        return self._own.get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        if (value := self.get(key)) is None:
+            raise ValueError(f"GGUF key '{self.architecture}.{key}' is missing, and {self.architecture} needs it.")
+        return value
+
+    def read(self, keys: Mapping[str, str | tuple[str, object]]) -> Json:
+        """The values of config keys, given the GGUF key of each, or its GGUF key and the default."""
+        return {name: self[at] if isinstance(at, str) else self.get(*at) for name, at in keys.items()}
+
+    @property
+    def head_dim(self) -> int:
+        return self.get("attention.key_length") or self["embedding_length"] // self["attention.head_count"]
+
+    def refuse(self, key: str, supported: str) -> ValueError:
+        """The error for a value that the decoder does not support."""
+        name, value = f"{self.architecture}.{key}", show(self._own.get(key))
+        return ValueError(f"GGUF key {name!r} is {value}, which is not supported; supported: {supported}.")
+
+    def check_all_read(self) -> None:
+        """Raise ValueError if the file has keys of the architecture that were not read."""
+        left = [key for key, value in self._own.items() if key not in self._read and value not in (0, 0.0, False, [])]
+        if left:
+            names = some([f"{self.architecture}.{key} = {show(self._own[key])}" for key in sorted(left)])
+            raise ValueError(f"GGUF keys that are not known, and without which the model is another one: {names}.")
+
+
+Keys = Mapping[str, str | tuple[str, object]]
+More = Callable[[Header, Json], Json]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +79,31 @@ class Architecture:
     """How llama.cpp writes one architecture.
 
     Attributes:
-      family: key of `FAMILIES`, or what gives it for a header.
-      fields: from a header to the keys of config.json in which the architecture differs from Llama.
-      pairs: rotary dimensions of queries and keys lie beside each other, and not in two halves.
-      shifted: norms are stored as they multiply, and Hugging Face stores them around zero.
+      family: key of `FAMILIES`.
+      keys: config keys in which it differs from Llama, as in `Header.read`.
+      more: config keys computed from the header and the keys read so far.
+      pairs: rotary dimensions of queries and keys are stored interleaved, not in two halves.
+      shifted: norm weights are stored with 1 added; Hugging Face stores them around zero.
     """
 
-    family: str | Callable[[Header], str]
-    fields: Callable[[Header], Json]
+    family: str
+    keys: Keys = dataclasses.field(default_factory=dict)
+    more: More | None = None
     pairs: bool = False
     shifted: bool = False
 
 
+_COMMON: Keys = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": ("feed_forward_length", 0),
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+
+
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """The row of `ARCHITECTURES`, and the config.json that the header means.
+    """The row of `ARCHITECTURES`, and the config.json that the header describes.
 
     Raises:
       ValueError: an architecture, a key or a value that is not supported; named.
@@ -42,253 +111,248 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     name = header.architecture
     if name not in ARCHITECTURES:
         raise ValueError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}.")
+    if "token_embd.weight" not in header.shapes:
+        raise ValueError("tensor 'token_embd.weight' is missing.")
+    if not header.get("attention.causal", True):
+        raise header.refuse("attention.causal", "True")
     row = ARCHITECTURES[name]
-    family = row.family if isinstance(row.family, str) else row.family(header)
-    ids = {key: header.fields.get(f"tokenizer.ggml.{name}_token_id") for key, name in _IDS.items()}
-    raw = {
-        "architectures": [family],
-        "model_type": FAMILIES[family].model_type,
-        **common_keys(header),
-        **row.fields(header),
+    ids = {key: header.fields.get(f"tokenizer.ggml.{each}_token_id") for key, each in _IDS.items()}
+    raw: dict[str, Any] = {
+        "architectures": [row.family],
+        "vocab_size": header.shapes["token_embd.weight"][0],  # may exceed the number of tokens
+        **header.read(_COMMON),
+        "num_hidden_layers": header["block_count"] - header.get("nextn_predict_layers", 0),
+        "num_key_value_heads": header.get("attention.head_count_kv", header["attention.head_count"]),
+        "head_dim": header.head_dim,
+        "attention_bias": "blk.0.attn_q.bias" in header.shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.shapes,
+        "tie_word_embeddings": "output.weight" not in header.shapes,
+        "rope_parameters": _rope(header),
+        **{key: value for key, value in ids.items() if value is not None},
+        **header.read(row.keys),
     }
+    if row.more is not None:
+        raw |= row.more(header, raw)
     header.check_all_read()
-    return row, raw | {key: value for key, value in ids.items() if value is not None}
+    return row, {**raw, "model_type": FAMILIES[raw["architectures"][0]].model_type}
 
 
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
-
-def _llama(header: Header) -> Json:
-    return {
-        "head_dim": head_dim(header),
-        **bias_keys(header),
-        "mlp_bias": header.has("ffn_gate.bias"),
-        **rope_keys(header),
-    }
-
-
-def _granite(header: Header) -> Json:
-    scales = {
-        "attention_multiplier": header.get("attention.scale", head_dim(header) ** -0.5),
-        "embedding_multiplier": header.get("embedding_scale", 1.0),
-        "residual_multiplier": header.get("residual_scale", 1.0),
-        "logits_scaling": header["logit_scale"],
-    }
-    return {**_llama(header), **scales}
+_NUMBERS: Keys = {
+    "factor": ("rope.scaling.factor", None),
+    "original_max_position_embeddings": ("rope.scaling.original_context_length", None),
+    "beta_fast": ("rope.scaling.yarn_beta_fast", None),
+    "beta_slow": ("rope.scaling.yarn_beta_slow", None),
+    "attention_factor": ("rope.scaling.yarn_attn_factor", None),
+}
 
 
-def _ministral3(header: Header) -> Json:
-    raw, scale = dict(_llama(header)), header.get("rope.scaling.yarn_log_multiplier", 1.0)
+def _rope(header: Header) -> Json:
+    """The `rope_parameters` of a header: base, rotated part of a head, and scaling."""
+    theta, kind = header.get("rope.freq_base", 10000.0), header.get("rope.scaling.type", "none")
+    header.get("rope.scaling.attn_factor")  # of longrope; follows from its two context lengths
+    part = header.get("rope.dimension_count", header.head_dim) / header.head_dim
+    partial = part != 1 or ARCHITECTURES[header.architecture].family in PARTIAL_ROTARY
+    rope: Json = {"rope_theta": theta, **({"partial_rotary_factor": part} if partial else {})}
+    numbers = {key: value for key, value in header.read(_NUMBERS).items() if value is not None}
+    found = {size: header.factors.get(f"rope_factors_{size}.weight") for size in ("short", "long")}
+    each = {f"{size}_factor": factors.tolist() for size, factors in found.items() if factors is not None}
+    if kind in ("none", "longrope") and each:
+        return {**rope, "rope_type": "longrope", **each}
+    if kind == "none":
+        return {**rope, **_by_factors(theta, header.factors.get("rope_freqs.weight"))}
+    if kind == "linear":
+        return {**rope, "rope_type": kind, "factor": header["rope.scaling.factor"]}
+    if kind != "yarn":
+        raise header.refuse("rope.scaling.type", "none, linear, yarn, and longrope with its factors")
+    return {**rope, "rope_type": kind, **numbers}
+
+
+def _by_factors(theta: float, factors: np.ndarray | None) -> Json:
+    """Llama 3's scaling, of which a file only holds the divisor of each frequency."""
+    if factors is None:
+        return {"rope_type": "default"}
+    original = 8192
+    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    smooth = np.clip((original / waves - 1) / 3, 0, 1)
+    usual = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if np.allclose(factors, 1 / ((1 - smooth) / usual["factor"] + smooth), rtol=1e-5):
+        return {"rope_type": "llama3", **usual, "original_max_position_embeddings": original}
+    each = factors.tolist()
+    return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
+
+
+def _kinds(sliding: Iterable[object]) -> list[str]:
+    return ["sliding_attention" if x else "full_attention" for x in sliding]
+
+
+def _two_ropes(header: Header, full: Json, theta: float) -> Json:
+    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", theta)}
+    return {"full_attention": full, "sliding_attention": local}
+
+
+def _granite(header: Header, raw: Json) -> Json:
+    return {"attention_multiplier": header.get("attention.scale", header.head_dim**-0.5)}
+
+
+def _ministral3(header: Header, raw: Json) -> Json:
+    scale = header.get("rope.scaling.yarn_log_multiplier", 1.0)
     more = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": header["attention.temperature_scale"]}
-    return raw | {"rope_parameters": {**raw["rope_parameters"], **more}}
+    return {"rope_parameters": {**raw["rope_parameters"], **more}}
 
 
-def _qwen_moe(header: Header) -> Json:
+def _gemma(header: Header, raw: Json) -> Json:
+    """Queries are scaled by the head's size; in the 27B models, which llama.cpp knows by their layers, by another."""
+    of_27b = raw["hidden_size"] // raw["num_attention_heads"]
+    return {"query_pre_attn_scalar": of_27b if raw["num_hidden_layers"] in (46, 62) else raw["head_dim"]}
+
+
+def _gemma3(header: Header, raw: Json) -> Json:
+    window, layers = raw["sliding_window"], range(raw["num_hidden_layers"])
     return {
-        "num_experts": header["expert_count"],
-        "num_experts_per_tok": header["expert_used_count"],
-        "moe_intermediate_size": header["expert_feed_forward_length"],
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-    }
-
-
-def _query_scale(header: Header, layers: int) -> dict[str, int]:
-    """Gemma's: llama.cpp knows the model of 27B, which divides by another number, by its layers."""
-    usual, of_27b = head_dim(header), header["embedding_length"] // header["attention.head_count"]
-    return {"query_pre_attn_scalar": of_27b if header["block_count"] == layers else usual}
-
-
-def _gemma2(header: Header) -> Json:
-    return {
-        **rope_keys(header),
-        **_query_scale(header, 46),
-        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
-        "sliding_window": header.get("attention.sliding_window", 4096),
-    }
-
-
-def _gemma3(header: Header) -> Json:
-    window, layers = header.get("attention.sliding_window", 0), header["block_count"]
-    rope = rope_keys(header)["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
-    return {
-        **_query_scale(header, 62),
-        "final_logit_softcapping": header.get("final_logit_softcapping"),
+        **_gemma(header, raw),
         "sliding_window": window or 4096,
-        "layer_types": [_kind(bool(window) and (i + 1) % 6 != 0) for i in range(layers)],
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "layer_types": _kinds(window and (i + 1) % 6 for i in layers),
+        "rope_parameters": _two_ropes(header, raw["rope_parameters"], 10000.0),
     }
 
 
-def _kind(sliding: bool) -> str:
-    return "sliding_attention" if sliding else "full_attention"
-
-
-def _gemma4(header: Header) -> Json:
-    sliding = [bool(x) for x in header["attention.sliding_window_pattern"]]
-    widths, heads = _each(header, "feed_forward_length", sliding), _each(header, "attention.head_count_kv", sliding)
-    shared, experts = header.get("attention.shared_kv_layers", 0), header.get("expert_count", 0)
-    factors = header.factors["rope_freqs.weight"]
-    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
-        header.get(key)  # all of a head; the factors say which of its frequencies turn
+def _gemma4(header: Header, raw: Json) -> Json:
+    sliding, shared = header["attention.sliding_window_pattern"], header.get("attention.shared_kv_layers", 0)
+    widths, heads = (
+        value if isinstance(value, list) else [value] * len(sliding)
+        for value in (raw["intermediate_size"], raw["num_key_value_heads"])
+    )
+    header.get("rope.dimension_count_swa")  # all of a head; the factors say which of its frequencies turn
     full = [i for i, x in enumerate(sliding) if not x]
     own = [f"blk.{i}.attn_v.weight" in header.shapes for i in full if i < len(sliding) - shared]
-    raw = {
+    turned = float(np.mean(header.factors["rope_freqs.weight"] == 1))
+    rope = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": header["rope.freq_base"]}
+    experts: Keys = {**_EXPERTS, "top_k_experts": "expert_used_count"}
+    return {
+        "global_head_dim": raw["head_dim"],
         "head_dim": header["attention.key_length_swa"],
-        "global_head_dim": header["attention.key_length"],
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] != widths[0],
         "num_key_value_heads": heads[sliding.index(True)],
         "num_global_key_value_heads": heads[full[0]],
         "attention_k_eq_v": not all(own),
         "num_kv_shared_layers": shared,
-        "sliding_window": header["attention.sliding_window"],
-        "layer_types": [_kind(x) for x in sliding],
-        "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input", 0),
-        "vocab_size_per_layer_input": header.vocab_size,
-        "final_logit_softcapping": header.get("final_logit_softcapping"),
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": float(np.mean(factors == 1)),
-                "rope_theta": header["rope.freq_base"],
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)},
-        },
+        "layer_types": _kinds(sliding),
+        "vocab_size_per_layer_input": raw["vocab_size"],
+        "rope_parameters": _two_ropes(header, rope, 10000.0),
+        **({"enable_moe_block": True, **header.read(experts)} if header.get("expert_count") else {}),
     }
-    if experts:
-        raw |= {
-            "enable_moe_block": True,
-            "num_experts": experts,
-            "top_k_experts": header["expert_used_count"],
-            "moe_intermediate_size": header["expert_feed_forward_length"],
-        }
-    return raw
 
 
-def _each(header: Header, key: str, layers: list[bool]) -> list[int]:
-    """A key that has one number for all layers, or one for each."""
-    value = header[key]
-    return list(value) if isinstance(value, list) else [value] * len(layers)
+def _phi3(header: Header, raw: Json) -> Json:
+    original = header.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
+    part = raw["rope_parameters"]["partial_rotary_factor"]
+    window = raw["sliding_window"] or None
+    return {"sliding_window": window, "original_max_position_embeddings": original, "partial_rotary_factor": part}
 
 
-def _phi3(header: Header) -> Json:
-    theta, part = header.get("rope.freq_base", 10000.0), header["rope.dimension_count"] / head_dim(header)
-    original = header.get("rope.scaling.original_context_length", header["context_length"])
-    header.get("rope.scaling.attn_factor")  # follows from the two lengths
-    raw = {
-        "sliding_window": header.get("attention.sliding_window") or None,
-        "original_max_position_embeddings": original,
-        "partial_rotary_factor": part,
-    }
-    if header.get("rope.scaling.type", "longrope") not in ("none", "longrope"):
-        raise header.refuse("rope.scaling.type", "none, longrope")
-    found = {size: header.factors.get(f"rope_factors_{size}.weight") for size in ("short", "long")}
-    each = {f"{size}_factor": [float(x) for x in factors] for size, factors in found.items() if factors is not None}
-    scaling = {"rope_type": "longrope", **each} if each else {"rope_type": "default"}
-    return raw | {"rope_parameters": {"rope_theta": theta, "partial_rotary_factor": part, **scaling}}
-
-
-def _glm4(header: Header) -> Json:
-    part = header["rope.dimension_count"] / head_dim(header)
-    theta = header.get("rope.freq_base", 10000.0)
-    rope = {"rope_theta": theta, "partial_rotary_factor": part, **scaling_of(header)}
-    return {**bias_keys(header), "rope_parameters": rope}
-
-
-def _slides(header: Header) -> bool:
-    """Whether a file of `olmo2` is one of Olmo 3, which has layers with a window."""
-    return bool(header.get("attention.sliding_window", 0))
-
-
-def _olmo(header: Header) -> Json:
-    rope = rope_keys(header)["rope_parameters"]
-    if not _slides(header):
-        return {**bias_keys(header), "rope_parameters": rope}
-    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", rope["rope_theta"])}
-    usual = [(i + 1) % 4 != 0 for i in range(header["block_count"])]
+def _olmo(header: Header, raw: Json) -> Json:
+    """Olmo 3 if layers have a window, else Olmo 2."""
+    if not (window := header.get("attention.sliding_window")):
+        return {}
+    usual = [(i + 1) % 4 for i in range(raw["num_hidden_layers"])]
+    rope = raw["rope_parameters"]
     return {
-        **bias_keys(header),
-        "sliding_window": header["attention.sliding_window"],
-        "layer_types": [_kind(bool(x)) for x in header.get("attention.sliding_window_pattern", usual)],
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": _kinds(header.get("attention.sliding_window_pattern", usual)),
+        "rope_parameters": _two_ropes(header, rope, rope["rope_theta"]),
     }
 
 
-def _gpt_oss(header: Header) -> Json:
-    rope = rope_keys(header)["rope_parameters"]
-    return {
-        **bias_keys(header),
-        "num_local_experts": header["expert_count"],
-        "num_experts_per_tok": header["expert_used_count"],
-        "intermediate_size": header["expert_feed_forward_length"],
-        "sliding_window": header["attention.sliding_window"],
-        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
-    }
+def _gpt_oss(header: Header, raw: Json) -> Json:
+    rope = raw["rope_parameters"]
+    return {"rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope}
 
 
-def _hybrid(header: Header) -> Json:
+def _hybrid(header: Header, raw: Json) -> Json:
     """Delta nets between layers of attention."""
-    header.get("rope.dimension_sections")  # where pictures stand; text has the same position in all of them
-    every, layers = header.get("full_attention_interval", 4), header["block_count"]
-    layers -= header.get("nextn_predict_layers", 0)
-    recurrent = header.get("attention.recurrent_layers") or [(i + 1) % every != 0 for i in range(layers)]
-    values, part = header["ssm.time_step_rank"], header["rope.dimension_count"] / head_dim(header)
+    header.get("rope.dimension_sections")  # positions of images; text has the same position in each section
+    every, layers = header.get("full_attention_interval", 4), raw["num_hidden_layers"]
+    recurrent = header.get("attention.recurrent_layers") or [(i + 1) % every for i in range(layers)]
     return {
-        **bias_keys(header),
         "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent[:layers]],
-        "linear_conv_kernel_dim": header["ssm.conv_kernel"],
-        "linear_key_head_dim": header["ssm.state_size"],
-        "linear_value_head_dim": header["ssm.inner_size"] // values,
-        "linear_num_key_heads": header["ssm.group_count"],
-        "linear_num_value_heads": values,
-        "rope_parameters": {
-            "rope_theta": header["rope.freq_base"],
-            "partial_rotary_factor": part,
-            **scaling_of(header),
-        },
+        "linear_value_head_dim": header["ssm.inner_size"] // raw["linear_num_value_heads"],
+        # Files in which every layer has experts may leave out the dense width.
+        "intermediate_size": raw["intermediate_size"] or raw.get("moe_intermediate_size", 0),
     }
 
 
-def _sparse_hybrid(header: Header) -> Json:
-    shared = {"shared_expert_intermediate_size": header["expert_shared_feed_forward_length"]}
-    dense = header.get("feed_forward_length") or header["expert_feed_forward_length"]  # where no layer has one
-    return {**_hybrid(header), **_qwen_moe(header), **shared, "intermediate_size": dense}
-
-
-def _lfm2(header: Header) -> Json:
-    heads = header["attention.head_count_kv"]
+def _lfm2(header: Header, raw: Json) -> Json:
+    heads = raw["num_key_value_heads"]
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if n else "conv" for n in heads],
-        "norm_eps": header["attention.layer_norm_rms_epsilon"],
-        "conv_L_cache": header["shortconv.l_cache"],
+        "norm_eps": raw["rms_norm_eps"],
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.shapes),
         "block_auto_adjust_ff_dim": False,
-        **rope_keys(header),
     }
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", _llama, pairs=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", rope_keys),
-    "qwen3": Architecture("Qwen3ForCausalLM", lambda h: {**bias_keys(h), **rope_keys(h)}),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", lambda h: {**bias_keys(h), **_qwen_moe(h), **rope_keys(h)}),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _llama, pairs=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, shifted=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),
-    "gemma4": Architecture("Gemma4ForCausalLM", _gemma4),
-    "phi3": Architecture("Phi3ForCausalLM", _phi3),
-    "glm4": Architecture("Glm4ForCausalLM", _glm4),
-    "granite": Architecture("GraniteForCausalLM", _granite, pairs=True),
-    "mistral3": Architecture("Ministral3ForCausalLM", _ministral3, pairs=True),
-    "olmo2": Architecture(lambda h: "Olmo3ForCausalLM" if _slides(h) else "Olmo2ForCausalLM", _olmo),
-    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss),
-    "qwen3next": Architecture("Qwen3NextForCausalLM", _sparse_hybrid, shifted=True),
-    "qwen35": Architecture("Qwen3_5ForCausalLM", _hybrid, shifted=True),
-    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _sparse_hybrid, shifted=True),
-    "lfm2": Architecture("Lfm2ForCausalLM", _lfm2),
+_EXPERTS: Keys = {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_QWEN_EXPERTS: Keys = {
+    **_EXPERTS,
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": ("expert_weights_norm", True),
 }
-"""By `general.architecture`; Mistral's first models are written as `llama`, Olmo 3 as `olmo2`."""
+_DELTA: Keys = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_SPARSE: Keys = {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_GRANITE: Keys = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": "logit_scale",
+}
+_GEMMA2: Keys = {
+    "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+    "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+    "sliding_window": ("attention.sliding_window", 4096),
+}
+_GEMMA3: Keys = {
+    "final_logit_softcapping": ("final_logit_softcapping", None),
+    "sliding_window": ("attention.sliding_window", 0),
+}
+_GEMMA4: Keys = {
+    "final_logit_softcapping": ("final_logit_softcapping", None),
+    "sliding_window": "attention.sliding_window",
+    "hidden_size_per_layer_input": ("embedding_length_per_layer_input", 0),
+}
+_GPT_OSS: Keys = {
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "intermediate_size": "expert_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", pairs=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _QWEN_EXPERTS),
+    "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", _GEMMA2, _gemma, shifted=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", _GEMMA3, _gemma3, shifted=True),
+    "gemma4": Architecture("Gemma4ForCausalLM", _GEMMA4, _gemma4),
+    "phi3": Architecture("Phi3ForCausalLM", {"sliding_window": ("attention.sliding_window", None)}, _phi3),
+    "glm4": Architecture("Glm4ForCausalLM"),
+    "granite": Architecture("GraniteForCausalLM", _GRANITE, _granite, pairs=True),
+    "mistral3": Architecture("Ministral3ForCausalLM", {}, _ministral3, pairs=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", {}, _olmo),
+    "gpt-oss": Architecture("GptOssForCausalLM", _GPT_OSS, _gpt_oss),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", _SPARSE, _hybrid, shifted=True),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", _DELTA, _hybrid, shifted=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _SPARSE, _hybrid, shifted=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", {"conv_L_cache": "shortconv.l_cache"}, _lfm2),
+}
+"""By `general.architecture`. Mistral's first models are written as `llama`, Olmo 3 as `olmo2`."""

@@ -1,7 +1,6 @@
-"""Tensors of a GGUF file under the names that Hugging Face gives them: read by rows, and written out in float32 then.
+"""Tensors of a GGUF file under their Hugging Face names: rows are read from the file and dequantized on request.
 
-llama.cpp turns some of them when it writes them: rows of queries and keys where rotary dimensions lie in pairs, heads
-of values of a delta net, norms around zero. Here they are turned back as their rows are read.
+llama.cpp reorders some tensors when it writes them; they are put back in Hugging Face's order as their rows are read.
 """
 
 from __future__ import annotations
@@ -20,53 +19,55 @@ from grpo_jax.hub.tensors import Tensor
 from grpo_jax.messages import some
 from grpo_jax.models.layers import DeltaShape, TransformerConfig
 
-Rows = Callable[[int, int], np.ndarray]
-"""Reads rows first..first+count-1."""
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that belong to the config."""
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor as it lies in the file.
+    """A tensor as it is stored in the file.
 
     Attributes:
       file: the GGUF file.
-      shape: the last axis is that of the blocks.
-      kind: its quantization type, a `gguf.GGMLQuantizationType`.
-      offset: bytes before it.
-      block: weights of a block, and its bytes.
+      shape: blocks lie along the last axis.
+      kind: quantization type, a `gguf.GGMLQuantizationType`.
+      offset: byte in the file at which it starts.
     """
 
     file: Path
     shape: tuple[int, ...]
     kind: int
     offset: int
-    block: tuple[int, int]
     dtype: np.dtype = _FLOAT32
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1, float32."""
-        from gguf.quants import GGMLQuantizationType, dequantize
+        """Rows first..first+count-1, float32. Read without a memory map, whose pages would count as memory in use."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
 
         if len(self.shape) == 1:
-            whole = dataclasses.replace(self, shape=(1, *self.shape))
-            return whole.rows(0, 1)[0, first : first + count]
-        inner, (weights, nbytes) = math.prod(self.shape[1:-1]), self.block
+            return self.reshaped(1, *self.shape).rows(0, 1)[0, first : first + count]
+        kind, inner = GGMLQuantizationType(self.kind), math.prod(self.shape[1:-1])
+        weights, nbytes = GGML_QUANT_SIZES[kind]
         width = self.shape[-1] // weights * nbytes
-        size = count * inner * width
-        data = np.fromfile(self.file, np.uint8, size, offset=self.offset + first * inner * width)
-        rows = dequantize(data.reshape(count * inner, width), GGMLQuantizationType(self.kind))
+        data = np.fromfile(self.file, np.uint8, count * inner * width, offset=self.offset + first * inner * width)
+        rows = dequantize(data.reshape(count * inner, width), kind)
         return rows.astype(np.float32, copy=False).reshape(count, *self.shape[1:])
+
+    def reshaped(self, *shape: int) -> FileTensor:
+        """The same blocks in another shape with the same last axis."""
+        return dataclasses.replace(self, shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A tensor whose rows are made of those of others."""
+    """A tensor whose rows are computed from rows of the file."""
 
     file: Path
     shape: tuple[int, ...]
-    rows: Rows
+    rows: Callable[[int, int], np.ndarray]
     dtype: np.dtype = _FLOAT32
 
 
@@ -76,14 +77,14 @@ def find_tensors(
     """The tensors of a plan, by their names in it.
 
     Args:
-      plan: what `tensor_plan` says of the config.json that the file means, with each expert on its own.
+      plan: from `tensor_plan`, with a tensor for each expert.
       files: the tensors of the file.
       row: of `ARCHITECTURES`.
       config: the decoder.
       name: `general.architecture`.
 
     Raises:
-      ValueError: tensors that the file lacks, that are not known, or that have another shape; by their names in it.
+      ValueError: tensors that are missing, not known, or of another shape; by their names in the file.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -97,51 +98,26 @@ def find_tensors(
         if absent := [each for each in wanted if each not in files]:
             problems += [f"{each} is missing" for each in absent]
             continue
-        stored = _turned(tensor, [files[each] for each in wanted], row, config)
+        stored = _in_order(tensor, [files[each] for each in wanted], row, config)
         if stored.shape != tensor.shape:
             shapes = ", ".join(f"{each} {list(files[each].shape)}" for each in wanted)
             problems.append(f"{shapes} where the header says {list(tensor.shape)}")
-            continue
         found[tensor.name] = stored
-    unknown = [each for each in files if each not in used and not _is_spare(each, config)]
-    problems += [f"{each} is not known" for each in unknown]
+    problems += [f"{each} is not known" for each in files if each not in used and not _is_spare(each, config)]
     if problems:
         raise ValueError(f"the tensors of the GGUF file are not those of {name!r}: {some(problems)}.")
     return found
 
 
-FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are of the config."""
-
-
 def _is_spare(name: str, config: TransformerConfig) -> bool:
-    """Whether a file may have a tensor that the decoder does without: of heads that guess several tokens at once, and
-    of layers over the keys and values of others."""
-    block = re.fullmatch(r"blk\.(\d+)\.(.+)\.weight", name)
-    if block is None:
+    """Whether the decoder ignores a tensor: of multi-token prediction heads, and key and value projections of layers
+    that use another layer's."""
+    if (block := re.fullmatch(r"blk\.(\d+)\.(.+)\.weight", name)) is None:
         return False
-    layer, rest = int(block[1]), block[2]
-    guesses = config.delta is not None and layer >= config.num_layers
-    over = config.num_layers - config.shared_kv_layers <= layer < config.num_layers
-    return guesses or (over and rest in ("attn_k", "attn_v", "attn_k_norm"))
-
-
-def _names_of(name: str, find: Callable[[str], str | None]) -> list[str]:
-    """The file's tensors that one of Hugging Face's is made of."""
-    if name.endswith(".in_proj_qkvz.weight"):
-        layer = name.split(".")[2]
-        return [f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_gate.weight"]
-    module, suffix = re.sub(r"\.experts\.\d+\.", ".experts.", name), ""
-    for ending, at in _ENDINGS.items():
-        if module.endswith(ending):
-            module, suffix = module.removesuffix(ending) + at[0], at[1]
-            break
-    if "router.per_expert" in module:
-        module = module.replace("router.per_expert", "experts.down_proj")
-    modules = [module]
-    if module.endswith("experts.gate_up_proj") and find(module) is None:
-        modules = [module.replace("gate_up_proj", each) for each in ("gate_proj", "up_proj")]
-    return [f"{find(each) or each}{suffix}" for each in modules]
+    layer, over = int(block[1]), int(block[1]) >= config.num_layers - config.shared_kv_layers
+    if layer >= config.num_layers:
+        return config.delta is not None
+    return over and block[2] in ("attn_k", "attn_v", "attn_k_norm")
 
 
 _ENDINGS = {
@@ -154,59 +130,64 @@ _ENDINGS = {
     ".weight": ("", ".weight"),
     "": ("", ".weight"),
 }
-"""Endings of Hugging Face's names: what a module is looked up by in their place, and the ending in the file."""
+"""Endings of Hugging Face's names: the ending of the module to look up, and of the tensor in the file."""
 
 
-def _turned(tensor: Tensor, files: list[FileTensor], row: Architecture, config: TransformerConfig) -> Stored:
-    """A tensor as Hugging Face has it, from those of the file."""
-    name, shape, (file, *others) = tensor.name, tensor.shape, files
+def _names_of(name: str, find: Callable[[str], str | None]) -> list[str]:
+    """The file's tensors that hold a tensor of Hugging Face's."""
+    if name.endswith(".in_proj_qkvz.weight"):
+        layer = name.split(".")[2]
+        return [f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_gate.weight"]
+    module = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+    ending = next(each for each in _ENDINGS if module.endswith(each))
+    end, suffix = _ENDINGS[ending]
+    module = (module.removesuffix(ending) + end).replace("router.per_expert", "experts.down_proj")
+    modules = [module]
+    if module.endswith("experts.gate_up_proj") and find(module) is None:
+        modules = [module.replace("gate_up_proj", each) for each in ("gate_proj", "up_proj")]
+    return [f"{find(each) or each}{suffix}" for each in modules]
+
+
+def _in_order(tensor: Tensor, files: list[FileTensor], row: Architecture, config: TransformerConfig) -> Stored:
+    """A tensor in Hugging Face's order, from those of the file."""
+    name, shape, file, delta = tensor.name, tensor.shape, files[0], config.delta
     if ".experts." in name:
-        return _of_experts(name, file, others, shape)
+        return _of_experts(name, files)
     if math.prod(file.shape) == math.prod(shape) and file.shape[-1] in shape[-1:]:  # axes of length 1
-        file = dataclasses.replace(file, shape=shape)
-    if row.pairs and re.search(r"\.(q|k)_proj\.", name):
-        heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
-        return _reordered(file, _halves(shape[0], heads))
+        file = file.reshaped(*shape)
+    if row.pairs and (found := re.search(r"\.(q|k)_proj\.", name)):
+        heads = config.num_heads if found[1] == "q" else config.num_kv_heads
+        # Hugging Face's heads have the first of every pair of rotary dimensions before the second.
+        return _reordered(file, np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel())
     if row.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return Made(file.file, file.shape, lambda first, count: file.rows(first, count) - np.float32(1))
-    if config.delta is not None and "linear_attn" in name:
-        return _delta(name, file, others, config.delta)
+    if delta is not None and "linear_attn" in name:
+        return _of_delta(name, [file, *files[1:]], delta)
     return file
 
 
-def _of_experts(name: str, file: FileTensor, others: list[FileTensor], shape: tuple[int, ...]) -> Stored:
-    """A tensor of experts: that of one of them, from those of all; or gpt-oss's, whose matrices go the other way."""
+def _of_experts(name: str, files: list[FileTensor]) -> Stored:
+    """One expert's tensor from that of all experts; or gpt-oss's, whose matrices are stored transposed."""
+    file = files[0]
     if (found := re.search(r"\.experts\.(\d+)\.", name)) and len(file.shape) == 3:
         (experts, height, width), expert = file.shape, int(found[1])
-        whole = dataclasses.replace(file, shape=(experts * height, width))
+        whole = file.reshaped(experts * height, width)
         return Made(file.file, (height, width), lambda first, rows: whole.rows(expert * height + first, rows))
-    if others:
-        return _interleaved(file, others[0], shape)
-    if name.endswith(".mlp.experts.down_proj"):
-        experts, height, width = file.shape
-        turned = (experts, width, height)
-        return Made(file.file, turned, lambda first, count: file.rows(first, count).swapaxes(1, 2))
-    return file
-
-
-def _interleaved(gate: FileTensor, up: FileTensor, shape: tuple[int, ...]) -> Stored:
-    """Gate and up of every expert, in turns on the last axis."""
+    if len(files) == 1 and not name.endswith(".mlp.experts.down_proj"):  # of gpt-oss
+        return file
+    *before, last = (file.shape[0], *reversed(file.shape[1:]))
+    turned = (*before, last * len(files))
 
     def rows(first: int, count: int) -> np.ndarray:
-        both = [part.rows(first, count) for part in (gate, up)]
-        both = [part.swapaxes(1, 2) if part.ndim == 3 else part for part in both]
-        return np.stack(both, axis=-1).reshape(count, *shape[1:])
+        parts = [part.rows(first, count) for part in files]
+        parts = [part.swapaxes(1, 2) if part.ndim == 3 else part for part in parts]
+        return np.stack(parts, axis=-1).reshape(count, *turned[1:])  # gate and up alternate on the last axis
 
-    return Made(gate.file, shape, rows)
-
-
-def _halves(rows: int, heads: int) -> np.ndarray:
-    """The row in the file of each of Hugging Face's, whose heads have the first of all pairs before the second."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    return Made(file.file, turned, rows)
 
 
 def _reordered(stored: Stored, order: np.ndarray) -> Made:
-    """A tensor whose rows stand in another order in the file."""
+    """A tensor whose row i is row `order[i]` of the file."""
 
     def rows(first: int, count: int) -> np.ndarray:
         wanted = order[first : first + count]
@@ -216,44 +197,44 @@ def _reordered(stored: Stored, order: np.ndarray) -> Made:
     return Made(stored.file, stored.shape, rows)
 
 
-def _delta(name: str, file: Stored, others: list[FileTensor], shape: DeltaShape) -> Stored:
-    """A tensor of a delta net. Of the heads of values that share keys, Qwen3.5's files have the first of each group
-    before the second; of Qwen3-Next's, queries, keys, values and gates were split."""
-    if name.endswith(".A_log"):
-        logs = file
-        file = Made(logs.file, logs.shape, lambda first, count: np.log(-logs.rows(first, count)))
+def _of_delta(name: str, files: list[FileTensor], shape: DeltaShape) -> Stored:
+    """A tensor of a delta net. Qwen3.5's files have the first value head of every key head before the second heads;
+    Qwen3-Next's have one matrix of queries, keys and values and one of gates, where Hugging Face has one per key head.
+    """
+    file: Stored = files[0]
+    plain, end, value = file, name.split("linear_attn.")[1].removesuffix(".weight"), shape.value_dim
+    if end == "A_log":
+        file = Made(plain.file, plain.shape, lambda first, count: np.log(-plain.rows(first, count)))
     if shape.by_key_heads:
-        return _by_key_heads(file, others[0], shape) if others else file
-    if name.endswith(".out_proj.weight"):
-        order, plain = _grouped(shape, shape.value_dim), file
+        return _by_key_heads(files, shape) if len(files) > 1 else file
+    if end == "out_proj":
+        order = _grouped(shape, value)
         return Made(plain.file, plain.shape, lambda first, count: plain.rows(first, count)[:, order])
-    if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")):
+    if end in ("in_proj_qkv", "conv1d"):
         before = 2 * shape.key_width
-        return _reordered(file, np.append(np.arange(before), before + _grouped(shape, shape.value_dim)))
-    if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
-        return _reordered(file, _grouped(shape, 1))
-    return _reordered(file, _grouped(shape, shape.value_dim)) if name.endswith(".in_proj_z.weight") else file
+        return _reordered(file, np.append(np.arange(before), before + _grouped(shape, value)))
+    if end in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "in_proj_z"):
+        return _reordered(file, _grouped(shape, value if end == "in_proj_z" else 1))
+    return file
 
 
 def _grouped(shape: DeltaShape, width: int) -> np.ndarray:
-    """The row in the file of each of Hugging Face's, where each head of values has `width` of them."""
-    each = np.arange(shape.value_heads * width).reshape(-1, shape.key_heads, width)
-    return each.swapaxes(0, 1).ravel()
+    """The row in the file of each of Hugging Face's, given the rows of a value head."""
+    return np.arange(shape.value_heads * width).reshape(-1, shape.key_heads, width).swapaxes(0, 1).ravel()
 
 
-def _by_key_heads(mixed: Stored, gates: Stored, shape: DeltaShape) -> Stored:
-    """Queries, keys, values and gates of each key head together, from all queries, keys and values, and all gates."""
-    heads, columns = shape.key_heads, (shape.key_width, shape.key_width, shape.value_width, shape.value_width)
-    starts = np.cumsum((0, *columns))
-    blocks = [np.arange(width).reshape(heads, -1) + start for width, start in zip(columns, starts, strict=False)]
-    split = mixed.shape[0]
+def _by_key_heads(files: list[FileTensor], shape: DeltaShape) -> Stored:
+    """Queries, keys, values and gates of each key head together, from the matrices of all of them."""
+    widths = np.array((shape.key_width, shape.key_width, shape.value_width, shape.value_width))
+    starts, split = np.cumsum(widths) - widths, files[0].shape[0]
+    blocks = [
+        start + np.arange(width).reshape(shape.key_heads, -1) for start, width in zip(starts, widths, strict=True)
+    ]
 
     def rows(first: int, count: int) -> np.ndarray:
-        parts = [mixed.rows(first, min(count, split - first))] if first < split else []
-        if first + count > split:
-            begin = max(first - split, 0)
-            parts.append(gates.rows(begin, first + count - split - begin))
-        return np.concatenate(parts)
+        begin, end = max(first - split, 0), max(first + count - split, 0)
+        mixed = files[0].rows(min(first, split), count - (end - begin))
+        return np.concatenate([mixed, files[1].rows(begin, end - begin)])
 
-    both = Made(mixed.file, (split + gates.shape[0], *mixed.shape[1:]), rows)
+    both = Made(files[0].file, (split + files[1].shape[0], *files[0].shape[1:]), rows)
     return _reordered(both, np.concatenate(blocks, axis=1).ravel())

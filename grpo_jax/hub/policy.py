@@ -102,8 +102,8 @@ def with_settings(
         model.config,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
-        remat_policy=config.gradient_checkpointing_policy,
-        remat_on_cpu=_recomputes_on_cpu(config, devices, mesh),
+        # On a mesh the layers would wait for a number from another device.
+        remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
         wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
@@ -111,12 +111,6 @@ def with_settings(
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
     return _with_shape(model, shape)
-
-
-def _recomputes_on_cpu(config: Config, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh | None) -> bool:
-    """Whether whole layers are recomputed on one CPU: on a mesh they would wait for a number from another device."""
-    whole = config.gradient_checkpointing_policy == "nothing_saveable" and (mesh is None or mesh.size == 1)
-    return whole and platform_of(devices)[0] == "cpu"
 
 
 def with_checkpointing(model: Model, *, recompute: bool) -> Model:

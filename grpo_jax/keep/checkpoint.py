@@ -7,8 +7,6 @@ checkpoints/40/   params   what is exported
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`);
                            those that an engine is still at are asked for again by the run that goes on
                   told     of several turns, their transcript, as the bytes of a JSON text
-                  rows     the indices of the rows that `ahead` was sampled for, or an engine is sampling for
-                  posteriors   what is believed of every row (`prompt_selection`)
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
@@ -48,7 +46,7 @@ from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.progress import Progress
 
-_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array, "rows": jax.Array, "posteriors": jax.Array}
+_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 RESUME = ("auto", "must", "never")
 
@@ -64,8 +62,6 @@ class Restored(NamedTuple):
       batch: the batch of which some updates are still to be made, or None.
       ahead: completions that were sampled for the next iteration, or None.
       transcript: of their turns, the bytes of a JSON text; None where there is one turn.
-      rows: [B] int32 of the dataset that they are of; None where the cursor says them.
-      posteriors: [N, 3 or 4] float32, `run.selection.Posteriors`; None where rows are not chosen by them.
     """
 
     state: TrainState
@@ -73,8 +69,6 @@ class Restored(NamedTuple):
     batch: Batch | None = None
     ahead: Completions | None = None
     transcript: np.ndarray | None = None
-    rows: np.ndarray | None = None
-    posteriors: np.ndarray | None = None
 
 
 class Checkpoints:
@@ -149,8 +143,6 @@ class Checkpoints:
         batch: Batch | None,
         ahead: Completions | None = None,
         transcript: np.ndarray | None = None,
-        rows: np.ndarray | None = None,
-        posteriors: np.ndarray | None = None,
     ) -> None:
         """Begin to write a checkpoint of this moment; a step that has one already is left alone.
 
@@ -167,7 +159,7 @@ class Checkpoints:
         self.wait()
         _give_back_memory()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = dict(zip(_PENDING, (batch, ahead, transcript, rows, posteriors), strict=True))
+        pending = dict(zip(_PENDING, (batch, ahead, transcript), strict=True))
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: shapes_of(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
@@ -320,7 +312,9 @@ class Checkpoints:
         for name, kind in _PENDING.items():
             if about.get(name) is not None:
                 wanted[name] = abstract_of(kind, about[name], state.step.sharding)
-        with ocp.Context(multiprocessing_options=alone):
+        # Partial: fields that earlier versions had, and this one has not, are left out.
+        partial = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
+        with ocp.Context(multiprocessing_options=alone, pytree_options=partial):
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),

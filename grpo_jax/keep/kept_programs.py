@@ -28,7 +28,7 @@ def user_cache() -> Path:
     return Path.home() / ".cache" / "grpo_jax"
 
 
-def keep_programs(*, keep: bool = True) -> Path | None:
+def keep_programs() -> Path | None:
     """Let JAX keep what it compiles from here on, and take what it finds.
 
     JAX's key of a program says what it is, for which devices, and which version has compiled it. A CPU's programs use
@@ -38,21 +38,14 @@ def keep_programs(*, keep: bool = True) -> Path | None:
     `jax.config`) or by `jax_enable_compilation_cache`. Nothing is kept for a run of several processes, either: those
     that find a program don't compile it, and on GPUs the others would wait for their share of the work.
 
-    Args:
-      keep: False changes nothing.
-
     Returns:
       The directory; None where it is not this function's, or nothing is kept.
-
-    Example:
-      >>> keep_programs(keep=False) is None
-      True
     """
     directory = user_cache() / "programs" / _processor()
     told = _setting("jax_compilation_cache_dir")
-    if told == str(directory) and keep:
+    if told == str(directory):
         return directory
-    if not keep or told is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    if told is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return None
     if not _setting("jax_enable_compilation_cache") or jax.process_count() > 1 or not _prepared(directory):
         return None
@@ -71,7 +64,7 @@ def where_kept(directory: Path) -> str | None:
     _said.add(directory)
     home = Path.home()
     shown = Path("~") / directory.relative_to(home) if directory.is_relative_to(home) else directory
-    return f"compiled programs are kept in {shown} (keep_programs=False: they are not)"
+    return f"compiled programs are kept in {shown} (JAX_ENABLE_COMPILATION_CACHE=0 disables this)"
 
 
 def _setting(name: str) -> object:

@@ -41,6 +41,21 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
+_REMOVED: dict[str, object] = {
+    "prompt_selection": "uniform", "prompt_success": None, "prompt_decay": 0.5, "prompt_groups": 32,
+    "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0,
+    "max_kl_old": None, "max_refills": 4, "turn_gamma": 1.0, "turn_baseline": "turn", "master_params": True,
+    "gradient_checkpointing_policy": "nothing_saveable", "distillation_weighting": "uniform",
+    "distillation_routing": "all",
+}  # fmt: skip
+"""Fields of earlier versions and their defaults, with which a run resumes."""
+
+_REMOVED_UNREAD = {
+    *("keep_programs", "profile_steps", "success_reward_threshold"),
+    *("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"),
+}
+"""Fields of earlier versions that the params never depended on, or only with a teacher that is compared by its kind."""
+
 
 def describe(
     config: Config,
@@ -219,6 +234,13 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
     if "kl_correction_level" not in saved["config"] and old.get("importance_sampling_level") == "sequence":
         old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
     for name in sorted({*old, *new}):
+        if name in ({*_REMOVED} | _REMOVED_UNREAD) - {*new}:
+            if name in _REMOVED and old[name] != _REMOVED[name]:
+                yield (
+                    f"{name}: this version has no such setting, and the run has {show(old[name])}; resume it with the"
+                    " version that began it"
+                )
+            continue
         rule = _RULES.get(name)
         if old.get(name) == new.get(name) or rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
@@ -246,9 +268,10 @@ def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
         names = [None if one is None else one["kind"] for one in (new, old)]
         yield f"teacher: {show(names[0])}, the run has {show(names[1])}"
         return
-    for part, name in {"prompt": "teacher_prompt", "scorer": "teacher"}.items():
-        if old.get(part) != new.get(part):
-            yield f"{name}: {show(new.get(part))}, the run has {show(old.get(part))}"
+    if old.get("scorer") != new.get("scorer"):
+        yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
+    if old.get("prompt") is not None:
+        yield f"teacher: it reads the policy's prompts, and in the run those of {show(old['prompt'])}"
     if old.get("params") != new.get("params"):
         yield "teacher: its params are not those of the teacher of the run"
 
@@ -340,7 +363,7 @@ def _settings(model: Model) -> Json:
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
-    recomputing = ("remat", "remat_policy", "remat_on_cpu")
+    recomputing = ("remat", "remat_on_cpu")
     for name in ("dtype", *recomputing, "initializer_range", "attention", "mesh", "wide_sums", "loop_layers"):
         del shape[name]
     return json.loads(json.dumps({**shape, **lora}))

@@ -90,10 +90,14 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
-    """Return the tree that `shapes_of` described, of abstract arrays: a `kind`, in which another tree is prompts."""
+    """Return the tree that `shapes_of` described, of abstract arrays: a `kind`, in which another tree is prompts.
+
+    A field that only an earlier version had is left out.
+    """
     if shapes is None:
         return None
     if isinstance(shapes, dict):
-        return kind(**{name: abstract_of(Prompts, field, sharding) for name, field in shapes.items()})
+        known = [field.name for field in dataclasses.fields(kind) if field.name in shapes]
+        return kind(**{name: abstract_of(Prompts, shapes[name], sharding) for name in known})
     shape, dtype = shapes
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)

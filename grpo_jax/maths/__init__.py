@@ -2,8 +2,8 @@
 
 Read in this order: `advantages` (rewards to advantages), `credit` (those of turns and tokens), `log_probs` and
 `sampling` (logits to tokens and back), `kl`, `correction` (weights for another engine's samples), `surrogates`
-(ratio, per-token loss, reduction), `covariance` (tokens chosen by it), `losses` (the objective), `distillation` (what a
-teacher adds to it), `reference` (its slow copy), `stops` (where texts end a turn).
+(ratio, per-token loss, reduction), `losses` (the objective), `distillation` (what a teacher adds to it), `reference`
+(its slow copy), `stops` (where texts end a turn).
 """
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups

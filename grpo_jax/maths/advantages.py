@@ -81,21 +81,6 @@ def _reinforce_pp(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, ep
     return centred / (std + epsilon)
 
 
-def _remax(
-    rewards: jax.Array, weights: jax.Array, scored_by: jax.Array, baseline_rewards: jax.Array | None
-) -> jax.Array:
-    """Σ_k w_k (R_k − b_k), over the k that have scored both."""
-    shape = rewards.shape[:1] + rewards.shape[2:]
-    if baseline_rewards is None or jnp.shape(baseline_rewards) not in (shape, shape[: 1 if shape[1] == 1 else 2]):
-        came = None if baseline_rewards is None else jnp.shape(baseline_rewards)
-        raise ValueError(
-            f'baseline_rewards has shape {came}; estimator="remax" needs {shape}, the rewards of a greedy completion of'
-            " each prompt."
-        )
-    b = jax.lax.stop_gradient(jnp.asarray(baseline_rewards, rewards.dtype)).reshape(shape)[:, None]
-    return _weighted_sum(rewards - b, weights, scored_by & ~jnp.isnan(b))
-
-
 OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, float], jax.Array]] = {
     "rloo": _rloo,
     "maxrl": _maxrl,
@@ -114,7 +99,6 @@ def compute_advantages(
     epsilon: float = 1e-4,
     estimator: str = "grpo",
     lengths: jax.Array | None = None,
-    baseline_rewards: jax.Array | None = None,
 ) -> jax.Array:
     """Turns the rewards of each group into group-relative advantages.
 
@@ -130,10 +114,9 @@ def compute_advantages(
     | maxrl | (r − mean_G r) / mean_G r; 0 in a group whose mean is not above 0 |
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
-    | remax | Σ_k w_k (R_k − b_k), b the rewards of a greedy completion of the prompt; without the k that miss one |
 
     A NaN reward means "not scored by this function" and is left out of sums, means and stds; a completion without any
-    score gets A = 0. A group of equal rewards gets exactly 0, except with remax.
+    score gets A = 0. A group of equal rewards gets exactly 0.
 
     Args:
       rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not looked for: refuse them
@@ -143,10 +126,9 @@ def compute_advantages(
         (no division at all). normalize_then_sum does not use it.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: ≥ 0, added to each std, in units of the reward.
-      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo", "reinforce_pp" or "remax". All but grpo have a scale of
+      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo have a scale of
         their own: they need scale_rewards="none" and "sum_then_normalize".
       lengths: [B, G] tokens of each completion; for opo only.
-      baseline_rewards: [B, K] ([B] where rewards are [B, G]), NaN = not scored; for remax only.
 
     Returns:
       [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
@@ -159,7 +141,7 @@ def compute_advantages(
 
       | estimator | expected gradient |
       |---|---|
-      | rloo, remax | ∇E[r] |
+      | rloo | ∇E[r] |
       | grpo with scale_rewards="none" | (G − 1)/G · ∇E[r] |
       | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, p the chance of 1: log p, truncated |
 
@@ -169,8 +151,7 @@ def compute_advantages(
       DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
       for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4 *beside* it, as in TRL; other libraries take ddof
       0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++ with
-      a group baseline (arXiv:2501.03262), here with the std of completions where some libraries take that of tokens;
-      ReMax (arXiv:2310.10505), algorithm 1, here with G completions for each greedy one.
+      a group baseline (arXiv:2501.03262), here with the std of completions where some libraries take that of tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,7 +161,7 @@ def compute_advantages(
       >>> compute_advantages(rewards, scale_rewards="none").tolist()
       [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
-    choose("estimator", estimator, ("grpo", "remax", *OTHER_ESTIMATORS))
+    choose("estimator", estimator, ("grpo", *OTHER_ESTIMATORS))
     choose("scale_rewards", scale_rewards, SCALES)
     choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
     if estimator != "grpo" and (scale_rewards, multi_objective_aggregation) != ("none", "sum_then_normalize"):
@@ -199,8 +180,6 @@ def compute_advantages(
         centred, std = _centre(_weighted_sum(z, weights, scored_by), scored, axis=(0, 1))
         return centred / (std + epsilon)
 
-    if estimator == "remax":
-        return _remax(rewards, weights, scored_by, baseline_rewards)
     r = _weighted_sum(rewards, weights, scored_by)
     if estimator != "grpo":
         return OTHER_ESTIMATORS[estimator](r, scored, lengths, epsilon)

@@ -8,17 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.maths.advantages import compute_advantages
-from grpo_jax.maths.checks import choose
-
-BASELINES = ("turn", "all")
 
 
 def turn_advantages(
     token_rewards: jax.Array,
     turns: jax.Array,
     *,
-    gamma: float = 1.0,
-    baseline: str = "turn",
     weights: Sequence[float] | jax.Array | None = None,
     scale_rewards: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
@@ -28,9 +23,8 @@ def turn_advantages(
     """Turns the rewards of turns or tokens into advantages of tokens, by the rewards that are still to come.
 
         r_n = the rewards in turn n, from its first token to the last before the next turn
-        S_n = Σ_{m≥n} γ^(m−n) r_m                          what is to go from turn n on
-        A_n = `compute_advantages` of the S that are compared: those of turn n of the group's completions ("turn"), or
-              those of all turns of all of them ("all")
+        S_n = Σ_{m≥n} r_m                                  what is to go from turn n on
+        A_n = `compute_advantages` of the S_n of the group's completions
         A_t = A_n − Σ_k w_k (the rewards in turn n before token t)
 
     The second part of A_t is 0 where the reward of a turn stands at its last token. Rewards inside of a turn have the
@@ -42,13 +36,11 @@ def turn_advantages(
         tokens.
       turns: [B, G, T] int, the turn that a drawn token belongs to, from 0; −1 for tokens that were not drawn. A reward
         at one of these belongs to the turn before it.
-      gamma: γ in [0, 1], discount for each turn, not for each token.
-      baseline: "turn" or "all".
       weights: [K], as in `compute_advantages`.
       scale_rewards: likewise.
       multi_objective_aggregation: likewise.
       epsilon: likewise.
-      estimator: likewise, any but "opo" and "remax".
+      estimator: likewise, any but "opo".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage
@@ -58,21 +50,18 @@ def turn_advantages(
       ValueError: on wrong shapes or names, and as `compute_advantages`.
 
     Gradient:
-      None: rewards are data. With scale_rewards="none" and γ = 1, the gradient that (1/G) Σ_i Σ_t A_it ∇log π(t)
+      None: rewards are data. With scale_rewards="none", the gradient that (1/G) Σ_i Σ_t A_it ∇log π(t)
       expects over groups of G drawn from π, R the sum of all rewards of a completion:
 
-      | baseline, estimator | expected gradient |
+      | turns, estimator | expected gradient |
       |---|---|
-      | "turn", "rloo", every completion has as many turns | ∇E[R] |
-      | "turn", "grpo", likewise | (G − 1)/G · ∇E[R] |
-      | "turn", the number of turns depends on what was drawn | biased: late turns have few others beside them |
-      | "all" | biased, with as many turns too |
-      | any, γ < 1 | biased for ∇E[R]; for ∇E[Σ_n γⁿ r_n] too, whose term of turn n has a factor γⁿ |
+      | every completion has as many, "rloo" | ∇E[R] |
+      | every completion has as many, "grpo" | (G − 1)/G · ∇E[R] |
+      | their number depends on what was drawn | biased: late turns are compared with few others |
 
-      A turn that no other completion of its group reaches has A = 0. In "all" the baseline holds what is to go from the
-      turns before, and with it what this turn has earned. Rewards inside of a turn change none of this. The credit of
-      the whole episode, the sum at every token, is (G − 1)/G · ∇E[R] whatever the number of turns, and has in it as
-      noise what was earned before a turn. All are enumerated in tests/maths/test_credit.py.
+      A turn that no other completion of its group reaches has A = 0. Rewards inside of a turn change none of this. The
+      credit of the whole episode, the sum at every token, is (G − 1)/G · ∇E[R] whatever the number of turns, and has in
+      it as noise what was earned before a turn. All are enumerated in tests/maths/test_credit.py.
 
     References:
       Rewards to go and baselines by state: Williams, "Simple statistical gradient-following algorithms" (1992), and
@@ -89,14 +78,13 @@ def turn_advantages(
       >>> turn_advantages(rewards, turns, scale_rewards="none").tolist()
       [[[0.5, 0.5, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0]]]
     """
-    choose("baseline", baseline, BASELINES)
     token_rewards, turns = jnp.asarray(token_rewards), jnp.asarray(turns)
     if token_rewards.ndim != 4 or token_rewards.shape[:3] != turns.shape:
         raise ValueError(
             f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
         )
-    if estimator in ("opo", "remax"):
-        raise ValueError(f'estimator="{estimator}" has a baseline for whole completions, and none for a turn.')
+    if estimator == "opo":
+        raise ValueError('estimator="opo" has a baseline for whole completions, and none for a turn.')
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]
@@ -105,19 +93,18 @@ def turn_advantages(
     owner = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
     rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], owner
     earned = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
-    to_go = _discounted(earned, gamma)
+    to_go = _to_go(earned)
     there = jnp.arange(t)[None, None] <= turns.max(axis=2, keepdims=True)
     to_go = jnp.where(there[..., None] & scored, to_go, jnp.nan)
-    by_turn = baseline == "turn"
     advantages = compute_advantages(
-        jnp.moveaxis(to_go, 2, 1).reshape(b * t, g, k) if by_turn else to_go.reshape(b, g * t, k),
+        jnp.moveaxis(to_go, 2, 1).reshape(b * t, g, k),
         weights=weights,
         scale_rewards=scale_rewards,
         multi_objective_aggregation=multi_objective_aggregation,
         epsilon=epsilon,
         estimator=estimator,
     )
-    advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2) if by_turn else advantages.reshape(b, g, t)
+    advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2)
     found = jnp.take_along_axis(advantages, owner, axis=2)
     if in_units_of_rewards(scale_rewards, estimator):
         of_each = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
@@ -136,11 +123,11 @@ def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
     return scale_rewards == "none" and estimator in ("grpo", "rloo")
 
 
-def _discounted(earned: jax.Array, gamma: float) -> jax.Array:
-    """Σ_{m≥n} γ^(m−n) r_m along axis 2."""
+def _to_go(earned: jax.Array) -> jax.Array:
+    """Σ_{m≥n} r_m along axis 2."""
 
     def step(later: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
-        to_go = now + gamma * later
+        to_go = now + later
         return to_go, to_go
 
     by_turn = jnp.moveaxis(earned, 2, 0)

@@ -2,7 +2,7 @@
 
 ```
 both distributions  ── divergence ────────────┐
-k of the teacher's  ── top_k_divergence ──────┼──► [..., T] ── weights, reduction of `loss_type` ──► loss
+k of the teacher's  ── top_k_divergence ──────┼──► [..., T] ── reduction of `loss_type` ──► loss
 the drawn token     ── sampled_divergence ────┘
 ```
 
@@ -17,20 +17,8 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from grpo_jax.maths.checks import (
-    MIN_LOG_PROB,
-    Scalar,
-    bounded,
-    choose,
-    clean,
-    floating,
-    like_log_probs,
-    read_mask,
-    row_or_token,
-    sg,
-)
+from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, bounded, choose, clean, floating, like_log_probs, read_mask, sg
 from grpo_jax.maths.metrics import token_totals
 from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 
@@ -191,47 +179,9 @@ def sampled_divergence(
     return jnp.where(mask, token_ratio(l, l - l_old, mask) * sg(l - l_teacher), 0)
 
 
-def pass_rate_weights(passed: ArrayLike) -> jax.Array:
-    """Weights [B] of groups by how many of their completions pass: √(p̂ (1 − p̂)), p̂ the share of `passed` [B, G].
-
-    At most 1/2, and 0 for a group in which all pass or none. The paper also divides by a number of the batch, which is
-    not done here: `distillation_coef` is the scale.
-
-    References:
-      SC-SDPO (arXiv:2605.27765), the weight of a question's loss.
-
-    Example:
-      >>> pass_rate_weights(jnp.array([[1, 0, 1, 0], [1, 1, 1, 1]])).tolist()
-      [0.5, 0.0]
-    """
-    rate = jnp.asarray(passed, jnp.float32).mean(axis=1)
-    return jnp.sqrt(rate * (1 - rate))
-
-
-def failed_routes(passed: ArrayLike, taught: ArrayLike) -> jax.Array:
-    """Which completions learn from the teacher, the others from their rewards: (1 − c)·m.
-
-    Args:
-      passed: [B, G] bool or 0/1, c: completions that are right.
-      taught: [B, G] bool or 0/1, m: completions of which the teacher has something to tell.
-
-    Returns:
-      [B, G] bool: wrong, and with a teacher. Those have no advantage; all others have no divergence.
-
-    References:
-      SRPO (arXiv:2604.02288), its routing masks. The weights by the teacher's entropy of the same paper are not here.
-
-    Example:
-      >>> failed_routes(jnp.array([[1, 0, 0]]), jnp.array([[1, 1, 0]])).tolist()
-      [[False, True, False]]
-    """
-    return ~(jnp.asarray(passed) != 0) & (jnp.asarray(taught) != 0)
-
-
 def distillation_loss_terms(
     per_token: jax.Array,
     mask: jax.Array,
-    weights: jax.Array | None = None,
     *,
     coef: Scalar = 1.0,
     loss_type: str = "dapo",
@@ -239,14 +189,13 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """coef · reduce(weights · divergence), by the reduction of a `loss_type`; and its metrics as sums.
+    """coef · reduce(divergence), by the reduction of a `loss_type`; and its metrics as sums.
 
     With the counts of a whole minibatch the losses of its parts add up, as of `losses.grpo_loss_terms`.
 
     Args:
       per_token: [..., T] float, nats: one of the divergences above.
       mask: [..., T] bool or 0/1; what stands under it is ignored.
-      weights: [...] or [..., T] float ≥ 0, constant; None: 1. A completion of weight 0 is still counted as one.
       coef: ≥ 0, unitless.
       loss_type: as of `grpo_loss`, of which only the reduction counts.
       max_completion_length: tokens, for dr_grpo; None: T.
@@ -254,7 +203,7 @@ def distillation_loss_terms(
       num_tokens: masked-in tokens of the whole minibatch, likewise.
 
     Returns:
-      [] float32 loss to minimise; and the sums `distillation_loss` and `distillation_sum`, the latter without weights.
+      [] float32 loss to minimise; and the sums `distillation_loss` and `distillation_sum`.
 
     Example:
       >>> loss, _ = distillation_loss_terms(jnp.array([[0.2, 0.4, 9.0]]), jnp.array([[1, 1, 0]]), coef=2.0)
@@ -268,8 +217,7 @@ def distillation_loss_terms(
     tokens = jnp.sum(mask) if num_tokens is None else num_tokens
     rows = math.prod(mask.shape[:-1]) if num_rows is None else num_rows
     longest = mask.shape[-1] if max_completion_length is None else max_completion_length
-    weighted = per_token if weights is None else per_token * row_or_token("weights", weights, per_token)
-    chex.assert_equal_shape([weighted, mask])
-    loss = coef * reduction(jnp.where(mask, weighted, 0), mask, Counts(rows, tokens, tokens, longest))
+    chex.assert_equal_shape([per_token, mask])
+    loss = coef * reduction(per_token, mask, Counts(rows, tokens, tokens, longest))
     total = token_totals({"distillation": per_token}, mask)["distillation"]
     return loss, {"distillation_loss": sg(loss), "distillation_sum": sg(total)}

@@ -23,7 +23,6 @@ from grpo_jax.maths.checks import (
     row_or_token,
     sg,
 )
-from grpo_jax.maths.covariance import read_share
 from grpo_jax.maths.kl import k3
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_mask
 from grpo_jax.maths.surrogates import (
@@ -72,7 +71,6 @@ def grpo_loss_terms(
     num_tokens: Scalar | None = None,
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
-    cov_share: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
     """`grpo_loss` for a part of a minibatch, with metrics in a form that merges exactly.
 
@@ -110,7 +108,7 @@ def grpo_loss_terms(
     weights, log_weights = read_importance_weights(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
-    tokens = Tokens(l, log_ratio, w, A, mask, log_weights, read_share(cov_share, l, l_old, A, mask, settings))
+    tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
     p = like_log_probs("what surrogate returned", surrogate(tokens, settings), l)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
@@ -205,12 +203,6 @@ def grpo_loss(
     num_tokens: Scalar | None = None,
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
-    clip_cov_ratio: Scalar = 0.0002,
-    clip_cov_lb: Scalar = 1.0,
-    clip_cov_ub: Scalar = 5.0,
-    kl_cov_ratio: Scalar = 0.0002,
-    ppo_kl_coef: Scalar = 1.0,
-    cov_share: jax.Array | None = None,
     surrogate: Surrogate | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes the GRPO objective and its metrics.
@@ -230,8 +222,6 @@ def grpo_loss(
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
     | gmpo | −A·exp(mean of min(d, clip(d, −ε, ε_high))), max where A ≤ 0, d = l − l_old | as grpo |
     | dppo_tv, dppo_kl | −w·A; 0 where A pushes p on that has left its trust region around p_old | as dapo |
-    | clip_cov | (1 − share) · that of grpo, share by `covariance_share` | as dapo |
-    | kl_cov | −w·A + ppo_kl_coef·share·abs(l − l_old), likewise | as dapo |
 
     That is |p − p_old| ≤ ε or KL(Bernoulli(p_old) ‖ Bernoulli(p)) ≤ ε (tv, kl); ε_high in the place of ε where A > 0.
     In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) go by the sign
@@ -253,8 +243,8 @@ def grpo_loss(
       ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the KL is measured whatever beta is.
       advantages: [...] or [..., T] float, unitless.
       mask: [..., T] bool or 0/1; True on the completion tokens that count.
-      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv",
-        "dppo_kl", "clip_cov" or "kl_cov".
+      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv"
+        or "dppo_kl".
       beta: ≥ 0, weight of the KL term. The number 0 leaves the term out.
       epsilon: ≥ 0, lower clip range.
       epsilon_high: ≥ 0, upper clip range; None means epsilon. In cispo it is the cap itself (5.0 in the paper), not
@@ -292,12 +282,6 @@ def grpo_loss(
       num_selected_tokens: Σ m' of the whole minibatch, likewise.
       selected: [..., T] bool or 0/1; of the `top_entropy_mask` of the whole minibatch, the part that belongs to this
         call. None: it is found among the tokens of this call. `batch_totals` computes the three counts.
-      clip_cov_ratio: share of the tokens that clip_cov leaves out.
-      clip_cov_lb: lowest covariance of these.
-      clip_cov_ub: highest.
-      kl_cov_ratio: share of the tokens that kl_cov pulls back.
-      ppo_kl_coef: ≥ 0, how strongly; at ratio 1 there is no pull.
-      cov_share: [..., T] in [0, 1], this call's part of the minibatch's `covariance_share`; None: that of its tokens.
       surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T], in the place of that of `loss_type`,
         which still says how p is reduced. The metrics count no clips of it.
 
@@ -338,9 +322,9 @@ def grpo_loss(
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
       (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO (arXiv:2511.20347); LUSPO (arXiv:2602.05261); VESPO
-      (arXiv:2602.10693); GMPO (arXiv:2507.20673); DPPO (arXiv:2602.04879); Clip-Cov and KL-Cov (arXiv:2505.22617);
-      the two-sided clip of INTELLECT-2 (arXiv:2505.07291); the KL correction and the off-policy mask of DeepSeek-V3.2
-      (arXiv:2512.02556); top-entropy tokens (arXiv:2506.01939).
+      (arXiv:2602.10693); GMPO (arXiv:2507.20673); DPPO (arXiv:2602.04879); the two-sided clip of INTELLECT-2
+      (arXiv:2505.07291); the KL correction and the off-policy mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy
+      tokens (arXiv:2506.01939).
 
     Example:
       >>> import jax.numpy as jnp
@@ -369,11 +353,6 @@ def grpo_loss(
         vespo_lambda_pos=vespo_lambda_pos,
         vespo_k_neg=vespo_k_neg,
         vespo_lambda_neg=vespo_lambda_neg,
-        clip_cov_ratio=clip_cov_ratio,
-        clip_cov_lb=clip_cov_lb,
-        clip_cov_ub=clip_cov_ub,
-        kl_cov_ratio=kl_cov_ratio,
-        ppo_kl_coef=ppo_kl_coef,
         top_entropy_quantile=top_entropy_quantile,
         off_policy_mask_threshold=off_policy_mask_threshold,
         kl_correction_level=kl_correction_level,
@@ -395,6 +374,5 @@ def grpo_loss(
         num_tokens=num_tokens,
         num_selected_tokens=num_selected_tokens,
         selected=selected,
-        cov_share=cov_share,
     )
     return loss, finalize_metrics(metrics)

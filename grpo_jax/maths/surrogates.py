@@ -24,7 +24,6 @@ class Tokens(NamedTuple):
       advantages: A, constant.
       mask: bool.
       log_weights: [...] summed log of the sampler weights of each row (vespo only).
-      cov_share: in [0, 1], how far a token is chosen by its covariance (clip_cov and kl_cov only, else None).
     """
 
     log_probs: jax.Array
@@ -33,7 +32,6 @@ class Tokens(NamedTuple):
     advantages: jax.Array
     mask: jax.Array
     log_weights: jax.Array
-    cov_share: jax.Array | None = None
 
 
 class Counts(NamedTuple):
@@ -160,29 +158,6 @@ def _outside(tokens: Tokens, settings: LossSettings, moved: jax.Array) -> jax.Ar
     return jnp.where(tokens.advantages > 0, up & (tokens.log_ratio > 0), down & (tokens.log_ratio < 0))
 
 
-def clip_cov(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = (1 − share)·(that of `ppo`): tokens whose covariance lies in a band are left out, by their share."""
-    return (1 - _share(tokens)) * ppo(tokens, settings)
-
-
-def kl_cov(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −w·A + ppo_kl_coef·share·|l − l_old|: no clip, and a pull back on the tokens of the largest covariance.
-
-    Without the pull where |l − l_old| is at most 1e-4.
-    """
-    moved = jnp.abs(tokens.log_ratio)
-    # The sampler's log-probs are those of another program: at the first update their difference is rounding, and its
-    # sign would be noise of full size.
-    moved = jnp.where(moved > 1e-4, moved, 0)
-    return settings.ppo_kl_coef * _share(tokens) * moved - tokens.ratio * tokens.advantages
-
-
-def _share(tokens: Tokens) -> jax.Array:
-    """The share of each token, which these two surrogates are always given."""
-    assert tokens.cov_share is not None, "made by grpo_loss_terms"
-    return tokens.cov_share
-
-
 def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     """The term per token that beta multiplies, from d = l − l_ref."""
     w = tokens.ratio
@@ -266,36 +241,28 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "gmpo": (gmpo, mean_of_row_means),
     "dppo_tv": (dppo_tv, sum_over_normalizer),
     "dppo_kl": (dppo_kl, sum_over_normalizer),
-    "clip_cov": (clip_cov, sum_over_normalizer),
-    "kl_cov": (kl_cov, sum_over_normalizer),
 }
 """To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`;
 its version in NumPy in tests/maths/test_losses.py, and a setting in `experiments.estimators`. A name that TRL lacks
 goes into `compat.trl_fields`.
 
-If it clips, `clip_events`; if it chooses tokens by covariance, `covariance.BY_COVARIANCE`; if it takes the sampler's
-weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its numbers are fields of `LossSettings`, `grpo_loss` and
-`GRPOConfig`; what contradicts it stands in `config.contradictions`, and what TRL has of it in `compat.trl_fields`.
+If it clips, `clip_events`; if it takes the sampler's weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its
+numbers are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; what contradicts it stands in
+`config.contradictions`, and what TRL has of it in `compat.trl_fields`.
 """
 
 
-def ppo_stops(w: jax.Array, A: jax.Array, settings: LossSettings) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where `ppo` has no gradient, [..., T] bool: below the range of the clip, above it, and beyond `delta`."""
-    capped = jnp.zeros(w.shape, bool) if settings.delta is None else (w > settings.delta) & (A < 0)
-    return (w < 1 - settings.epsilon) & (A < 0), (w > 1 + settings.upper_epsilon) & (A > 0), capped
-
-
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool; and the
-    share of tokens that are chosen by covariance, where some are.
+    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool.
 
     Nowhere for a surrogate that is not named here: a new one that clips has to be added.
     """
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
-    if surrogate in (ppo, clip_cov):
-        low, high, capped = ppo_stops(w, A, settings)
+    if surrogate is ppo:
+        low, high = (w < 1 - settings.epsilon) & (A < 0), (w > 1 + settings.upper_epsilon) & (A > 0)
+        capped = never if settings.delta is None else (w > settings.delta) & (A < 0)
     elif surrogate is cispo:
         high = w > settings.upper_epsilon
     elif surrogate is gmpo:
@@ -309,7 +276,6 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
         "clip_fraction_low": low,
         "clip_fraction_high": high,
         "clip_fraction_delta": capped,
-        **({} if tokens.cov_share is None else {"cov_share": tokens.cov_share}),
     }
 
 
@@ -340,11 +306,6 @@ class LossSettings:
     vespo_lambda_pos: Scalar = 3.0
     vespo_k_neg: Scalar = 3.0
     vespo_lambda_neg: Scalar = 2.0
-    clip_cov_ratio: Scalar = 0.0002
-    clip_cov_lb: Scalar = 1.0
-    clip_cov_ub: Scalar = 5.0
-    kl_cov_ratio: Scalar = 0.0002
-    ppo_kl_coef: Scalar = 1.0
     top_entropy_quantile: Scalar = 1.0
     off_policy_mask_threshold: Scalar | None = None
     kl_correction_level: str = "token"

@@ -163,7 +163,6 @@ class TransformerConfig:
       initializer_range: standard deviation of freshly made weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_policy: the values that are kept even so, a name of `jax.checkpoint_policies`.
       remat_on_cpu: recompute in a way that holds on CPUs (`recompute.recomputed`): nothing is kept whatever the policy,
         and layers can be differentiated backwards alone.
       attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
@@ -228,7 +227,6 @@ class TransformerConfig:
     initializer_range: float = 0.02
     dtype: str = "float32"
     remat: bool = False
-    remat_policy: str = "nothing_saveable"
     remat_on_cpu: bool = False
     attention: str = "auto"
     mesh: Mesh | None = None

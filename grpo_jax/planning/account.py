@@ -34,9 +34,9 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params, as_argument, is_cached
+from grpo_jax.types import Batch, Json, Params, is_cached
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.packed import choose_updater, sequence_tokens
+from grpo_jax.update.packed import sequence_tokens
 from grpo_jax.update.programs import UpdatePrograms, constant_programs, kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
@@ -102,18 +102,16 @@ class Account:
         else:
             if prompt_length is None:
                 raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
+            teacher = None
+            if taught is not None:
+                assert isinstance(model, Transformer | LoraModel), "made above"
+                theirs = read_config(without_quantization(taught.model), dtype=dtype)
+                own = Transformer(dataclasses.replace(theirs, wide_sums=model.config.wide_sums))
+                held = loaded.of_teacher(taught)
+                teacher = Policy(with_settings(own, config, on, mesh), placed(held, tree_sharding(held, mesh)))
             made = derive_run(
-                policy,
-                config,
-                _NO_ROWS,
-                prompt_length=prompt_length,
-                mesh=mesh,
-                optimizer=optimizer,
-                teacher=None if taught is None else "self",
-                teacher_prompt=None if taught is None else "prompt",
+                policy, config, _NO_ROWS, prompt_length=prompt_length, mesh=mesh, optimizer=optimizer, teacher=teacher
             )
-            if taught is not None and taught.model != "self":
-                made = _taught_by(made, taught.model, loaded.of_teacher(taught), mesh, on)
             run = decide_checkpointing(made, memory, tokens=_tokens(made))
 
         def make_state(params: Params) -> TrainState:
@@ -144,20 +142,10 @@ class Account:
         return shapes
 
     @functools.cached_property
-    def greedy(self) -> RolloutShapes | None:
-        """The programs of the greedy rollout that `advantage_estimator="remax"` makes; None for any other.
-
-        It follows the rollout with G times as many completions, and takes less memory.
-        """
-        if not isinstance(self.run, Run) or self.run.config.advantage_estimator != "remax":
-            return None
-        return rollout_programs(self.run, self.state.params, greedy=True)
-
-    @functools.cached_property
     def teacher(self) -> Teacher | None:
         """A model that is the teacher, with params; None where there is none."""
         teaching = self.run.teaching if isinstance(self.run, Run) else None
-        return None if teaching is None or teaching.teacher is None else teaching.teacher.held(self.state)
+        return None if teaching is None else teaching.teacher
 
     @property
     def _taught_in_update(self) -> bool:
@@ -190,7 +178,7 @@ class Account:
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         sizes, tokens = (self.run.updater, self.state, self.batch), None if cpu else _tokens(self.run)
         updates, constant = update_programs(*sizes, tokens=tokens), constant_programs(*sizes, tokens=tokens)
-        rollouts = [program for one in (self.rollout, self.greedy) if one is not None for program in one.programs()]
+        rollouts = [] if self.rollout is None else self.rollout.programs()
         return tuple(program.name for program in (*rollouts, *constant, *updates.by_length))
 
     def held(self, *, donate: bool) -> dict[str, int]:
@@ -203,7 +191,7 @@ class Account:
             "reference": self.state.ref_params,
             "old params": self.state.old_params,
             "initial params": self.state.initial_params,
-            "teacher": self._held_teacher,
+            "teacher": None if self.teacher is None else self.teacher.params,
             "policy": None if donate else self.state.params,
         }
         return {name: size for name, tree in parts.items() if (size := bytes_on_device(tree))}
@@ -214,21 +202,11 @@ class Account:
         return bytes_on_device((self.state.params, self.base))
 
     @property
-    def _held_teacher(self) -> Params | None:
-        """Its params, where they are not the policy's present ones."""
-        return self.state.teacher_params if self._teacher_is_policy or self.teacher is None else self.teacher.params
-
-    @property
-    def _teacher_is_policy(self) -> bool:
-        """Whether the policy is its own teacher."""
-        return isinstance(self.run, Run) and self.run.teaching is not None and self.run.teaching.kind == "self"
-
-    @property
     def _teacher_bytes(self) -> int:
         """Bytes of a teacher on each device, which an update is given."""
         if self.teacher is None:
             return 0
-        return bytes_on_device((self.teacher.params, self.base if self._teacher_is_policy else None))
+        return bytes_on_device(self.teacher.params)
 
     def added(self, phase: str, memory: Memory) -> dict[str, int]:
         """Bytes that a phase adds on each device, by its largest program's memory."""
@@ -252,13 +230,10 @@ class Account:
     @functools.cached_property
     def work(self) -> Work:
         """The arithmetic of one iteration."""
-        return self._work_of(self.config.num_generations)
-
-    def _work_of(self, group: int) -> Work:
         return Work(
             self.run.policy.model.config,
             self.sizes.prompts,
-            group,
+            self.config.num_generations,
             self.run.prompt_length,
             self.run.updater.config.max_completion_length,
             jnp.dtype(self.config.compute_dtype).itemsize,
@@ -267,8 +242,7 @@ class Account:
     def operations(self) -> dict[str, float]:
         """Operations of each phase of one iteration, over all devices."""
         update = self.work.update_operations
-        greedy = 0.0 if self.greedy is None else self._work_of(1).update_operations
-        rollout = {} if self.rollout is None else {"rollout": (update + greedy) / 3}
+        rollout = {} if self.rollout is None else {"rollout": update / 3}
         reference = {"reference": update / 3} if self.config.beta > 0 else {}
         taught = 0.0 if self.teacher is None else self._teacher_operations
         before = {"teacher": taught} if taught and not self._taught_in_update else {}
@@ -280,10 +254,7 @@ class Account:
         """Operations of a forward pass of the teacher over an iteration, over all devices."""
         assert self.teacher is not None
         assert is_cached(self.teacher.model)
-        work = dataclasses.replace(self.work, shape=self.teacher.model.config)
-        if self._teacher_is_policy:  # every completion has a prompt of its own
-            work = dataclasses.replace(work, prompts=work.prompts * work.group, group=1)
-        return work.update_operations / 3
+        return dataclasses.replace(self.work, shape=self.teacher.model.config).update_operations / 3
 
     def bounds(self) -> dict[str, float]:
         """Seconds of each phase of one iteration at least; none for devices whose peaks are not known."""
@@ -299,36 +270,13 @@ class Account:
     @property
     def decode_bytes(self) -> float:
         """Bytes that the decode of one iteration reads, over all devices."""
-        return self._decode_bytes(self.config.num_generations) + (0.0 if self.greedy is None else self._decode_bytes(1))
-
-    def _decode_bytes(self, group: int) -> float:
-        """Bytes that a rollout with so many completions of each prompt reads."""
         # Weights are read for each device's own completions, as often as these follow one another; devices along
         # "tensor" share completions, and read a part each.
-        shards, work = shard_count(self.mesh), self._work_of(group)
-        at_once = places(self.sizes.prompts, group, self.config.rollout_batch_size, shards)
+        shards, work = shard_count(self.mesh), self.work
+        at_once = places(self.sizes.prompts, work.group, self.config.rollout_batch_size, shards)
         times = shards * math.ceil(self.sizes.prompts / at_once)
         weights = work.completion_length * count_weights(work.shape) * work.itemsize
         return work.decode_bytes + (times - 1) * weights
-
-
-def _taught_by(run: Run, raw: Json, params: Params, mesh: Mesh, devices: Sequence[jax.Device]) -> Run:
-    """The run with another model as its teacher."""
-    assert run.teaching is not None
-    shape = read_config(without_quantization(raw), dtype=run.config.compute_dtype)
-    decoder = Transformer(dataclasses.replace(shape, wide_sums=_wide(run)))
-    model = with_settings(decoder, run.config, devices, mesh)
-    teacher = Teacher(as_argument(model), placed(params, tree_sharding(params, mesh)))
-    score_by = choose_updater(model, run.config, micro=run.updater.micro, mesh=mesh)
-    teaching = dataclasses.replace(run.teaching, kind="policy", teacher=teacher, updater=score_by, prompt=None)
-    in_update = None if run.updater.teacher is None else teacher
-    return dataclasses.replace(run, teaching=teaching, updater=dataclasses.replace(run.updater, teacher=in_update))
-
-
-def _wide(run: Run) -> bool | None:
-    """Whether the run's own model asks for wide sums; None for one that says nothing of it."""
-    model = run.policy.model
-    return model.config.wide_sums if isinstance(model, Transformer | LoraModel) else None
 
 
 def _example_length(config: SFTConfig) -> int:

@@ -88,8 +88,8 @@ def plan(
       quantize: how that base is held, as in `from_pretrained`; None: plain, or in NF4 if bitsandbytes has stored it so.
       quantize_embeddings: as in `from_pretrained`.
       donate: as in `train`, which then holds no params of the caller's; so it is in `grpo-jax train`.
-      teacher: the model that a run with `distillation_coef` learns from, or "self"; None: none, or a server's, and the
-        plan of such a run says that none is counted.
+      teacher: the model that a run with `distillation_coef` learns from; None: none, or a server's, and the plan of
+        such a run says that none is counted.
       teacher_quantize: how it is held, as in `from_pretrained`.
 
     Returns:
@@ -107,7 +107,7 @@ def plan(
       (2, True)
     """
     loaded = Loaded(param_dtype, lora, quantize, quantize_embeddings, donate)
-    taught = None if teacher is None else Taught("self" if teacher == "self" else read_model(teacher), teacher_quantize)
+    taught = None if teacher is None else Taught(read_model(teacher), teacher_quantize)
     request = PlanRequest(read_model(model), config, prompt_length, loaded, memory, device, largest, taught)
     loaded.check(request.model, config)
     if request.taught is not None:

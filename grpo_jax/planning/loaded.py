@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,11 @@ class Taught(NamedTuple):
     """The teacher of a run that is planned.
 
     Attributes:
-      model: the content of its config.json; "self": the policy behind prompts of its own.
+      model: the content of its config.json.
       quantize: how its params are held, as in `from_pretrained`.
     """
 
-    model: Json | Literal["self"]
+    model: Json
     quantize: str | None = None
 
     def check(self, config: Config) -> None:
@@ -59,8 +59,7 @@ class Taught(NamedTuple):
         if config.distillation_mode == "topk_logits":
             raise ValueError("teacher: distillation_mode = 'topk_logits' is for a server, which holds nothing here")
         check_method(self.quantize)
-        if self.model != "self":
-            read_config(without_quantization(self.model))
+        read_config(without_quantization(self.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,6 @@ class Loaded:
 
     def of_teacher(self, taught: Taught) -> Params:
         """The shapes of the params of a teacher that is another model."""
-        assert not isinstance(taught.model, str)
         shape = read_config(without_quantization(taught.model))
         held = dataclasses.replace(self, lora=None, quantize=taught.quantize, quantize_embeddings=False)
         return held.params(shape, taught.model)[0]

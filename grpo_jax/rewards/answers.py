@@ -11,11 +11,10 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.messages import show
 from grpo_jax.rewards.shipped import ColumnReward, completion_text
-from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
 """Characters of a number at most; what is longer is no answer, and would be slow to read."""
@@ -52,6 +51,9 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+
+if TYPE_CHECKING:
+    from grpo_jax.types import Messages, RewardFn, Row
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 # Marks of a final answer. `####` also begins a heading: it counts before a number, "#### 2. Add" does not.

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from grpo_jax.rewards.contract import (
     ON_ERROR,
     Faults,
     RewardError,
+    SetupError,
     as_list,
     call_selected,
     check_reward_fns,
@@ -41,9 +42,10 @@ from grpo_jax.rewards.contract import (
     read_outcome,
     reward_names,
 )
-from grpo_jax.rewards.extras import NameTaken
 from grpo_jax.rewards.parts import PartReader, RewardParts
-from grpo_jax.types import Json, Messages, RewardFn
+
+if TYPE_CHECKING:
+    from grpo_jax.types import Json, Messages, RewardFn
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -117,7 +119,8 @@ def compute_rewards(
     Raises:
       RewardError: on_error="raise", and a function raised, returned no list of B·G values, or a value that is not a
         finite number (as float32) or None. NaN is a fault: None is how a function says "not scored".
-      NameTaken: a function logs a metric or a column under a name of the run's own.
+      SetupError: whatever `on_error` is: a function logs a metric or a column under a name of the run's own, or worker
+        processes cannot import an isolated function.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
 
     Example:
@@ -233,7 +236,7 @@ def _call_all(
             outcomes[k] = outcome
             seconds[k] += elapsed
     for outcome in outcomes:
-        if isinstance(outcome, NameTaken):  # the mistake of a program, not of a completion
+        if isinstance(outcome, SetupError):
             raise outcome
     return outcomes, seconds
 

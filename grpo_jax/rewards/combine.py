@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +28,11 @@ from grpo_jax.rewards.contract import (
     split_inputs,
 )
 from grpo_jax.rewards.shipped import completion_text
-from grpo_jax.types import Json, Messages, RewardFn, Rewards, Row
 
-Judge = Callable[[str, Row], float | Awaitable[float | None] | None]
+if TYPE_CHECKING:
+    from grpo_jax.types import Json, Messages, RewardFn, Rewards, Row
+
+Judge = Callable[[str, dict[str, Any]], float | Awaitable[float | None] | None]
 """Scores one completion, given its text and its row."""
 
 

@@ -11,12 +11,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from grpo_jax.messages import nearest, problems_of, raise_all, show
-from grpo_jax.types import Json, RewardFn, Rewards, Row
+
+if TYPE_CHECKING:
+    from grpo_jax.types import Json, RewardFn, Rewards, Row
 
 SAMPLED = ("prompts", "completions", "completion_ids")
 
@@ -35,6 +37,10 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 class RewardError(ValueError):
     """A reward function failed, or returned something that is no list of rewards."""
+
+
+class SetupError(RewardError):
+    """A mistake of the program, not of a completion: it ends the run whatever `on_reward_error` is."""
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:

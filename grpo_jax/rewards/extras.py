@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grpo_jax.rewards.contract import RewardError, TrainerState, own_copy
+from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState, own_copy
 
 OWN_METRICS = {"step", "num_tokens", "num_prompts", "tokens_per_second", "tokens", "rows", "padding_share"}
-OWN_METRICS |= {"reward", "reward_std", "frac_reward_zero_std", "learning_rate", "moved_too_far", "update_skipped"}
+OWN_METRICS |= {"reward", "reward_std", "frac_reward_zero_std", "learning_rate", "update_skipped"}
 OWN_METRICS |= {"loss", "policy_loss", "aux_loss", "grad_norm", "sampler_gap", "ratio_mean", "ratio_max"}
 OWN_METRICS |= {"kl", "kl_in_loss", "kl_initial", "kl_bounded_tokens", "approx_kl_old"}
 OWN_METRICS |= {"entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens"}
@@ -21,7 +21,7 @@ OWN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards
 """Columns of `completions.jsonl`."""
 
 
-class NameTaken(RewardError):
+class NameTaken(SetupError):
     """A reward function logs something under a name of the run's own."""
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from grpo_jax.messages import import_extra, show
 from grpo_jax.rewards.contract import Faults, give_scores
 from grpo_jax.rewards.shipped import ColumnReward, completion_text
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.types import Messages, RewardFn, Rewards, Row
+
+if TYPE_CHECKING:
+    from grpo_jax.types import Messages, RewardFn, Rewards, Row
 
 _GSM8K = "####"
 _MEND = "Leave such rows out, or set the column to None for them and judge them by another reward function"

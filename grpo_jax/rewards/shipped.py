@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.types import Messages, RewardFn, Row
+
+if TYPE_CHECKING:
+    from grpo_jax.types import Messages, RewardFn, Row
 
 _MOST_ROWS = 30  # that a message names
 

@@ -23,8 +23,6 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
     """The state at step 0, holding only what this config will read; with `donate` the params of the run's policy."""
     config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
-    own_teacher = isinstance(run, Run) and run.teaching is not None and run.teaching.kind == "self"
-    follows = config.teacher_model_kind == "ema"
     state = create_state(
         run.policy.params,
         run.optimizer,
@@ -32,10 +30,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         keep_old=run.sizes.updates > 1 or (isinstance(run, Run) and run.samples_beside),
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
-        keep_masters=config.master_params,
         mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
-        keep_teacher=own_teacher and config.teacher_model_kind != "live",
-        mix_teacher=config.teacher_update_rate if follows and adapted else None,
         entropy_coef=config.entropy_coef,
         # The adaptive bonus acts on a measured entropy, and nothing has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
@@ -70,7 +65,7 @@ def peak_bytes(run: Run, *, tokens: int | None = None) -> int:
     model, params = as_argument(run.policy.model), run.policy.params
     state = jax.eval_shape(make_state, params)
     held = device_bytes(state, run.mesh) + device_bytes((model, params), run.mesh)
-    if run.teaching is not None and run.teaching.kind == "policy":
+    if run.teaching is not None:
         held += device_bytes(run.teaching.teacher, run.mesh)
     state = state.replace(params=params)  # with their places
     return held + update_bytes(run.updater, state, abstract_batch(run, state), tokens=tokens)

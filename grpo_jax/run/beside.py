@@ -35,16 +35,12 @@ class Beside:
 
     Args:
       run: whose `sampler` is an engine that follows (`Run.samples_beside`).
-
-    Attributes:
-      rows: of the dataset, those of the batch that was begun last; of a run that goes on, those of its checkpoint.
     """
 
     def __init__(self, run: Run):
         self._run, self._given_up = run, threading.Event()
         self._thread = contextlib.ExitStack()
         self._coming: Future[Sampled] | None = None
-        self.rows: list[int] = []
 
     def __enter__(self) -> Beside:
         return self
@@ -81,7 +77,7 @@ class Beside:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # On one device: the programs of a mesh are the trainer's, and have to reach its devices in one order.
         key = jax.device_put(key, jax.local_devices()[0])
-        self.rows, indices = rows, cursor + np.arange(len(rows))
+        indices = cursor + np.arange(len(rows))
 
         def interrupted() -> None:
             if self._given_up.is_set():

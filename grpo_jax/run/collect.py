@@ -1,16 +1,16 @@
 """One iteration's experience: prompts → completions → rewards → advantages → `Batch`.
 
 The host's part of the loop. What is random or ordered is found by counting prompts since the start of the run: the n-th
-prompt is the n-th entry of the epochs, shuffled or not (with another `prompt_selection` the posteriors choose it,
-`run.selection`), and its samples come from the keys of n. So the cursor is one integer.
+prompt is the n-th entry of the epochs, shuffled or not, and its samples come from the keys of n. So the cursor is one
+integer.
 
 While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
 asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
 completions are sampled in a thread beside (`streams.beside`). While the reward functions work, the device holds
 
-- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params, with
-  `master_params`; old params if an iteration has several updates, or an engine samples beside its one; the reference
-  if beta > 0, and the initial policy if it is synced; a teacher's params, if it is the policy as it was, or an average;
+- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params; old
+  params if an iteration has several updates, or an engine samples beside its one; the reference if beta > 0, and the
+  initial policy if it is synced;
 - the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
 - while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
   package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
@@ -38,25 +38,23 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.config import batches
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.rewards.calls import means_of, total_rewards
+from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.run.beside import Beside
-from grpo_jax.run.greedy import sample_greedy, score_greedy
 from grpo_jax.run.groups import Groups, rollout_metrics, zero_signal
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, measured_by, mismatch
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.run.seams import context_of, place_parts
-from grpo_jax.run.selection import Posteriors, use_of_rows, with_evidence
-from grpo_jax.run.teacher import ask_teacher, with_teacher
-from grpo_jax.run.teacher_prompts import Heard
+from grpo_jax.run.teacher import with_teacher
 from grpo_jax.turns.ends import TurnEnds
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import sampling_of
@@ -80,7 +78,6 @@ class Experience:
         and `num_tokens`, faults and seconds of all rounds.
       rows: one dict per completion: prompt, completion, rewards, advantage (of those of tokens the mean), ended.
       ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
-      posteriors: of the rows' chances of success, after this iteration; None where rows are not chosen by them.
     """
 
     batch: Batch
@@ -88,7 +85,6 @@ class Experience:
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
     ahead: Ahead | None = None
-    posteriors: Posteriors | None = None
 
 
 class _Round(NamedTuple):
@@ -99,7 +95,6 @@ class _Round(NamedTuple):
     batch: Batch | None  # its advantages still 0; None with dynamic_sampling, where rewards choose its groups
     cursor: int  # prompts used since the start of the run, after this round
     ahead: Ahead | None  # completions of the next round; None without `look_ahead`, and while an engine is at them
-    posteriors: Posteriors | None  # after this round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +113,16 @@ class _Rollouts:
     engine: Beside | None
 
     def rounds(
-        self,
-        cursor: int,
-        ahead: Ahead | None,
-        posteriors: Posteriors | None,
-        begin: Callable[[Prompts, Completions], Batch] | None,
+        self, cursor: int, ahead: Ahead | None, begin: Callable[[Prompts, Completions], Batch] | None
     ) -> Iterator[_Round]:
         """Round after round: the device's work is begun first, and then the rewards are computed."""
         run, config = self.run, self.run.config
         names = reward_names(run.reward_fns)
         while True:
             start, cursor = cursor, cursor + self.count
-            rows, sampled = self.sampled(start, ahead, posteriors)
-            measured, greedy = measured_by(run.sampler), None  # before the engine begins with others
-            if config.advantage_estimator == "remax":
-                with self.phase("rollout"):
-                    greedy = self.sample_greedy(start, rows)
-            # Chosen before these rewards are known, and here: processes ask each other, which no thread beside may.
-            coming_rows = run.numbers(cursor, self.count, posteriors) if self.look_ahead else []
+            sampled = self.sampled(start, ahead)
+            measured = measured_by(run.sampler)  # before the engine begins with others
+            coming_rows = run.numbers(cursor, self.count) if self.look_ahead else []
             if self.look_ahead and self.engine is not None:
                 with self.phase("rollout"):
                     self.engine.begin(self.params, self.key, cursor, coming_rows, self.request, self.interrupt)
@@ -148,7 +135,7 @@ class _Rollouts:
 
             def sample_next(batch: Batch | None = batch, cursor: int = cursor, rows: list[int] = coming_rows) -> Ahead:
                 jax.block_until_ready(batch)  # two threads' programs at once could reach a mesh's devices out of order
-                return Ahead.of(self.sample(cursor, rows), run.data, rows, chosen=config.prompt_selection != "uniform")
+                return Ahead.of(self.sample(cursor, rows), run.data, rows)
 
             here = self.look_ahead and self.engine is None
             with beside(sample_next) if here else contextlib.nullcontext() as coming:
@@ -164,47 +151,24 @@ class _Rollouts:
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
                 scores = of_all_processes(own, run.reward_fns)
-                baseline = None if greedy is None else score_greedy(run, greedy, step=self.step, cursor=start)
             lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             parts = place_parts(run.own_advantages, scores, sampled, names)
-            totals = total_rewards(scores.rewards, config.reward_weights)
-            asked = ask_teacher(run.teaching, Heard(sampled, scores.texts, totals), run.interaction, config)
-            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts, asked=asked)
+            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
             metrics = scores.stats | rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
-            if baseline is not None:
-                groups = groups._replace(baselines=baseline.rewards)
-                metrics |= {name: metrics.get(name, 0.0) + value for name, value in baseline.metrics.items()}
-            if posteriors is not None:
-                posteriors, success = with_evidence(posteriors, rows, scores.rewards, config)
-                metrics |= success | use_of_rows(posteriors)
             check_metrics(scores.logged, metrics)
-            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead, posteriors)
+            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
 
-    def sampled(self, start: int, ahead: Ahead | None, posteriors: Posteriors | None) -> tuple[list[int], Sampled]:
-        """The rows of the prompts from `start` on, and their completions, wherever they are sampled."""
-        run = self.run
+    def sampled(self, start: int, ahead: Ahead | None) -> Sampled:
+        """The completions of the prompts from `start` on, wherever they are sampled."""
+        run, rows = self.run, self.run.numbers(start, self.count)
         if ahead is not None:
-            rows = run.numbers(start, self.count) if ahead.rows is None else ahead.rows.tolist()
-            return rows, ahead.sampled(run.data, rows, self.request)
+            return ahead.sampled(run.data, rows, self.request)
         if self.engine is not None and self.engine.busy:
             with self.phase("rollout"):
-                return self.engine.rows, self.engine.result(self.params)
-        rows = run.numbers(start, self.count, posteriors)
+                return self.engine.result(self.params)
         with self.phase("rollout"):
-            return rows, self.sample(start, rows)
-
-    def sample_greedy(self, cursor: int, rows: list[int]) -> Sampled:
-        """A greedy completion of each of these rows, the prompts from `cursor` on."""
-        return sample_greedy(
-            self.run,
-            self.params,
-            rows,
-            self.request,
-            self.key,
-            prompt_indices=cursor + np.arange(self.count),
-            interrupt=self.interrupt,
-        )
+            return self.sample(start, rows)
 
     def sample(self, cursor: int, rows: list[int]) -> Sampled:
         """Completions of these rows, the prompts from `cursor` on."""
@@ -243,7 +207,7 @@ def request_of(run: Run) -> Request:
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
     """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
 
-    Sampling goes on for `max_refills` rounds at most. What is missing then is filled with zero-signal groups, which
+    Sampling goes on for `MAX_REFILLS` rounds at most. What is missing then is filled with zero-signal groups, which
     count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
 
     Returns:
@@ -254,7 +218,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     groups = taken[0].groups
     while True:
         kept = ~zero_signal(groups.rewards, config)
-        if kept.sum() >= count or len(taken) > config.max_refills:
+        if kept.sum() >= count or len(taken) > batches.MAX_REFILLS:
             break
         taken.append(next(rounds))
         groups = groups.join(taken[-1].groups)
@@ -275,7 +239,6 @@ def collect(
     count: int,
     phase: Phase = lambda name: contextlib.nullcontext(),
     ahead: Ahead | None = None,
-    posteriors: Posteriors | None = None,
     look_ahead: bool = False,
     engine: Beside | None = None,
     interrupt: Callable[[], None] = lambda: None,
@@ -288,7 +251,6 @@ def collect(
       count: B, prompts of the iteration.
       phase: `phase(name)` is a context in which that part of the work is timed.
       ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
-      posteriors: of the rows' chances of success, by which rows are chosen; None for epochs.
       look_ahead: sample the prompts that come next too, while the reward functions work.
       engine: where an engine samples those, and is still at it when this returns; None: they are waited for.
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
@@ -316,24 +278,22 @@ def collect(
         engine=engine,
     )
     if config.dynamic_sampling:
-        last, counted = _with_signal(rollouts.rounds(cursor, ahead, posteriors, None), config, count)
+        last, counted = _with_signal(rollouts.rounds(cursor, ahead, None), config, count)
         with watched("reference"):
             last = last._replace(batch=begin(last.groups.prompts, last.groups.completions, counted))
     else:
-        last, counted = next(rollouts.rounds(cursor, ahead, posteriors, begin)), np.ones(count, bool)
-    groups, metrics, batch, cursor, ahead, posteriors = last
+        last, counted = next(rollouts.rounds(cursor, ahead, begin)), np.ones(count, bool)
+    groups, metrics, batch, cursor, ahead = last
     assert batch is not None, "begun by the round, or after all of them"
     with watched("reference"):  # whose log-probs are waited for here
         batch = _with_advantages(run, state, batch, groups, counted)
     if run.teaching is not None:
         with watched("teacher"):
-            totals = total_rewards(groups.rewards, config.reward_weights)
-            batch, more = with_teacher(run.teaching, state, batch, groups.completions, totals, groups.asked, config)
-        metrics |= more
+            batch = with_teacher(run.teaching, batch, groups.completions, config)
     interrupt()
     metrics |= mismatch(batch, config)
     lines = zip((row for group in groups.rows for row in group), _of_completions(batch).reshape(-1), strict=True)
-    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead, posteriors)
+    return Experience(batch, cursor, metrics, [{**row, "advantage": float(a)} for row, a in lines], ahead)
 
 
 def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: Groups, counted: np.ndarray) -> Batch:
@@ -353,7 +313,6 @@ def _with_advantages(run: Run, state: TrainState, batch: Batch, groups: Groups, 
         estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards,
         lengths=np.sum(groups.completions.mask, axis=-1) if config.advantage_estimator == "opo" else None,
-        baseline_rewards=groups.baselines,
     )
     return fetch(batch.replace(advantages=advantages))
 

@@ -24,8 +24,6 @@ class Groups(NamedTuple):
     completions: Completions
     rewards: np.ndarray  # [B, G, K]
     parts: PlacedParts | None  # None where nobody asks
-    baselines: np.ndarray | None = None  # [B, K] rewards of greedy completions, where they are asked for
-    asked: np.ndarray | None = None  # [B, G] as of `teacher_prompts.ask`; None where the teacher reads the prompts
 
     def take(self, groups: np.ndarray) -> Groups:
         """Only these groups, in this order."""

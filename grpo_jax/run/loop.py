@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.keep.checkpoint import RESUME, Checkpoints
@@ -29,16 +29,15 @@ from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
-from grpo_jax.run.replay import BadBatches
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
-from grpo_jax.run.selection import Posteriors, no_evidence
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
+from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.progress import Profile, Progress
+from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Callback, check_trackers
 
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
@@ -53,12 +52,11 @@ class _Loop:
     signals: StopSignals
     checkpoints: Checkpoints
     publisher: Publisher
-    bad_batches: BadBatches
     progress: Progress = dataclasses.field(default_factory=Progress)
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
     engine: Beside | None = None  # where an engine samples it
-    posteriors: Posteriors | None = None  # of the rows' chances of success, where rows are chosen by them
+    warned_of_skipped: bool = False  # the first skipped update has been explained
 
     def stopping(self) -> bool:
         """Whether the run was asked to stop, by a signal or a callback, in any of its processes."""
@@ -70,11 +68,8 @@ class _Loop:
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of this moment."""
-        ahead, told, rows = (None, None, None) if self.ahead is None else self.ahead
-        # Not `engine.busy`: it may have given up, or have begun already what a failed iteration will ask for again.
-        if self.posteriors is not None and self.engine is not None and self.progress.asked:
-            rows = np.array(self.engine.rows, np.int32)
-        self.checkpoints.save(state, self.progress, self.batch, ahead, told, rows, self.posteriors)
+        ahead, told = (None, None) if self.ahead is None else self.ahead
+        self.checkpoints.save(state, self.progress, self.batch, ahead, told)
 
 
 def run_loop(
@@ -99,10 +94,9 @@ def run_loop(
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
         Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
-        Profile(own_dir, config.profile_steps) as profile,
         contextlib.ExitStack() as threads,
     ):
-        loop = _Loop(run, monitor, signals, checkpoints, publisher, BadBatches(run_dir if alone else None, run))
+        loop = _Loop(run, monitor, signals, checkpoints, publisher)
         if isinstance(run, Run) and run.samples_beside:
             loop.engine = threads.enter_context(Beside(run))
         state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
@@ -115,9 +109,7 @@ def run_loop(
         ask_again(loop, state)
         if loop.progress.step < run.total_steps:
             threads.enter_context(compiled_ahead(run, state, say=monitor.say))
-        profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
-            profile.at(loop.progress.step)
             if loop.batch is None:
                 try:
                     take_ahead(loop, state)
@@ -128,10 +120,10 @@ def run_loop(
                 except Exception:
                     save_after_error(loop, state)
                     raise
-            index, minibatch = next_minibatch(loop)
-            state = make_update(loop, state, minibatch, index)
+            minibatch = next_minibatch(loop)
+            state, metrics = make_update(loop, state, minibatch)
             log_if_due(loop)
-            check_skipped(loop, state, minibatch, index)
+            check_skipped(loop, state, minibatch, metrics)
             if not loop.stopping():
                 evaluate_if_due(loop, state)
                 save_if_due(loop, state)
@@ -150,22 +142,16 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
-    if run_dir is None and config.profile_steps is not None:
-        raise ValueError(f"profile_steps = {config.profile_steps}: there is nowhere to write the trace; give run_dir")
     check_trackers(config, run_dir)
     return Publisher(config, run.policy, run_dir)
 
 
 def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
     """The state that the run goes on from: that of its newest checkpoint, with all that the loop needs, or `state`."""
-    state, found, loop.batch, completions, transcript, rows, loop.posteriors = loop.checkpoints.restore(state, resume)
-    loop.ahead = None if completions is None else Ahead(completions, transcript, rows)
-    if loop.engine is not None and rows is not None:
-        loop.engine.rows = rows.tolist()
+    state, found, loop.batch, completions, transcript = loop.checkpoints.restore(state, resume)
+    loop.ahead = None if completions is None else Ahead(completions, transcript)
     loop.progress = found or loop.progress
     data = loop.run.data
-    if found is None and isinstance(loop.run, Run):
-        loop.posteriors = no_evidence(loop.run.config, data.rows)
     loop.monitor.start(
         state,
         loop.progress,
@@ -174,7 +160,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_dropped=len(data.dropped),
         resumed=found is not None,
     )
-    kept = keep_programs(keep=loop.run.config.keep_programs)
+    kept = keep_programs()
     if kept is not None and (where := where_kept(kept)) is not None:
         loop.monitor.say(where)
     return state
@@ -201,7 +187,7 @@ def ask_again(loop: _Loop, state: TrainState) -> None:
     if loop.engine is not None and progress.asked:
         assert isinstance(run, Run), "which has an engine"
         key, cursor = jax.random.fold_in(state.key, 0), progress.cursor
-        rows = loop.engine.rows or run.numbers(cursor, run.sizes.prompts)
+        rows = run.numbers(cursor, run.sizes.prompts)
         loop.engine.begin(state.old_params, key, cursor, rows, request_of(run), loop.signals.interrupt)
 
 
@@ -213,7 +199,7 @@ def take_ahead(loop: _Loop, state: TrainState) -> None:
     assert isinstance(run, Run), "which has an engine"
     with loop.monitor.phase("rollout"):
         sampled = engine.result(state.old_params)
-    loop.ahead = Ahead.of(sampled, run.data, engine.rows, chosen=loop.posteriors is not None)
+    loop.ahead = Ahead.of(sampled, run.data, run.numbers(loop.progress.cursor, run.sizes.prompts))
     loop.progress.asked = False
 
 
@@ -236,43 +222,38 @@ def collect_batch(loop: _Loop, state: TrainState) -> None:
         count=sizes.prompts,
         phase=loop.monitor.phase,
         ahead=loop.ahead,
-        posteriors=loop.posteriors,
         look_ahead=run.config.rollout_ahead and progress.step + sizes.updates < run.total_steps,
         engine=loop.engine,
         interrupt=loop.signals.interrupt,
     )
     progress.collected(experience.cursor, experience.metrics)
     loop.monitor.completions(progress.step + 1, experience.rows)
-    loop.batch, loop.ahead, loop.posteriors = experience.batch, experience.ahead, experience.posteriors
+    loop.batch, loop.ahead = experience.batch, experience.ahead
     progress.asked = loop.engine is not None and loop.engine.busy
 
 
-def next_minibatch(loop: _Loop) -> tuple[int, Batch]:
-    """The minibatch of the next update, cut from the batch along B, and its index in a pass."""
+def next_minibatch(loop: _Loop) -> Batch:
+    """The minibatch of the next update, cut from the batch along B."""
     sizes, batch = loop.run.sizes, loop.batch
     assert batch is not None, "collected before its updates"
     index, count = loop.progress.updates_done % sizes.minibatches, sizes.prompts_per_update
     if sizes.minibatches == 1:
-        return index, batch
-    return index, jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
+        return batch
+    return jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
 
 
-def make_update(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> TrainState:
-    """One optimizer step (`update.packed`, of other models `update.step`); `replay` finds one that was skipped."""
-    run, progress, config = loop.run, loop.progress, loop.run.config
+def make_update(loop: _Loop, state: TrainState, minibatch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """One optimizer step (`update.packed`, of other models `update.step`), and its metrics."""
+    run, progress = loop.run, loop.progress
     with loop.monitor.phase("update"):
         state, measured = run.updater.update(state, minibatch)
         metrics = {name: float(value) for name, value in fetch(measured).items()}
     if run.schedule is not None:
         metrics["learning_rate"] = float(run.schedule(progress.step))
-    if config.max_kl_old is not None:
-        metrics["moved_too_far"] = float(metrics["approx_kl_old"] > config.max_kl_old)
     progress.updated(metrics)
-    if metrics["update_skipped"]:
-        loop.bad_batches.note(state, minibatch, step=progress.step, index=index)
-    if progress.updates_done == run.sizes.updates or metrics.get("moved_too_far"):
+    if progress.updates_done == run.sizes.updates:
         progress.updates_done, loop.batch = 0, None
-    return state
+    return state, metrics
 
 
 def log_if_due(loop: _Loop) -> None:
@@ -284,13 +265,35 @@ def log_if_due(loop: _Loop) -> None:
         loop.monitor.log(progress.step, line)
 
 
-def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, index: int) -> None:
-    """End the run after `max_skipped_updates` in a row, saved; the run that goes on may skip as many again."""
-    most, progress = loop.run.config.max_skipped_updates, loop.progress
-    if most is not None and progress.skipped >= most:
+def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
+    """Warn of the first skipped update, and end the run after `max_skipped_updates` in a row, saved.
+
+    A resumed run may skip as many again.
+
+    Raises:
+      FloatingPointError: names the value that was not finite, its prompt and its completion.
+    """
+    run, progress = loop.run, loop.progress
+    step, most = progress.step, run.config.max_skipped_updates
+    ends = most is not None and progress.skipped >= most
+    if not metrics["update_skipped"] or (loop.warned_of_skipped and not ends):
+        return
+    loop.warned_of_skipped = True
+    cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
+    if ends:
         progress.skipped = 0
         loop.save(state)
-        raise loop.bad_batches.error(state, minibatch, step=progress.step, index=index)
+        raise FloatingPointError(
+            f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because loss or gradient was not"
+            f" finite; in the last one {cause}. The policy is unchanged since the first of them; fix the cause and call"
+            " train again with the same run_dir to resume"
+        )
+    warnings.warn(
+        f"step {step} was skipped, params and optimizer state are unchanged: {cause}. Further skipped updates are"
+        " counted in the metric update_skipped",
+        RuntimeWarning,
+        stacklevel=4,  # the call of `train`
+    )
 
 
 def save_if_due(loop: _Loop, state: TrainState) -> None:

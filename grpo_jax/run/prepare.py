@@ -36,9 +36,7 @@ from grpo_jax.run.cautions import warn_of_prompts
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
-from grpo_jax.run.selection import no_evidence
 from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream
@@ -83,8 +81,8 @@ def prepare(arguments: Arguments) -> Run:
     if isinstance(policy, Policy) and policy.tokenizer is not None:
         faults.of(check_ends, ends, policy, policy.params)
     if known:
-        faults.of(_check_teaching, arguments, rows, fns)
-        faults.of(no_evidence, config, rows["dataset"] or [])
+        rewarded = fns is None or bool(fns) or arguments.environment_factory is not None
+        faults.of(check_teacher, arguments.teacher, policy, config, has_rewards=rewarded)
     unread = interaction is None and arguments.environment_factory is not None  # its reward would be one of them
     if fns is not None and (fns or not unread):
         fns = with_environments(fns, interaction)
@@ -139,7 +137,10 @@ def _encoded_run(
     for name, some in encoded.items():
         if some is not None:
             warn_of_prompts(some, policy.tokenizer, reward_fns, name)
-    keep_programs(keep=config.keep_programs)  # what is compiled from here on
+    keep_programs()  # what is compiled from here on
+    teacher = arguments.teacher
+    if isinstance(teacher, Policy):
+        teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
     run = derive_run(
         place_policy(policy, mesh),
         config,
@@ -153,8 +154,7 @@ def _encoded_run(
         optimizer=arguments.optimizer,
         own_advantages=own,
         surrogate=arguments.surrogate,
-        teacher=arguments.teacher,
-        teacher_prompt=arguments.teacher_prompt,
+        teacher=teacher,
     )
     here = next((device for device in devices if device.process_index == jax.process_index()), None)
     return decide_checkpointing(run, None if here is None else memory_of(here))
@@ -174,21 +174,16 @@ def derive_run(
     optimizer: optax.GradientTransformation | None = None,
     own_advantages: OwnAdvantages | None = None,
     surrogate: Surrogate | None = None,
-    teacher: Policy | Scorer | str | None = None,
-    teacher_prompt: TeacherPrompt | None = None,
+    teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """The run of arguments that have been checked; the policy's params may be shapes. Fields as in `Run`."""
+    """The run of arguments that have been checked; params of policy and teacher may be shapes. Fields as in `Run`."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro = (sizes.micro_prompts, sizes.micro_completions)
 
-    def placed(own: Policy) -> Policy:
-        devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
-        return place_policy(own.replace(model=with_settings(own.model, config, devices, mesh)), mesh)
-
     score_by = functools.partial(choose_updater, config=config, micro=micro, mesh=mesh)
-    teaching = make_teaching(teacher, teacher_prompt, policy, score_by, placed)
+    teaching = make_teaching(teacher, score_by)
     heard = None if teaching is None or config.distillation_mode != "full_logits" else teaching.teacher
     return Run(
         policy=policy,
@@ -293,21 +288,6 @@ def _functions(reward_fns: Any) -> list[Callable[..., Any]]:
     if isinstance(reward_fns, dict) or not hasattr(reward_fns, "__iter__"):
         raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
     return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
-
-
-def _check_teaching(
-    arguments: Arguments, rows: Mapping[str, Sequence[Row] | None], fns: Sequence[RewardFn] | None
-) -> None:
-    """Raise unless the run can learn from its teacher, if it has one."""
-    some = rows["dataset"]
-    check_teacher(
-        arguments.teacher,
-        arguments.teacher_prompt,
-        arguments.policy,
-        arguments.config,
-        columns=list(some[0]) if some else None,
-        has_rewards=fns is None or bool(fns) or arguments.environment_factory is not None,
-    )
 
 
 def _check_no_environments(fns: list[Callable[..., Any]], config: Any) -> None:

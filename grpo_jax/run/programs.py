@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.run import BaseRun, Run
@@ -17,12 +16,8 @@ from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
 
 
-def rollout_programs(run: Run, params: Params, *, greedy: bool = False) -> RolloutShapes | None:
-    """The programs of a rollout by those params; None where `generate` has none of them, or another engine samples.
-
-    Args:
-      greedy: of the one greedy completion of each prompt (`run.greedy`), in the place of the G sampled ones.
-    """
+def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
+    """The programs of a rollout by those params; None where `generate` has none of them, or another engine samples."""
     if run.sampler is not None:
         return None
     config = run.config
@@ -31,11 +26,11 @@ def rollout_programs(run: Run, params: Params, *, greedy: bool = False) -> Rollo
         params,
         run.sizes.prompts,
         run.prompt_length,
-        num_generations=1 if greedy else config.num_generations,
+        num_generations=config.num_generations,
         max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
         batch_size=config.rollout_batch_size,
         settings=decode_settings(
-            Sampling(temperature=0.0) if greedy else sampling_of(config),
+            sampling_of(config),
             run.policy.eos_token_ids,
             run.policy.pad_token_id,
             stop=None if run.policy.tokenizer is None else config.stop,  # of a plan, to which it adds no array
@@ -46,14 +41,10 @@ def rollout_programs(run: Run, params: Params, *, greedy: bool = False) -> Rollo
 
 
 def _with_teacher(batch: Batch, run: BaseRun) -> Batch:
-    """A batch with what the teacher adds to it; its prompts as long as the policy's."""
+    """A batch with the log-probs that a teacher adds to it."""
     if not isinstance(run, Run) or run.teaching is None:
         return batch
     log_probs, k = batch.sampling_log_probs, run.config.distillation_topk
-    batch = batch.replace(distillation_weights=batch.mask[:, :, 0] * 1.0)
-    if run.teaching.prompt is not None and run.config.distillation_mode == "full_logits":
-        tokens = jnp.zeros((*batch.mask.shape[:2], run.prompt_length), jnp.int32)
-        batch = batch.replace(teacher_prompts=Prompts(tokens, tokens[:, :, 0]))
     if k is not None:
         told = jnp.zeros((*log_probs.shape, k))
         return batch.replace(teacher_top_ids=told.astype(jnp.int32), teacher_top_log_probs=told)

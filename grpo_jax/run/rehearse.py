@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,10 +27,9 @@ from grpo_jax.run.programs import abstract_batch, rollout_programs
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.teacher import Scorer
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
-from grpo_jax.update.diagnosis import diagnose
+from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.programs import kept_bytes, update_programs
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
@@ -84,8 +83,7 @@ def rehearse(
     sampler: Sampler | None = None,
     advantage_fn: AdvantageFn | None = None,
     surrogate: Surrogate | None = None,
-    teacher: Policy | Scorer | Literal["self"] | None = None,
-    teacher_prompt: TeacherPrompt | None = None,
+    teacher: Policy | Scorer | None = None,
     donate: bool = False,
 ) -> DryRun:
     """Try everything that `train` does once, on one group of completions, and print what was found.
@@ -105,7 +103,6 @@ def rehearse(
       advantage_fn: a function that makes advantages, as in `train`.
       surrogate: a function that makes the loss of each token, as in `train`.
       teacher: who the policy learns from, as in `train`; it is asked once, for one group.
-      teacher_prompt: what the teacher reads, as in `train`.
       donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
 
     Returns:
@@ -150,7 +147,6 @@ def rehearse(
             advantage_fn,
             surrogate,
             teacher=teacher,
-            teacher_prompt=teacher_prompt,
         )
         run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
@@ -178,9 +174,8 @@ def rehearse(
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
     suspicious = [*_of_the_data(run), *_of_the_group(run, experience, metrics)]
     if metrics["update_skipped"]:
-        before = after.replace(step=after.step - 1)
-        found = diagnose(before, experience.batch, updater, rows=experience.rows)
-        suspicious.append(f"the update was skipped: {found or 'its gradient is not finite'}")
+        cause = name_not_finite(updater, after.params, experience.batch, metrics, run.policy.tokenizer)
+        suspicious.append(f"the update was skipped: {cause}")
     with phase("memory analysis"):
         memory = {
             "training state": _bytes(after),

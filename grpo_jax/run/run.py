@@ -17,11 +17,9 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
-from grpo_jax.run.selection import Posteriors, next_rows
 from grpo_jax.run.teacher import Scorer, Teaching
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.examples import Examples
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
 from grpo_jax.text.sources import Dataset
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
@@ -43,8 +41,7 @@ class Arguments:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
-    teacher: Policy | Scorer | str | None = None
-    teacher_prompt: TeacherPrompt | None = None
+    teacher: Policy | Scorer | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +107,11 @@ class Run(BaseRun):
         """
         return self.config.rollout_ahead and follows(self.sampler) and jax.process_count() == 1
 
-    def numbers(self, cursor: int, count: int, posteriors: Posteriors | None = None) -> list[int]:
-        """The rows of the dataset that come next, by their indices: `selection.next_rows`, by all processes."""
-        return next_rows(self.config, posteriors, cursor, count, len(self.data.rows))
+    def numbers(self, cursor: int, count: int) -> list[int]:
+        """The rows of the prompts from `cursor` on, by their indices: `count` entries of the epochs."""
+        config, num_rows = self.config, len(self.data.rows)
+        entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
+        return [row for _, row in entries]
 
     @property
     def per_token(self) -> bool:

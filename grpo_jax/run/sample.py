@@ -85,29 +85,22 @@ class Ahead(NamedTuple):
       completions: [B, G, T].
       transcript: of several turns the bytes of a JSON text [n] uint8 that holds the episodes, and the prompts to which
         environments have added; None for one turn.
-      rows: [B] int32, the rows of the dataset, by their indices; None where a cursor says them.
     """
 
     completions: Completions
     transcript: np.ndarray | None = None
-    rows: np.ndarray | None = None
 
     @classmethod
-    def of(cls, sampled: Sampled, data: EncodedPrompts, numbers: Sequence[int], *, chosen: bool = False) -> Ahead:
-        """The part of some completions that waits; the arguments are those of `sample`.
-
-        Args:
-          chosen: the rows were chosen by what was known of them then, so that no cursor says them.
-        """
-        own_rows = np.array(numbers, np.int32) if chosen else None
+    def of(cls, sampled: Sampled, data: EncodedPrompts, numbers: Sequence[int]) -> Ahead:
+        """The part of some completions that waits; the arguments are those of `sample`."""
         if sampled.episodes is None:
-            return cls(sampled.completions, rows=own_rows)
+            return cls(sampled.completions)
         rows = zip(sampled.rows, (data.rows[i] for i in numbers), strict=True)
         transcript = {
             "prompts": [None if opened is row else opened["prompt"] for opened, row in rows],
             "episodes": [one.to_json() for one in sampled.episodes],
         }
-        return cls(sampled.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8), own_rows)
+        return cls(sampled.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8))
 
     def sampled(self, data: EncodedPrompts, numbers: Sequence[int], request: Request) -> Sampled:
         """The completions as they were sampled, without their environments; the arguments are those of `sample`."""

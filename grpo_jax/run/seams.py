@@ -217,8 +217,6 @@ def credit_of_turns(
     return turn_advantages(
         token_rewards,
         turns,
-        gamma=config.turn_gamma,
-        baseline=config.turn_baseline,
         weights=weights,
         scale_rewards=config.scale_rewards,
         multi_objective_aggregation=config.multi_objective_aggregation,

@@ -1,9 +1,8 @@
-"""The teacher of a run: checked at the door, asked after the rewards, and heard in the update.
+"""The teacher of a run: its arguments are checked, its log-probs added to the batch.
 
 ```
 Policy   ─► its whole distributions, in the update ("full_logits"), or its log-probs of the drawn tokens, before it
-"self"   ─► likewise, by the policy's own params, behind the prompts that `teacher_prompt` makes
-a scorer ─► log-probs that it tells before the update: of the drawn tokens, or of k tokens as well ("topk_logits")
+a scorer ─► log-probs, before the update: of the drawn tokens, or of k tokens as well ("topk_logits")
 ```
 """
 
@@ -11,28 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
 
 import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
-from grpo_jax.maths.distillation import failed_routes, pass_rate_weights
 from grpo_jax.messages import raise_all, show, some
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import function_name
-from grpo_jax.run.teacher_prompts import Heard, TeacherPrompt, ask, check_teacher_prompt, own_prompts
-from grpo_jax.turns.interaction import Interaction
-from grpo_jax.types import Batch, Completions, Model, Params, Prompts, Tokenizer, Told, as_argument
+from grpo_jax.types import Batch, Completions, Json, Model, Prompts, Told, as_argument
 from grpo_jax.update.packed import Updater
-from grpo_jax.update.state import TrainState
 from grpo_jax.update.teaching import Teacher
-
-_Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 ROUNDING = 1e-2
 """Nats by which a scorer's log-prob may be above 0."""
@@ -41,7 +31,7 @@ ROUNDING = 1e-2
 class Scorer(Protocol):
     """A teacher that only tells log-probs, such as an engine with a model that is not here.
 
-    `prompts` are [B, P], the completions [B, G, T], both NumPy's; with a `teacher_prompt` they are B·G groups of one.
+    `prompts` are [B, P], the completions [B, G, T], both NumPy's.
     The log-probs are those of the distribution at the run's temperature, of each token given its prompt and the tokens
     before it: a `Told`, or the array of `log_probs` alone. If it has an attribute `tokenizer`, that has to be the
     policy's; if not, its tokens are taken to be. If it has a method `check(config)`, that is called before anything is
@@ -56,32 +46,24 @@ class Teaching:
     """The teacher of a run, its arguments checked.
 
     Attributes:
-      kind: what it is.
-      teacher: model and params; of the policy itself without params; None for a scorer.
+      teacher: model and params; None for a scorer.
       updater: scores completions by that model; None for a scorer.
-      scorer: what tells log-probs; None for a model.
-      tokenizer: of the policy.
-      prompt: the `TeacherPrompt`; None: the teacher reads the policy's prompts.
-      longest: positions that the teacher has; None: not known.
-      identity: a JSON object that says who it is.
+      scorer: returns log-probs; None for a model.
     """
 
-    kind: Literal["policy", "self", "scorer"]
-    teacher: Teacher | None
-    updater: Updater | None
-    scorer: Scorer | None
-    tokenizer: Tokenizer
-    prompt: TeacherPrompt | None
-    longest: int | None
-    identity: dict[str, str | None]
+    teacher: Teacher | None = None
+    updater: Updater | None = None
+    scorer: Scorer | None = None
 
     @property
-    def params(self) -> Params | None:
-        """Those that the run holds beside its state."""
-        return None if self.teacher is None else self.teacher.params
+    def identity(self) -> Json:
+        """A description for checkpoints: a resumed run has to have the same."""
+        if self.teacher is None:
+            return {"kind": "scorer", "scorer": type(self.scorer).__name__}
+        return {"kind": "policy", "params": _fingerprint(self.teacher)}
 
 
-def kind_of(teacher: object) -> Literal["policy", "self", "scorer"]:
+def kind_of(teacher: object) -> Literal["policy", "scorer"]:
     """Return what a teacher is.
 
     Raises:
@@ -89,41 +71,25 @@ def kind_of(teacher: object) -> Literal["policy", "self", "scorer"]:
     """
     if isinstance(teacher, Policy):
         return "policy"
-    if isinstance(teacher, str) and teacher == "self":
-        return "self"
     if callable(getattr(teacher, "score", None)):
         return "scorer"
     raise ValueError(
-        f'teacher is {show(teacher)}: give a Policy, "self", or an object with score(prompts, completions)'
-        " (run.teacher.Scorer)"
+        f"teacher is {show(teacher)}: give a Policy, or an object with score(prompts, completions) (run.teacher.Scorer)"
     )
 
 
-def check_teacher(
-    teacher: object,
-    prompt: object,
-    policy: Policy,
-    config: GRPOConfig,
-    *,
-    columns: Sequence[str] | None = None,
-    has_rewards: bool = True,
-) -> None:
+def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool = True) -> None:
     """Raise a `ValueError` unless a run can learn from the teacher; it may be None.
 
     Args:
-      prompt: the `teacher_prompt`.
-      columns: of the dataset; None: not known.
       has_rewards: whether there is a reward function.
     """
     if teacher is None:
-        if prompt is not None:
-            raise ValueError('teacher_prompt: there is no teacher to read it; pass teacher too, such as "self"')
         if config.distillation_coef > 0:
             raise ValueError(f"distillation_coef = {config.distillation_coef}: there is no teacher; pass one to train")
         return
     kind = kind_of(teacher)
-    raise_all("teacher", [*_contradictions(kind, prompt, config), *([] if has_rewards else _needs_rewards(config))])
-    check_teacher_prompt(prompt, columns)
+    raise_all("teacher", list(_contradictions(kind, config, has_rewards=has_rewards)))
     if isinstance(teacher, Policy):
         teacher.check_held()
     check_same_tokenizer(policy.tokenizer, getattr(teacher, "tokenizer", policy.tokenizer))
@@ -132,7 +98,7 @@ def check_teacher(
         own_check(config)
 
 
-def _contradictions(kind: str, prompt: object, config: GRPOConfig) -> Iterator[str]:
+def _contradictions(kind: str, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
     """Yield an error line for each setting that does not go with a teacher of that kind."""
     if config.distillation_coef == 0:
         yield "distillation_coef = 0.0: nothing would be learned from it; set it above 0, or leave teacher out"
@@ -158,20 +124,8 @@ def _contradictions(kind: str, prompt: object, config: GRPOConfig) -> Iterator[s
         )
     if kind == "scorer" and jax.process_count() > 1:
         yield "a scorer serves one process, and this run has several; give a Policy"
-    if kind == "self" and prompt is None:
-        yield "'self' would know no more than the policy; pass teacher_prompt too"
-
-
-def _needs_rewards(config: GRPOConfig) -> Iterator[str]:
-    """Yield an error line for each setting that has no meaning without reward functions."""
-    for name, plain in (
-        ("distillation_routing", "all"),
-        ("distillation_weighting", "uniform"),
-        ("dynamic_sampling", False),
-    ):
-        value = getattr(config, name)
-        if value != plain:
-            yield f"{name} = {value!r}: there is no reward function by which it goes; give one, or use {plain!r}"
+    if config.dynamic_sampling and not has_rewards:
+        yield "dynamic_sampling = True: there is no reward function by which it goes; give one, or use False"
 
 
 def check_same_tokenizer(ours: object, theirs: object) -> None:
@@ -191,117 +145,41 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
         )
 
 
-def make_teaching(
-    teacher: Policy | Scorer | str | None,
-    prompt: TeacherPrompt | None,
-    policy: Policy,
-    make_updater: Callable[[Model], Updater],
-    place: Callable[[Policy], Policy],
-) -> Teaching | None:
+def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model], Updater]) -> Teaching | None:
     """The teacher of a run whose arguments have been checked; None where there is none.
 
     Args:
-      policy: of the run, on its devices.
+      teacher: a `Policy` with the run's settings, on the run's devices, or a scorer.
       make_updater: of a model, an updater that scores by it.
-      place: of a `Policy`, it with the run's settings on the run's devices.
     """
-    if teacher is None:
-        return None
-    asked = prompt if prompt is None or isinstance(prompt, str) else function_name(prompt)
-    kind: Literal["policy", "self"] = "policy" if isinstance(teacher, Policy) else "self"
-    if not isinstance(teacher, Policy | str):
-        told = {"kind": "scorer", "scorer": type(teacher).__name__, "prompt": asked}
-        return Teaching("scorer", None, None, teacher, policy.tokenizer, prompt, None, told)
-    own = place(teacher) if isinstance(teacher, Policy) else policy
-    shape = own.model.config if isinstance(own.model, Transformer | LoraModel) else None
-    longest = None if shape is None else shape.max_position_embeddings
-    who = {"kind": kind, "params": None if kind == "self" else _fingerprint(own), "prompt": asked}
-    held = Teacher(as_argument(own.model), None if kind == "self" else own.params)
-    return Teaching(kind, held, make_updater(own.model), None, policy.tokenizer, prompt, longest, who)
+    if isinstance(teacher, Policy):
+        return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
+    return None if teacher is None else Teaching(scorer=teacher)
 
 
-def _fingerprint(policy: Policy) -> str:
-    """A hash of the first numbers of every array of a policy."""
+def _fingerprint(teacher: Teacher) -> str:
+    """A hash of the first numbers of every array of a teacher."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves((as_argument(policy.model), policy.params)):
+    for leaf in jax.tree.leaves((teacher.model, teacher.params)):
         digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
     return digest.hexdigest()
 
 
-def ask_teacher(
-    teaching: Teaching | None, heard: Heard, interaction: Interaction | None, config: GRPOConfig
-) -> np.ndarray | None:
-    """The teacher's prompts, as of `ask`; None: it reads those of the policy, or there is none."""
-    if teaching is None or teaching.prompt is None:
-        return None
-    return ask(teaching.prompt, heard, teaching.tokenizer, interaction, config, teaching.longest)
-
-
-def with_teacher(
-    teaching: Teaching | None,
-    state: TrainState,
-    batch: Batch,
-    completions: Completions,
-    rewards: np.ndarray,
-    asked: np.ndarray | None,
-    config: GRPOConfig,
-) -> tuple[Batch, dict[str, float]]:
-    """The batch with what the teacher has to do with it, and metrics.
+def with_teacher(teaching: Teaching, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
+    """The batch, on the host, with the teacher's log-probs; unchanged where the update reads its distributions.
 
     Args:
-      batch: on the host, with its advantages.
-      completions: its completions, whose T may be longer.
-      rewards: [B, G], weighted sums.
-      asked: of `ask`.
+      completions: of the batch; their T may be longer.
     """
-    if teaching is None:
-        return batch, {}
-    b, g = batch.mask.shape[:2]
-    taught = np.ones((b, g), bool) if asked is None else np.array([[one is not None for one in row] for row in asked])
-    weights = taught.astype(np.float32)
-    with np.errstate(invalid="ignore"):
-        passed = np.asarray(rewards) >= config.success_reward_threshold
-    if config.distillation_routing == "failed":
-        routed = np.asarray(failed_routes(passed, taught))
-        weights *= routed
-        advantages = np.asarray(batch.advantages)
-        routed = routed.reshape(routed.shape + (1,) * (advantages.ndim - 2))
-        batch = batch.replace(advantages=np.where(routed, np.float32(0), advantages))
-    if config.distillation_weighting == "pass_rate":
-        weights *= np.asarray(pass_rate_weights(passed))[:, None]
-    metrics = {"teacher/share": float((weights > 0).mean())}
-    own = None if asked is None else own_prompts(asked, batch.prompts, config)
-    batch = batch.replace(distillation_weights=weights)
     if config.distillation_mode == "full_logits":
-        return batch.replace(teacher_prompts=own), metrics
-    return _told(teaching, state, batch, completions, own, config), metrics
-
-
-def _told(
-    teaching: Teaching,
-    state: TrainState,
-    batch: Batch,
-    completions: Completions,
-    own: Prompts | None,
-    config: GRPOConfig,
-) -> Batch:
-    """The batch with the log-probs that a teacher tells, behind prompts of its `own`; the update reads none of them."""
-    b, g, t = batch.mask.shape
-    prompts = batch.prompts
-    if own is not None:
-        prompts = Prompts(own.tokens.reshape(b * g, -1), own.lengths.reshape(-1))
-
-    def shaped(x: _Array) -> _Array:
-        return x if own is None else x.reshape(b * g, 1, *x.shape[2:])
-
-    if teaching.scorer is None:
-        assert teaching.teacher is not None, "it is a model"
-        assert teaching.updater is not None, "of which there is one for each"
-        params = teaching.teacher.held(state).params
-        l = teaching.updater.score(params, prompts, shaped(batch.tokens), shaped(batch.mask))
-        return batch.replace(teacher_log_probs=fetch(l).reshape(b, g, t))
-    laid_out = jax.tree.map(lambda x: shaped(np.asarray(x)), completions)
-    told = _read_told(teaching.scorer.score(prompts, laid_out), np.asarray(completions.mask), config)
+        return batch
+    if teaching.teacher is not None and teaching.updater is not None:
+        l = teaching.updater.score(teaching.teacher.params, batch.prompts, batch.tokens, batch.mask)
+        return batch.replace(teacher_log_probs=fetch(l))
+    assert teaching.scorer is not None, "it is one of the two"
+    on_host = jax.tree.map(np.asarray, completions)
+    told = _read_told(teaching.scorer.score(batch.prompts, on_host), on_host.mask, config)
+    t = batch.mask.shape[2]
     log_probs, ids, top = (None if x is None else x[:, :, :t] for x in told)
     if config.distillation_mode == "sampled_token":
         return batch.replace(teacher_log_probs=log_probs)
@@ -316,9 +194,8 @@ def _read_told(told: Told | np.ndarray, mask: np.ndarray, config: GRPOConfig) ->
     arrays: dict[str, np.ndarray] = {}
     for name, shape in wanted.items():
         x = np.asarray(getattr(told, name))
-        if x.shape not in (shape, (shape[0] * shape[1], 1, *shape[2:])):  # [B·G, 1, …] where prompts are its own
+        if x.shape != shape:
             raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(shape)}")
-        x = x.reshape(shape)
         seen = x[mask]
         if name == "top_ids":
             if x.dtype.kind not in "iu" or (seen.size and seen.min() < 0):

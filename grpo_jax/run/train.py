@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
@@ -17,7 +17,6 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.teacher import Scorer
-from grpo_jax.run.teacher_prompts import TeacherPrompt
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.state import TrainState
@@ -41,8 +40,7 @@ def train(
     sampler: Sampler | None = None,
     advantage_fn: AdvantageFn | None = None,
     surrogate: Surrogate | None = None,
-    teacher: Policy | Scorer | Literal["self"] | None = None,
-    teacher_prompt: TeacherPrompt | None = None,
+    teacher: Policy | Scorer | None = None,
     donate: bool = False,
 ) -> TrainState:
     """Train a policy by GRPO.
@@ -76,10 +74,8 @@ def train(
       surrogate: a function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
         [..., T], in the place of that of `loss_type`, which still says how the tokens are reduced to one number.
       teacher: who the policy learns from beside its rewards, by `distillation_coef`: another policy with the same
-        tokenizer, of any size and quantized or not, whose params are held on the run's mesh too; "self", the policy
-        with a prompt that knows more; or what only tells log-probs (`run.teacher.Scorer`).
-      teacher_prompt: what the teacher reads in the place of the prompt: a column, or a function that is called after
-        the rewards (`run.teacher_prompts.TeacherPrompt`).
+        tokenizer, of any size and quantized or not, whose params are held on the run's mesh too; or a scorer, which
+        returns log-probs (`run.teacher.Scorer`).
       donate: the params of `policy` become those of the run, which otherwise holds a copy of them beside the caller's:
         with AdamW a quarter of the memory that full fine-tuning holds. Once the run begins, `policy` is empty, and
         whoever uses it is told so; its model, tokenizer and files remain, for `policy.replace(params=state.params)`.
@@ -92,7 +88,7 @@ def train(
       ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
         that differ from those of the run that is found, unless the difference cannot change its numbers.
       RuntimeError: another process is using `run_dir`.
-      NotFiniteError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
+      FloatingPointError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. What was whole before is still there.
       SystemExit: with the status 143 on SIGTERM and 130 on SIGINT, after a checkpoint: an update that has begun is
         finished, completions that nothing has been learned from yet are dropped, and the resumed run samples them
@@ -134,7 +130,6 @@ def train(
         advantage_fn,
         surrogate,
         teacher=teacher,
-        teacher_prompt=teacher_prompt,
     )
     run = prepare(arguments)
     return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)

@@ -47,8 +47,7 @@ def reasoning_gym(
       size: rows.
       seed: of the suite.
       level: of the difficulty, from 0 up: the suite's own curriculum of the task sets the settings that it knows. A
-        list: as many rows of each of these levels, in this order, in which `shuffle_dataset=False` takes them, and
-        `prompt_selection="curriculum"` as the rewards allow.
+        list: as many rows of each of these levels, in this order, in which `shuffle_dataset=False` takes them.
       system_prompt: a text, or the name of one of the suite's own (`reasoning_gym.utils.SYSTEM_PROMPTS`), all of which
         ask for `<answer>`.
       answer_tag: the answer is what stands in the last `<answer_tag>…</answer_tag>`, found by the suite's own

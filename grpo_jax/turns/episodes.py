@@ -24,7 +24,6 @@ import numpy as np
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.messages import show
 from grpo_jax.rewards.contract import describe_fault, own_copy
-from grpo_jax.rewards.processes import ProcessLost
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
@@ -84,7 +83,7 @@ class Episode:
         self.lengths: list[int] = []
         self.turn_rewards: dict[int, float] = {}
         limited = interaction.ends.max_turn_length is not None
-        self.counts, self.over, self._lost = EpisodeCounts(cut_short=0 if limited else None), False, False
+        self.counts, self.over = EpisodeCounts(cut_short=0 if limited else None), False
         self.before = Before([], "", "")
 
     def reset(self, row: Row) -> None:
@@ -141,7 +140,7 @@ class Episode:
 
     def reward(self) -> float | list[float] | str | None:
         """Ask the environment for the completion's reward, or those of its turns; None for "not scored"."""
-        if self._lost or not hasattr(self.environment, "get_reward"):
+        if not hasattr(self.environment, "get_reward"):
             return None
         done, last = self._guarded("get_reward", self.environment.get_reward)
         last = _plain_number(last)
@@ -208,9 +207,6 @@ class Episode:
         begin = time.monotonic()
         try:
             return as_text(call_within(self._interaction.seconds, tool.function, **arguments))
-        except ProcessLost as lost:  # of an isolated environment, which is no more
-            self._fail(call.name, lost)
-            return self._error(str(lost))
         except (Exception, SystemExit) as error:
             return self._error(f"{type(error).__name__}: {error}")
         finally:
@@ -226,7 +222,7 @@ class Episode:
         if not hasattr(self.environment, "respond"):
             return None
         done, said = self._guarded("respond", self.environment.respond, text)
-        if done and isinstance(said, (tuple, list)) and len(said) == 2:  # a list, where it came as JSON
+        if done and isinstance(said, (tuple, list)) and len(said) == 2:
             said, reward = said
             if fault := self._take_reward(reward):
                 self._fail("respond", fault)
@@ -279,8 +275,6 @@ class Episode:
     def _fail(self, what: str, fault: BaseException | str) -> None:
         """Take note of an error of the environment: it ends the episode, or the run."""
         self.counts.errors, self.over = self.counts.errors + 1, True
-        if isinstance(fault, ProcessLost):
-            self._lost, fault = True, str(fault)
         if self._interaction.on_error == "raise":
             kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
             cause = fault if isinstance(fault, BaseException) else None

@@ -1,5 +1,5 @@
 """From a batch to the next training state: `objective` (the loss of some rows), `step` (any model, any mesh), `packed`
-(the same without the padding), `state`, `optimizer`; `diagnosis` finds the cause of a gradient that is not finite.
+(the same without the padding), `state`, `optimizer`; `not_finite` names the cause of a skipped update.
 """
 
 from grpo_jax.update.state import TrainState, create_state

@@ -7,7 +7,6 @@ are the gradients, however it is cut.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeGuard
 
 import chex
 import jax
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.correction import sampler_weights
-from grpo_jax.maths.covariance import BY_COVARIANCE, covariance_share
 from grpo_jax.maths.distillation import distillation_loss_terms, sampled_divergence
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.likelihood import likelihood_loss_terms
@@ -56,7 +54,7 @@ def learns_by_advantages(model: Model, config: Config, surrogate: Surrogate | No
 
     It is not known of the caller's own surrogate.
     """
-    if isinstance(config, SFTConfig) or surrogate is not None or chooses_by_covariance(config):
+    if isinstance(config, SFTConfig) or surrogate is not None:
         return False
     return not (config.beta or has_bonus(config) or config.distillation_coef or router_coef(model, config))
 
@@ -97,22 +95,6 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
     return totals
-
-
-def chooses_by_covariance(config: Config) -> TypeGuard[GRPOConfig]:
-    """Whether the loss type chooses tokens among those of the whole minibatch, by `cov_share`."""
-    return config.loss_type in BY_COVARIANCE
-
-
-def cov_share(batch: Batch, log_probs: jax.Array | None, config: GRPOConfig) -> jax.Array:
-    """The `covariance_share` [B, G, T] of a minibatch.
-
-    Args:
-      log_probs: [B, G, T] under the present params; None if these are those that sampled.
-    """
-    old, settings = _old_log_probs(batch), loss_settings(config)
-    log_probs, old_log_probs = (old, None) if log_probs is None else (log_probs, old)
-    return covariance_share(log_probs, old_log_probs, batch.advantages, batch.mask, settings)
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
@@ -209,7 +191,6 @@ def _grpo_terms(
         sampling_log_probs=part.sampling_log_probs,
         importance_weights=correction_of(part, config),
         selected=selected,
-        cov_share=part.cov_share,
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),
@@ -246,7 +227,6 @@ def _add_distillation(
     more, sums = distillation_loss_terms(
         divergences,
         part.mask,
-        part.distillation_weights,
         coef=config.distillation_coef,
         loss_type=config.loss_type,
         max_completion_length=config.max_completion_length,

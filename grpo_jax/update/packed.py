@@ -42,7 +42,7 @@ from grpo_jax.models.packing import (
 from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.models.sight import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import chooses_by_covariance, count_totals, cov_share, learns_by_advantages, sampling_of
+from grpo_jax.update.objective import count_totals, learns_by_advantages, sampling_of
 from grpo_jax.update.order import Packing, count_needs, count_work, plan_order
 from grpo_jax.update.prompts import (
     PromptsInTurn,
@@ -57,7 +57,7 @@ from grpo_jax.update.prompts import (
 from grpo_jax.update.sequences import Minibatch, add_gradients, add_scores, measure
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key
-from grpo_jax.update.teaching import Reader, Teacher, apart, teacher_prompts
+from grpo_jax.update.teaching import Teacher
 
 CPU_TOKENS = 512
 """Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
@@ -131,7 +131,6 @@ class PackedUpdater(BaseUpdater):
         On a mesh its prompts get an order in which all devices have about as many tokens, and on each device, also a
         single one, those come first that have a gradient; sums over them are the same.
         """
-        batch = apart(batch)
         shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
         neighbours = count_neighbours(batch.prompts, shapes[0].size, shards)
         mask, learns = np.asarray(batch.mask), self.learns(batch)
@@ -185,16 +184,13 @@ class PackedUpdater(BaseUpdater):
     def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
         """Gradient and metric sums of a minibatch that is laid out."""
         sequences, measured, shards, size = packing
-        selected, log_probs, quantile = None, None, self.config.top_entropy_quantile
-        if quantile < 1 or (chooses_by_covariance(self.config) and not self.on_policy):
-            scores = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=quantile < 1)
-            log_probs = None if self.on_policy else scores[0]
-            selected = _select(scores[1], batch.mask, quantile=quantile, mesh=self.mesh) if quantile < 1 else None
-        if chooses_by_covariance(self.config):
-            batch = batch.replace(cov_share=_cov_share(batch, log_probs, config=self.config, mesh=self.mesh))
+        selected, quantile = None, self.config.top_entropy_quantile
+        if quantile < 1:
+            _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
+            selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
         totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
         prompts = PromptsInTurn(Reading(state.params, batch.prompts, dropout, self.model), size, shards)
-        reader = self.read_teacher(state, batch, packing)
+        teacher = (self.teacher, self.read_teacher(batch, packing))
         needs, asked = (count_needs(some, batch, size, shards) for some in (sequences, measured))
         # Streams are for small models. They would wait for each other at the end of every leg.
         streams = len(deal(state.params, len(sequences)))
@@ -202,7 +198,7 @@ class PackedUpdater(BaseUpdater):
         legs = plan_order(needs, at_once=streams > 1) if needs else []
         for leg in legs:
             read = prompts.read(leg.reads)
-            minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+            minibatch = Minibatch(state, read, batch, totals, selected, dropout, *teacher)
             grads = grads or [zero_gradients((state.params, read), shards=shards) for _ in range(streams)]
 
             def add_share(stream: int, grads=grads, minibatch=minibatch, numbers=leg.sequences):
@@ -223,7 +219,7 @@ class PackedUpdater(BaseUpdater):
         if measured:  # they have completions, so there is something to read
             rest = set().union(*asked).difference(*(leg.reads for leg in legs))
             read = prompts.read(sorted(rest), backward=False)
-            minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+            minibatch = Minibatch(state, read, batch, totals, selected, dropout, *teacher)
             grads = grads or [zero_gradients((state.params, minibatch.read), shards=shards)]
             sums += self._measure(minibatch, measured, len(sequences))
         # Metrics two by two: whatever the number of sequences, one program.
@@ -240,14 +236,13 @@ class PackedUpdater(BaseUpdater):
         shares = run_in_streams(measure_share, deal(minibatch.state.params, len(sequences)))
         return [sums for share in shares for sums in share]
 
-    def read_teacher(self, state: TrainState, batch: Batch, packing: Packing) -> Reader | None:
-        """The teacher with the prompts of a batch that is laid out; None where it has no part in an update."""
+    def read_teacher(self, batch: Batch, packing: Packing) -> ReadPrompts | None:
+        """The prompts of a batch that is laid out, read by the teacher; None where it has no part in an update."""
         if self.teacher is None:
             return None
-        teacher, prompts = self.teacher.held(state), teacher_prompts(batch)
-        assert is_cached(teacher.model)
-        read = read_all(Reading(teacher.params, prompts, None, teacher.model), packing.size, packing.shards)
-        return Reader(teacher, read, prompts.lengths)
+        assert is_cached(self.teacher.model)
+        reading = Reading(self.teacher.params, batch.prompts, None, self.teacher.model)
+        return read_all(reading, packing.size, packing.shards)
 
     def _score(
         self, params: Params, prompts: Prompts, mask: jax.Array, packing: Packing, *, with_entropy: bool
@@ -361,8 +356,3 @@ _merge = jax.jit(merge_metrics)
 @functools.partial(jax.jit, static_argnames=("quantile", "mesh"))
 def _select(entropies, mask, *, quantile, mesh):
     return constrain(top_entropy_mask(entropies, mask, quantile), mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "mesh"))
-def _cov_share(batch, log_probs, *, config, mesh):
-    return constrain(cov_share(batch, log_probs, config), mesh)

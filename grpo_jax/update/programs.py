@@ -17,8 +17,8 @@ from grpo_jax.devices.sharding import abstract, device_bytes, place_of, split_sh
 from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
-from grpo_jax.types import Batch, CachedModel, Params, Prompts
-from grpo_jax.update.objective import chooses_by_covariance, count_totals, sampling_of
+from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, is_cached
+from grpo_jax.update.objective import count_totals, sampling_of
 from grpo_jax.update.packed import PackedUpdater, Updater, apply_sums
 from grpo_jax.update.prompts import (
     Reading,
@@ -33,7 +33,6 @@ from grpo_jax.update.prompts import (
 from grpo_jax.update.sequences import Minibatch
 from grpo_jax.update.state import TrainState, same_shapes
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
-from grpo_jax.update.teaching import Reader, apart, teacher_prompts
 
 Tree = TypeVar("Tree")
 
@@ -105,11 +104,10 @@ class _PackedShapes(NamedTuple):
     @classmethod
     def of(cls, updater: PackedUpdater, state: TrainState, batch: Batch, tokens: int | None) -> _PackedShapes:
         """The shapes for a state and a batch, as `update_programs` is given them."""
-        batch = batch if batch.teacher_prompts is None else jax.eval_shape(apart, batch)
         shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)
         state, batch = abstract((state, batch))
         quantile, params, mesh = updater.config.top_entropy_quantile, state.params, updater.mesh
-        read = _shape_read(updater, params, batch.prompts, shapes[0].size, shards)
+        read = _shape_read(updater.model, params, batch.prompts, shapes[0].size, shards)
         of_params, of_read = jax.eval_shape(functools.partial(zero_gradients, shards=shards), (params, read))
         if mesh is not None:  # by the table all of them, those that are whole on every device too
             of_params = jax.tree.map(_at, of_params, tree_sharding(of_params, mesh))
@@ -120,10 +118,12 @@ class _PackedShapes(NamedTuple):
         dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), mesh, params)
         zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), mesh)
         state, batch = _placed((state, batch), mesh)
-        if chooses_by_covariance(updater.config):
-            batch = batch.replace(cov_share=batch.sampling_log_probs)
-        reader = _shape_teacher(updater, state, batch, shapes[0].size, shards)
-        minibatch = Minibatch(state, read, batch, totals, selected, dropout, reader)
+        minibatch = Minibatch(state, read, batch, totals, selected, dropout)
+        if updater.teacher is not None:
+            teacher = abstract(updater.teacher)
+            of_teacher = _shape_read(teacher.model, teacher.params, batch.prompts, shapes[0].size, shards)
+            teacher, of_teacher = _placed((teacher, of_teacher), mesh, params)
+            minibatch = minibatch._replace(teacher=teacher, teacher_read=of_teacher)
         return cls(updater, state, batch, shapes, shards, zeros, minibatch, zero_scores)
 
     def programs(self) -> UpdatePrograms:
@@ -163,13 +163,12 @@ class _PackedShapes(NamedTuple):
         """Those that the lengths of completions choose from."""
         updater, state = self.updater, self.state
         quantile = updater.config.top_entropy_quantile
-        chosen_first = chooses_by_covariance(updater.config) and not updater.on_policy and quantile == 1
         # Where a batch may be packed in halves, it mostly is: with half blocks, few lengths take no fewer tokens so.
         for shape in sorted(self.shapes, key=lambda shape: shape.block):
             yield self.update(shape)
             if updater.skips:
                 yield self.measure(shape)
-            if self.scores or chosen_first:
+            if self.scores:
                 yield self.score(shape, state.params)
             if quantile < 1:
                 yield self.score(shape, state.params, ", with entropy", with_entropy=True)
@@ -232,7 +231,7 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: i
         return 0
     shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)[0]
     params, model, lengths = abstract((state.params, updater.model, batch.prompts.lengths))
-    read = _shape_read(updater, params, batch.prompts, shape.size, shards)
+    read = _shape_read(updater.model, params, batch.prompts, shape.size, shards)
     sequence, sampling = _filled(batch, shape, shards), sampling_of(updater.config)
 
     def forward(params: Params, read: ReadPrompts, model: CachedModel, lengths: jax.Array) -> list[jax.Array]:
@@ -250,24 +249,13 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: i
     return kept_bytes(updater, state, batch, tokens=tokens) + streams * (gradients + activations)
 
 
-def _shape_read(updater: PackedUpdater, params: Params, prompts: Prompts, size: int, shards: Shards) -> ReadPrompts:
+def _shape_read(model: Model, params: Params, prompts: Prompts, size: int, shards: Shards) -> ReadPrompts:
     """The shapes of `ReadPrompts`."""
     count = count_reads(prompts, size, shards)
     some = functools.partial(read_some, count=count, backward=False, shards=shards)
-    part, _ = jax.eval_shape(some, Reading(params, prompts, None, updater.model), 0)
+    assert is_cached(model)
+    part, _ = jax.eval_shape(some, Reading(params, prompts, None, model), 0)
     return jax.eval_shape(functools.partial(zero_reads, count=count, shards=shards), part)
-
-
-def _shape_teacher(updater: PackedUpdater, state: TrainState, batch: Batch, size: int, shards: Shards) -> Reader | None:
-    """The shapes of a teacher that has read the prompts; None where it has no part in an update."""
-    if updater.teacher is None:
-        return None
-    teacher, prompts = abstract(updater.teacher.held(state)), jax.eval_shape(teacher_prompts, batch)
-    count = count_reads(prompts, size, shards)
-    some = functools.partial(read_some, count=count, backward=False, shards=shards)
-    part, _ = jax.eval_shape(some, Reading(teacher.params, prompts, None, teacher.model), 0)
-    read = jax.eval_shape(functools.partial(zero_reads, count=count, shards=shards), part)
-    return _placed(Reader(teacher, read, prompts.lengths), updater.mesh, state.params)
 
 
 def _sizes(shape: SequenceShape) -> str:

@@ -22,7 +22,7 @@ from grpo_jax.types import Batch, CachedModel
 from grpo_jax.update.objective import loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import place_gradients, rngs_of
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.teaching import Reader, compare_packed
+from grpo_jax.update.teaching import Teacher, compare_packed
 
 
 class Minibatch(NamedTuple):
@@ -35,7 +35,8 @@ class Minibatch(NamedTuple):
       totals: `count_totals` of it.
       selected: its `top_entropy_mask` [B, G, T]; None where all tokens are trained.
       dropout: `dropout_key`.
-      teacher: one whose distributions the policy's are compared with, its prompts read; None where there is none.
+      teacher: a model whose distributions the policy's are compared with; None where there is none.
+      teacher_read: its prompts, read by the teacher.
     """
 
     state: TrainState
@@ -44,7 +45,8 @@ class Minibatch(NamedTuple):
     totals: dict[str, jax.Array]
     selected: jax.Array | None
     dropout: jax.Array | None
-    teacher: Reader | None = None
+    teacher: Teacher | None = None
+    teacher_read: ReadPrompts | None = None
 
 
 _STATIC = ("config", "on_policy", "surrogate", "shards")
@@ -80,14 +82,14 @@ def _loss(
     surrogate: Surrogate | None,
 ) -> tuple[jax.Array, MetricSums]:
     """`loss_of` the completions of a packed sequence."""
-    state, read, batch, totals, selected, dropout, teacher = minibatch
-    part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None, teacher_prompts=None))
+    state, read, batch, totals, selected, dropout, teacher, teacher_read = minibatch
+    part = jax.tree.map(sequence.take, batch.replace(prompts=None, counted=None))
     part, coef = part.replace(mask=part.mask & sequence.mask), router_coef(model, config)
     selected = None if selected is None else sequence.take(selected)
     lengths, counted, rngs = batch.prompts.lengths, part.mask if coef else None, rngs_of(dropout, 1, number)
-    compared, sampling = compare_packed(teacher, sequence, part, config), sampling_of(config)
+    compared = compare_packed(teacher, teacher_read, lengths, sequence, part, config)
     scores = score_packed(
-        model, state.params, read, lengths, sequence, sampling, counted=counted, rngs=rngs, compared=compared
+        model, state.params, read, lengths, sequence, sampling_of(config), counted=counted, rngs=rngs, compared=compared
     )
     return loss_of(
         scores,

@@ -40,8 +40,6 @@ class TrainState(flax.struct.PyTreeNode):
       skipped: [] int32, updates that were not made because loss or gradient was not finite.
       master_params: θ in float32, which the optimizer moves, and which `params` are rounded from after every step; None
         where params are float32 themselves.
-      teacher_params: those of the policy as its own teacher, where they are not the present ones: θ at the start of the
-        run, or what follows θ slowly.
     """
 
     params: Params
@@ -55,14 +53,9 @@ class TrainState(flax.struct.PyTreeNode):
     entropy_bonus: jax.Array
     skipped: jax.Array
     master_params: Params | None = None
-    teacher_params: Params | None = None
 
     def __repr__(self) -> str:
-        kept = [
-            name
-            for name in ("old_params", "ref_params", "initial_params", "teacher_params")
-            if getattr(self, name) is not None
-        ]
+        kept = [name for name in ("old_params", "ref_params", "initial_params") if getattr(self, name) is not None]
         deleted = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
         step = "deleted" if deleted and self.step.is_deleted() else self.step
         count = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(self.params))
@@ -89,9 +82,6 @@ def create_state(
     keep_old: bool = False,
     keep_reference: bool = False,
     keep_initial: bool = False,
-    keep_masters: bool = True,
-    keep_teacher: bool = False,
-    mix_teacher: float | None = None,
     mix_adapters: float | None = None,
     entropy_coef: float = 0.0,
     entropy_bonus: float | None = None,
@@ -106,9 +96,6 @@ def create_state(
       keep_old: hold the policy that sampled (more than one update an iteration).
       keep_reference: hold a reference (beta > 0).
       keep_initial: hold the initial policy beside a reference that moves.
-      keep_masters: hold float32 masters beside params of less.
-      keep_teacher: hold the policy's own teacher.
-      mix_teacher: where params are adapters and the teacher follows them, the weight of the policy in a sync.
       mix_adapters: where params are adapters and the reference is synced, the weight of the policy in a sync.
       entropy_coef: ≥ 0, first coefficient of the entropy bonus.
       entropy_bonus: what the first update applies of it; None: all of it.
@@ -132,12 +119,13 @@ def create_state(
                 " stays as it is, and its adapters are trained: `add_lora(policy, key)`."
             )
     masters = None
-    if keep_masters and any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
+    if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+    reference = params if mix_adapters is None else reference_of(params, mix_adapters)
     state = TrainState(
         params=params,
         old_params=params if keep_old else None,
-        ref_params=_slow(params, mix_adapters) if keep_reference else None,
+        ref_params=reference if keep_reference else None,
         initial_params=params if keep_initial else None,
         opt_state=optimizer.init(params if masters is None else masters),
         step=jnp.zeros((), jnp.int32),
@@ -146,15 +134,9 @@ def create_state(
         entropy_bonus=jnp.asarray(entropy_coef if entropy_bonus is None else entropy_bonus, jnp.float32),
         skipped=jnp.zeros((), jnp.int32),
         master_params=masters,
-        teacher_params=_slow(params, mix_teacher) if keep_teacher else None,
     )
     # An optimizer too may keep the params that it begins with.
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
-
-
-def _slow(params: Params, mix: float | None) -> Params:
-    """Params that others of their shape are mixed into; of adapters, with the weight of the others in `mix`."""
-    return params if mix is None else reference_of(params, mix)
 
 
 def same_shapes(first: Params, second: Params) -> bool:
@@ -176,8 +158,6 @@ def finish_update(
     trained: jax.Array | bool = True,
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
-    teach_every: int | None = None,
-    teach_alpha: float = 1.0,
 ) -> TrainState:
     """One optimizer step, then the reference's own step.
 
@@ -191,8 +171,7 @@ def finish_update(
     depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
     whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
     all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
-    them. `sync_every` is None for a reference that stays; `sync_alpha` is α. `teach_every` and `teach_alpha` say the
-    same of the policy as its own teacher.
+    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
@@ -209,21 +188,16 @@ def finish_update(
     params, masters, opt_state = jax.lax.cond(
         ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
     )
-    step = state.step + 1
-
-    def follow(slow: Params | None, every: int | None, alpha: float) -> Params | None:
-        if slow is None or every is None:
-            return slow
+    step, ref_params = state.step + 1, state.ref_params
+    if ref_params is not None and sync_every is not None:
         # A copy of other shapes is that of adapters.
-        sync = sync_reference if same_shapes(slow, params) else sync_adapters
-        return sync(slow, params, step, every=every, alpha=alpha)
-
+        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
+        ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
         params=params,
         master_params=masters,
         opt_state=opt_state,
-        ref_params=follow(state.ref_params, sync_every, sync_alpha),
-        teacher_params=follow(state.teacher_params, teach_every, teach_alpha),
+        ref_params=ref_params,
         step=step,
         skipped=state.skipped + jnp.where(ok, 0, 1),
     )

@@ -25,17 +25,9 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.micro import cut, cut_array, join
-from grpo_jax.update.objective import (
-    adapt_entropy_coef,
-    chooses_by_covariance,
-    count_totals,
-    cov_share,
-    loss_of,
-    router_coef,
-    sampling_of,
-)
+from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
-from grpo_jax.update.teaching import Teacher, apart, compare_padded
+from grpo_jax.update.teaching import Teacher, compare_padded
 
 
 def train_step(
@@ -113,23 +105,16 @@ def gradients(
     teacher: Teacher | None = None,
 ) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
-    if batch.teacher_prompts is not None:
-        micro = None if micro is None else (micro[0] * micro[1], 1)
-        batch = apart(batch)
     micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
     sampling, selected = sampling_of(config), None
 
-    def scored(part: Batch) -> tuple[jax.Array, jax.Array]:
-        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling)[:2]
+    def entropies_of(part: Batch) -> jax.Array:
+        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
 
-    if config.top_entropy_quantile < 1 or (chooses_by_covariance(config) and not on_policy):
-        join_all = functools.partial(join, b=batch.mask.shape[0], g=batch.mask.shape[1])
-        log_probs, entropies = jax.tree.map(join_all, jax.lax.map(scored, cut(batch, *micro)))
-        if config.top_entropy_quantile < 1:
-            selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
-    if chooses_by_covariance(config):
-        batch = batch.replace(cov_share=cov_share(batch, None if on_policy else log_probs, config))
     micro_batches = cut(batch, *micro)
+    if config.top_entropy_quantile < 1:
+        entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
+        selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
     dropout, coef = dropout_key(model, state), router_coef(model, config)
 
@@ -146,7 +131,7 @@ def gradients(
             sampling,
             with_router=coef != 0,
             rngs=rngs,
-            compared=compare_padded(None if teacher is None else teacher.held(state), part, config),
+            compared=compare_padded(teacher, part, config),
         )
         return loss_of(
             scores,
@@ -223,8 +208,6 @@ def apply_gradients(
         trained=trained,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
-        teach_every=config.teacher_sync_steps if config.teacher_model_kind == "ema" else None,
-        teach_alpha=config.teacher_update_rate,
     )
     return state, metrics
 

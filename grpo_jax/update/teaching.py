@@ -7,12 +7,9 @@ them before the update; they are in the batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
@@ -20,9 +17,8 @@ from grpo_jax.maths.distillation import divergence, top_k_divergence
 from grpo_jax.maths.sampling import process_logits
 from grpo_jax.models.packing import PackedSequence
 from grpo_jax.models.scoring import Comparison, ReadPrompts, packed_states, predicting_states, unembed_of
-from grpo_jax.types import Batch, Model, Params, Prompts, is_cached
+from grpo_jax.types import Batch, Model, Params, is_cached
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.state import TrainState
 
 
 class Teacher(flax.struct.PyTreeNode):
@@ -30,53 +26,11 @@ class Teacher(flax.struct.PyTreeNode):
 
     Attributes:
       model: a model, as an argument of a compiled function.
-      params: its params; None: those that the state has for the policy as its own teacher.
+      params: its params.
     """
 
     model: Model
-    params: Params | None = None
-
-    def held(self, state: TrainState) -> Teacher:
-        """With its params: of the policy as its own teacher those that are kept, or else the present ones."""
-        if self.params is not None:
-            return self
-        return self.replace(params=state.params if state.teacher_params is None else state.teacher_params)
-
-
-class Reader(NamedTuple):
-    """A teacher that has read the prompts of a minibatch, as `update.sequences` takes it.
-
-    Attributes:
-      teacher: with params.
-      read: its prompts, in the order of the batch's.
-      lengths: [B] int32, of these prompts.
-    """
-
-    teacher: Teacher
-    read: ReadPrompts
-    lengths: jax.Array
-
-
-def teacher_prompts(batch: Batch) -> Prompts:
-    """The prompts that a teacher reads before the completions: its own, or those of the policy."""
-    if batch.teacher_prompts is None:
-        return batch.prompts
-    return jax.tree.map(lambda x: x[:, 0], batch.teacher_prompts)
-
-
-def apart(batch: Batch) -> Batch:
-    """The batch with each completion as a group of its own, B·G of one, where a teacher has a prompt for each."""
-    if batch.teacher_prompts is None:
-        return batch
-    b, g = batch.mask.shape[:2]
-
-    def each(x: jax.Array) -> jax.Array:
-        return (np if isinstance(x, np.ndarray) else jnp).repeat(x, g, axis=0)
-
-    alone = jax.tree.map(lambda x: x.reshape(b * g, 1, *x.shape[2:]), batch.replace(prompts=None, counted=None))
-    return alone.replace(
-        prompts=jax.tree.map(each, batch.prompts), counted=None if batch.counted is None else each(batch.counted)
-    )
+    params: Params
 
 
 def compare_padded(teacher: Teacher | None, part: Batch, config: Config) -> Comparison | None:
@@ -85,23 +39,35 @@ def compare_padded(teacher: Teacher | None, part: Batch, config: Config) -> Comp
         return _compare_tokens(part.tokens)
     if teacher is None:
         return _compare_top(part.teacher_top_ids, part.teacher_top_log_probs, config)
-    states, _ = predicting_states(teacher.model, _constant(teacher), teacher_prompts(part), part.tokens)
+    states, _ = predicting_states(teacher.model, _constant(teacher), part.prompts, part.tokens)
     return _compare_states(teacher, states, config)
 
 
-def compare_packed(reader: Reader | None, sequence: PackedSequence, part: Batch, config: Config) -> Comparison | None:
-    """The comparison of the tokens of a packed sequence; `part` is the batch's part of it, [A, S, T]."""
+def compare_packed(
+    teacher: Teacher | None,
+    read: ReadPrompts | None,
+    lengths: jax.Array,
+    sequence: PackedSequence,
+    part: Batch,
+    config: Config,
+) -> Comparison | None:
+    """The comparison of the tokens of a packed sequence; None where there is none.
+
+    Args:
+      read: the batch's prompts, read by the teacher; None without one.
+      lengths: [B] int32, of these prompts.
+      part: the sequence's part of the batch, [A, S, T].
+    """
     if isinstance(config, SFTConfig):
         return _compare_tokens(sequence.tokens)
-    if reader is None:
+    if teacher is None or read is None:
         ids, log_probs = (
             None if x is None else sequence.by_token(x) for x in (part.teacher_top_ids, part.teacher_top_log_probs)
         )
         return _compare_top(ids, log_probs, config)
-    model = reader.teacher.model
-    assert is_cached(model), "or the updater would not be packed"
-    states, _ = packed_states(model, _constant(reader.teacher), reader.read, reader.lengths, sequence)
-    return _compare_states(reader.teacher, states, config)
+    assert is_cached(teacher.model), "or the updater would not be packed"
+    states, _ = packed_states(teacher.model, _constant(teacher), read, lengths, sequence)
+    return _compare_states(teacher, states, config)
 
 
 def _constant(teacher: Teacher) -> Params:

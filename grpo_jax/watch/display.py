@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# Metrics that are shown: name, label, digits after the point (None: three that count). The loss says something in SFT.
 _SHOWN = (
     ("reward", "reward", 3),
     ("loss", "loss", 3),
@@ -26,10 +25,25 @@ _SHOWN = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
+"""Metrics that are shown: name, label, digits after the point (None: three significant ones). The loss only in SFT."""
 
-# Characters that would move the cursor of a terminal, colour it or worse, and half ones, which no stream takes.
-_CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {i: 0xFFFD for i in range(0x7F, 0xA0)}
-_CONTROLS |= {i: 0xFFFD for i in range(0xD800, 0xE000)}
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES: dict[int, int | str] = {
+    **{i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"},
+    **{i: f"\\x{i:02x}" if i < 256 else f"\\u{i:04x}" for i in (*range(0x7F, 0xA0), *_BIDI, *range(0xD800, 0xE000))},
+}
+
+
+def escape_controls(text: str) -> str:
+    r"""Return text without characters that drive a terminal or reorder what is read: they are shown instead.
+
+    These are control characters except newline and tab, the marks that set the direction of text, and surrogates.
+
+    Example:
+      >>> escape_controls("a\x1b[2J\u202eb\x9b")
+      'a␛[2J\\u202eb\\x9b'
+    """
+    return text.translate(_ESCAPES)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
@@ -51,9 +65,9 @@ def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
 class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
-    In a terminal it is a bar that is redrawn in place, in a notebook's cell a line that is, and in a log file or a pipe
-    one line per logging step. It writes to standard error (in a notebook to the cell), so that standard output stays
-    the program's own. Inside a `with`, what stands in the terminal is left in order however the run ends.
+    In a terminal it is a bar that is redrawn in place, in a notebook a line that is redrawn, and in a log file or a
+    pipe one line per logging step. It writes to standard error (in a notebook to the cell) and leaves standard output
+    to the program. Leaving the `with` block restores the terminal, also after an error.
 
     Args:
       console: a `rich.console.Console` to write to instead.
@@ -69,7 +83,7 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._clock = clock
-        self._began: float | None = None  # at the first logged step: what compiles before says nothing of the rest
+        self._began: float | None = None  # the first logged step: compilation before it says nothing about the rest
         self._total_steps = self._first = 0
         self._live: Live | None = None
         self._bar: Progress | None = None
@@ -120,7 +134,7 @@ class Display:
                 self._cell.update({"text/plain": line}, raw=True)
 
     def say(self, text: str) -> None:
-        """Print a text above the bar, as it is."""
+        """Print a text above the bar, without markup."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -144,9 +158,9 @@ class Display:
 
 
 def completions_table(rows: Iterable[CompletionRow]) -> Table:
-    """Return a table of completions: prompt, completion, each reward, advantage; a prompt stands once per group.
+    """Return a table of completions: prompt, completion, each reward, advantage; one prompt per group.
 
-    Control characters are shown and not obeyed, since nobody answers for what a model or an environment writes.
+    Control characters are escaped: models and environments write untrusted text.
     """
     from rich.table import Table
     from rich.text import Text
@@ -169,22 +183,6 @@ def completions_table(rows: Iterable[CompletionRow]) -> Table:
         )
         last = row["prompt"]
     return table
-
-
-def print_tables(tables: Iterable[tuple[str, list[str], list[list[str]]]]) -> None:
-    """Print tables to standard output; numbers of a row stand to the right, and nothing in them is markup."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    for title, head, rows in tables:
-        table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
-        for i, name in enumerate(head):
-            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(text.translate(_CONTROLS)) for text in row))
-        console.print(table)
 
 
 def _default_console() -> Console:
@@ -214,28 +212,28 @@ def _bar(console: Console, total_steps: int, start: int) -> Progress:
 
 
 def _digits(value: float | None, digits: int | None) -> str:
-    """Return a number with so many digits after the point, three that count if None, "–" if there is none."""
+    """Return a number with so many digits after the point, three significant ones if None, "–" if there is none."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.{digits}f}" if digits is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _completion(row: CompletionRow) -> Text:
-    """Return a completion as it is shown; of several turns, who said what, dim what was given to the policy."""
+    """Return a completion; several turns with their speakers, the environment's dim, which the policy did not write."""
     from rich.text import Text
 
     shown = Text()
     if is_dialogue(row.get("turns")):
         for turn in row["turns"]:
             line = "\n" * bool(shown) + f"{turn['by']}: {turn['text']}"
-            shown.append(line.translate(_CONTROLS), None if turn["by"] == "policy" else "dim")
+            shown.append(escape_controls(line), None if turn["by"] == "policy" else "dim")
     else:
         shown.append(_spoken(row["completion"]))
     return shown.append("" if row.get("ended", True) else " …")
 
 
 def _spoken(text: str | Iterable[Mapping[str, object]]) -> str:
-    """Return a prompt or completion as text; of a conversation, who said what."""
+    """Return a prompt or completion as text; a conversation with its roles."""
     if not isinstance(text, str):
         text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
-    return text.translate(_CONTROLS)
+    return escape_controls(text)

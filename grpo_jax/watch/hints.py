@@ -1,8 +1,7 @@
-"""Hints while a run goes: signs in the logged numbers that something is off, and the fields that change it.
+"""Hints during a run: signs in the logged numbers of a problem, and the fields that change it.
 
 A hint is a pure function of the logged lines and the config that returns a message or None; `HINTS` is their table.
-`Hints` feeds them a run's lines as they come and lets each speak once. A resumed run feeds it the lines that are
-there already, and so goes on as if it had never stopped.
+`Hints` applies them to each new line and reports each hint once. A resumed run replays the lines in its files first.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.platform import compute_dtype as resolve
-from grpo_jax.turns.episodes import WORKERS
-from grpo_jax.watch.standstill import hardly_moved
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line
 
-_NO_REWARD = "have no reward, and teach nothing: see rewards/*/missing, and rewards/*/errors for functions that failed"
 KL_WINDOW = 50
-"""Logged steps over which a KL has to go on rising."""
+"""Logged steps over which a KL has to keep rising."""
 WINDOW = 10
-"""Logged steps of which the mean stands for the present."""
+"""Logged steps whose mean is the present value."""
 FIRST, LAST = 12, 100
 """Lines that are kept: the first ones of the run and the newest."""
 SAMPLER_GAP = {"float32": 1e-3, "tensorfloat32": 0.1, "bfloat16": 1.5}
@@ -38,11 +34,11 @@ bfloat16's 7 (as a TPU rounds those of float32 products), and 0.54 in bfloat16. 
 and tokens.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| in nats a token that rounding may explain: engines in bfloat16 come to 0.01."""
+"""Mean |log π_old − log π_sampler| per token in nats that rounding may explain: engines in bfloat16 reach 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Lowest mean importance weight of another engine's completions that is as it should be."""
+"""Lowest mean importance weight of an engine's completions without a hint."""
 ONE_TURN = 1.02
-"""Mean turns of completions of which hardly any has had a second one."""
+"""Mean number of turns below which hardly any completion has a second one."""
 
 History = Sequence[Line]
 
@@ -70,30 +66,42 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
 
     Example:
       >>> equal_rewards([{"frac_reward_zero_std": 1.0}] * 10, GRPOConfig()).split(":")[0]
-      '100 % of the groups of the last 10 logged steps had equal rewards and taught nothing'
+      '100 % of the groups of the last 10 logged steps had equal rewards and gave no gradient'
     """
     share, unscored = _now(history, "frac_reward_zero_std"), _now(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
-    if unscored > 0.5:  # NaN counts as equal, and the cause is another one
-        return f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps {_NO_REWARD}"
+    if unscored > 0.5:  # NaN counts as equal
+        return (
+            f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps have no reward and give no"
+            " gradient: see rewards/*/missing, and rewards/*/errors for functions that failed"
+        )
     further = "" if config.dynamic_sampling else ", or set dynamic_sampling=True, which samples other prompts instead"
     return (
-        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and taught nothing:"
-        " if all are right, the task is learned; if not, give rewards that tell completions apart, raise"
+        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and gave no gradient:"
+        " if all are right, the task is learned; if not, give rewards that distinguish completions, raise"
         f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){further}"
     )
 
 
-def all_truncated(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all completions were cut off, so that rewards see half an answer."""
-    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean")
-    if share is None or share < 0.995 or (turns or 0) > ONE_TURN:  # of several turns, `no_room_for_turns` tells more
+def truncated(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all completions were truncated, so that rewards see half an answer."""
+    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean") or 0.0
+    if share is None or share < (0.9 if turns > ONE_TURN else 0.995):
         return None
+    length = f"max_completion_length = {config.max_completion_length} tokens"
+    if turns <= ONE_TURN:
+        return (
+            f"nearly all completions of the last {WINDOW} logged steps were truncated at {length}: raise it, or check"
+            " that the model knows its EOS and chat template; mask_truncated_completions=True keeps truncated"
+            " completions out of the loss"
+        )
+    observed, tokens = _now(history, "completions/observation_tokens"), _now(history, "completions/mean_length")
+    part = f"; {observed:.0f} of their {tokens:.0f} tokens were observations" if observed and tokens else ""
     return (
-        f"nearly all completions of the last {WINDOW} logged steps were cut off at max_completion_length ="
-        f" {config.max_completion_length} tokens: raise it, or check that the model knows its EOS and chat template;"
-        " mask_truncated_completions=True keeps what was cut off out of the loss"
+        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps were truncated at {length}, with"
+        f" {turns:.1f} turns on average{part}: raise it (all turns and observations share it), shorten the"
+        " observations, or end after fewer turns (by max_tool_calling_iterations, or None from respond)"
     )
 
 
@@ -114,7 +122,7 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
 
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
-    """The policy has become all but certain, so that groups hold one answer many times."""
+    """The policy is almost deterministic, so that groups repeat one answer."""
     values = numbers(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
@@ -122,21 +130,21 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
     if now >= 0.05 * first or now >= 0.05:
         return None
     return (
-        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, and it hardly explores any"
-        f" more: fine if the task is learned; if not, set entropy_coef (now {config.entropy_coef:g}) or"
+        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, and it hardly"
+        f" explores: fine if the task is learned; if not, set entropy_coef (now {config.entropy_coef:g}) or"
         " use_adaptive_entropy=True, raise epsilon_high or temperature, or lower learning_rate"
     )
 
 
 def much_clipped(history: History, config: GRPOConfig) -> str | None:
-    """Much of the batch lies outside the clip, so that it teaches nothing."""
+    """Much of the batch lies outside the clip range and gives no gradient."""
     share = _now(history, "clip_fraction")
     if share is None or share < 0.3:
         return None
     return (
         f"a share of {share:.2f} of the tokens of the last {WINDOW} logged steps had a clipped ratio: the policy moves"
         f" too far in one iteration. Lower learning_rate (now {config.learning_rate:g}), num_iterations (now"
-        f" {config.num_iterations}) or steps_per_generation, or end an iteration's updates early by max_kl_old"
+        f" {config.num_iterations}) or steps_per_generation"
     )
 
 
@@ -214,149 +222,89 @@ def slower(history: History, config: GRPOConfig) -> str | None:
     first, now = statistics.median(rates[:WINDOW]), statistics.median(rates[-WINDOW:])
     if now >= first / 2:
         return None
-    more: dict[str, float] = {}  # phase → seconds that it has grown by
+    growth: dict[str, float] = {}  # phase → additional seconds
     for name in history[-1]:
         values = numbers(history, name)
         if name.startswith("seconds/") and name != "seconds/total" and len(values) > WINDOW:
-            growth = statistics.median(values[-WINDOW:]) - statistics.median(values[1 : 1 + WINDOW])
-            more[name.removeprefix("seconds/")] = growth
-    phase = max(more, key=more.__getitem__, default="")
+            before, after = statistics.median(values[1 : 1 + WINDOW]), statistics.median(values[-WINDOW:])
+            growth[name.removeprefix("seconds/")] = after - before
+    phase = max(growth, key=growth.__getitem__, default="")
     longer = "are completions longer? max_completion_length bounds them"
     advice = {
-        "rollout": longer,
         "rewards": "is a reward function slow? make it async, give it workers with isolated, or use rollout_ahead=True",
         "evaluation": "raise eval_steps",
-        "update": longer,
-        "reference": longer,
+        **dict.fromkeys(("rollout", "reference", "update"), longer),
     }
-    longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if more else ""
+    longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if growth else ""
     return (
         f"{now:,.0f} completion tokens per second in the last {WINDOW} logged steps, {first:,.0f} at the beginning:"
         f"{longest} unless the machine is shared with others now"
     )
 
 
-def never_answered(history: History, config: GRPOConfig) -> str | None:
-    """There is somebody to answer, and hardly any completion has a second turn.
+def few_turns(history: History, config: GRPOConfig) -> str | None:
+    """Hardly any completion has a second turn, or most of them end with a call beyond the limit.
 
     Example:
-      >>> never_answered([{"turns/mean": 1.0}] * 10, GRPOConfig()).split(":")[0]
-      'completions of the last 10 logged steps had 1.00 turns on average, so hardly any was answered'
+      >>> few_turns([{"turns/mean": 1.0}] * 10, GRPOConfig()).split(":")[0]
+      'completions of the last 10 logged steps had 1.00 turns on average'
     """
-    turns = _now(history, "turns/mean")
+    turns, share = _now(history, "turns/mean"), _now(history, "turns/clipped_ratio")
+    if share is not None and share >= 0.5:
+        return (
+            f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a call that was not"
+            f" made: raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state in the prompt"
+            " how many calls there are, or reward an answer that comes sooner"
+        )
     if turns is None or turns > ONE_TURN:
         return None
     return (
-        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average, so hardly any was answered:"
-        " the policy calls no tool, or its environment ends at once. Show an example in the prompt, teach the form of a"
-        f" call by supervised examples, or reward one; a higher temperature (now {config.temperature:g}) and more"
-        f" completions of a prompt (num_generations, now {config.num_generations}) try more"
+        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average: the policy calls no tool, or"
+        " its environment ends at once. Show an example in the prompt, teach the form of a call by supervised examples,"
+        f" or reward one; a higher temperature (now {config.temperature:g}) and more completions of a prompt"
+        f" (num_generations, now {config.num_generations}) explore more"
     )
 
 
-def tools_fail(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all calls of tools fail."""
+def failing_tools(history: History, config: GRPOConfig) -> str | None:
+    """Nearly all calls of tools fail, or many episodes end with an error of their environment."""
     lines = [line for line in history if numbers([line], "tools/calls")][-WINDOW:]
     calls, failures = sum(numbers(lines, "tools/calls")), sum(numbers(lines, "tools/failures"))
-    if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
-        return None
     seconds = config.environment_timeout
-    late = "" if seconds is None else f"; a call that takes longer than environment_timeout = {seconds:g} s fails too"
-    return (
-        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read what the"
-        " policy wrote and what it was told (report.html, log_completions=True). Of the tools its prompt has only the"
-        f" names, docstrings and type hints{late}"
-    )
-
-
-def no_room_for_turns(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all completions of several turns are cut off before they end."""
-    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean")
-    if share is None or share < 0.9 or turns is None or turns <= ONE_TURN:
-        return None
-    observed, length = _now(history, "completions/observation_tokens"), _now(history, "completions/mean_length")
-    told = f"; {observed:.0f} of their {length:.0f} tokens were observations" if observed and length else ""
-    return (
-        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ran out of room, with {turns:.1f}"
-        f" turns on average{told}: raise max_completion_length (now {config.max_completion_length}), which all turns"
-        " and observations share, let environments and tools say less, or end after fewer turns (by"
-        " max_tool_calling_iterations, or None from respond)"
-    )
-
-
-def out_of_turns(history: History, config: GRPOConfig) -> str | None:
-    """Most completions end with a call that is not made any more.
-
-    Example:
-      >>> out_of_turns([{"turns/clipped_ratio": 0.75}] * 10, GRPOConfig(max_tool_calling_iterations=3)).split(":")[0]
-      '75 % of the completions of the last 10 logged steps ended with a call that was not made'
-    """
-    share = _now(history, "turns/clipped_ratio")
-    if share is None or share < 0.5:
+    if len(lines) == WINDOW and calls > 0 and failures / calls >= 0.9:
+        late = "" if seconds is None else f"; a call that takes longer than environment_timeout = {seconds:g} s fails"
+        return (
+            f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read what the"
+            " policy wrote and what it was answered (report.html, log_completions=True). Its prompt has only the names,"
+            f" docstrings and type hints of the tools{late}"
+        )
+    errors, count = _now(history, "environment/errors"), config.sizes().completions
+    if errors is None or errors < 0.1 * count:
         return None
     return (
-        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a call that was not made:"
-        f" raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), tell the policy in its prompt"
-        " how many calls it has, or reward an answer that comes sooner"
-    )
-
-
-def slow_environments(history: History, config: GRPOConfig) -> str | None:
-    """Environments and tools are at work for most of the rollout.
-
-    At most `WORKERS` calls, and one per completion, are under way at a time: so at least one is under way for no less
-    than the sum of their seconds divided by that number.
-    """
-    lines, count = history[-WINDOW:], _completions(history, config)
-    rollout = sum(numbers(lines, "seconds/rollout"))
-    if count is None or rollout <= 0:
-        return None
-    at_once = min(WORKERS, count)
-    share = sum(numbers(lines, "environment/seconds")) * _rollouts(config) / at_once / rollout
-    if share < 0.5:
-        return None
-    return (
-        f"environments and tools were at work during {100 * min(share, 1):.0f} % of the rollouts of the last {WINDOW}"
-        f" logged steps or more, with at most {at_once:.0f} calls at a time: make a call do less, or put off what reset"
-        f" need not do. Up to {WORKERS} calls run at a time, in threads: more completions per rollout"
-        " (per_device_train_batch_size, gradient_accumulation_steps) share the waiting, not Python's own work"
-    )
-
-
-def environment_errors(history: History, config: GRPOConfig) -> str | None:
-    """Many episodes are ended by an error of their environment."""
-    errors, count = _now(history, "environment/errors"), _completions(history, config)
-    if errors is None or count is None or errors < 0.1 * count:
-        return None
-    return (
-        f"environments failed {errors:.3g} times per rollout of {count:.0f} completions in the last {WINDOW} logged"
-        " steps; such an episode ends there, and the policy learns from what reward its environment still gives:"
+        f"environments failed {errors:.3g} times per rollout of {count} completions in the last {WINDOW} logged steps;"
+        " such an episode ends there, and the policy learns from the reward that its environment still gives:"
         ' on_environment_error="raise" ends the run at the first one and names its row; environment_timeout (now'
-        f" {config.environment_timeout}) is the time that a call may take"
+        f" {seconds}) is the time that a call may take"
     )
 
 
 HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "equal rewards": equal_rewards,
-    "all truncated": all_truncated,
+    "truncated": truncated,
     "KL rising": kl_rising,
     "entropy collapse": entropy_collapse,
     "much clipped": much_clipped,
     "sampler mismatch": sampler_mismatch,
     "reward hacking": reward_hacking,
     "slower": slower,
-    "never answered": never_answered,
-    "tools fail": tools_fail,
-    "no room for turns": no_room_for_turns,
-    "out of turns": out_of_turns,
-    "slow environments": slow_environments,
-    "environment errors": environment_errors,
-    "hardly moved": hardly_moved,
+    "few turns": few_turns,
+    "failing tools": failing_tools,
 }
 
 
 class Hints:
-    """The hints of one run, each of which speaks once.
+    """The hints of one run, each of which is reported once.
 
     Example:
       >>> hints = Hints(GRPOConfig())
@@ -366,16 +314,16 @@ class Hints:
 
     def __init__(self, config: GRPOConfig):
         self._config = config
-        self._silent = dict(HINTS)
+        self._pending = dict(HINTS)
         self._history: list[Line] = []
 
     def __call__(self, line: Line) -> list[str]:
-        """Take the next line of a run's metrics, and return what there is to say."""
+        """Take the next line of a run's metrics, and return the new hints."""
         self._history.append(line)
         if len(self._history) > FIRST + LAST:
             del self._history[FIRST]
-        messages = {name: hint(self._history, self._config) for name, hint in self._silent.items()}
-        self._silent = {name: hint for name, hint in self._silent.items() if messages[name] is None}
+        messages = {name: hint(self._history, self._config) for name, hint in self._pending.items()}
+        self._pending = {name: hint for name, hint in self._pending.items() if messages[name] is None}
         return [message for message in messages.values() if message is not None]
 
 
@@ -383,18 +331,3 @@ def _now(history: History, name: str) -> float | None:
     """Return the mean of the last `WINDOW` values of a metric; None if there are fewer."""
     values = numbers(history, name)[-WINDOW:]
     return statistics.fmean(values) if len(values) == WINDOW else None
-
-
-def _rollouts(config: GRPOConfig) -> float:
-    """Return how many rollouts a logged line covers if it has any."""
-    return max(1.0, config.logging_steps / config.sizes().updates)
-
-
-def _completions(history: History, config: GRPOConfig) -> float | None:
-    """Return completions per rollout over the last `WINDOW` lines that have any, by their tokens; None if too few."""
-    counts = []
-    for before, line in itertools.pairwise(history):
-        tokens, length = numbers([before, line], "num_tokens"), line.get("completions/mean_length")
-        if len(tokens) == 2 and length:
-            counts.append((tokens[1] - tokens[0]) / length / _rollouts(config))
-    return statistics.fmean(counts[-WINDOW:]) if len(counts) >= WINDOW else None

@@ -29,11 +29,11 @@ MOST_WARNINGS = 200
 class Monitor:
     """Files, callbacks, stopwatch, hints and display of one run.
 
-    A context manager: inside, Python's warnings are shown as ever and kept in `warnings.jsonl` too; at the end the
-    pictures are drawn and the trackers of `report_to` closed. A quiet one opens none: it is not the process that logs.
+    A context manager: inside, Python's warnings are also written to `warnings.jsonl`; at the end the pictures are drawn
+    and the trackers of `report_to` closed. A quiet monitor, of a process that does not log, opens no tracker.
 
     Attributes:
-      stopped: whether a callback has asked the run to stop.
+      stopped: whether a callback has requested a stop.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Monitor:
         self._trackers: list[Tracker] = []
         self._reports = not quiet
         self._display = Display(quiet=quiet)
-        self._hints = Hints(config) if isinstance(config, GRPOConfig) else None  # they tell of rollouts
+        self._hints = Hints(config) if isinstance(config, GRPOConfig) else None  # they concern rollouts
         self._tokens = 0.0
         self._hurry = self._drawn = self._complete = False
         self.stopped = False
@@ -62,7 +62,8 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self._display.__exit__(*error)
         try:
-            if not (self._complete and self._writer.path("report.html").exists()):
+            run_dir = self._writer.run_dir
+            if not (self._complete and run_dir is not None and (run_dir / "report.html").exists()):
                 write_pictures(self._writer, page_only=self._hurry or self._drawn)
         finally:
             warnings.showwarning = self._show_warning
@@ -80,7 +81,7 @@ class Monitor:
         num_dropped: int = 0,
         resumed: bool = False,
     ) -> None:
-        """Print the sizes of the run, and cut the files of an earlier part of it back to where it goes on."""
+        """Print the sizes of the run, and cut the files of an earlier part of it back to where it resumes."""
         last, ending = (0, "") if resumed else self._writer.put_aside()
         if last:
             warnings.warn(
@@ -121,7 +122,7 @@ class Monitor:
         self.phase.take()
 
     def _say_where(self, step: int, total_steps: int) -> None:
-        """Print where a run that is found goes on, or that it is complete."""
+        """Print the step that the run resumes from, or that it is complete."""
         self._complete = step >= total_steps
         if not self._complete:
             return self._display.say(f"going on after step {step}")
@@ -131,11 +132,11 @@ class Monitor:
         self._display.say(f"complete: {step} of {total_steps} steps; {longer}")
 
     def say(self, message: str) -> None:
-        """Show a line that is of no step."""
+        """Show a line that does not belong to a step."""
         self._display.say(message)
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Keep the completions that the update which makes `step` will learn from."""
+        """Write the completions that the updates from `step` on will learn from."""
         self._step = step
         if rows:
             self._writer.completions(step, rows)
@@ -159,9 +160,9 @@ class Monitor:
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False) -> None:
-        """Print the best checkpoint, and how to go on if the run is not at its end.
+        """Print the best checkpoint, and how to resume if the run is not at its end.
 
-        With `hurry`, a run that is to go on leaves the picture out: it is slow, and the page shows the same.
+        With `hurry`, an unfinished run leaves the picture out: it is slow, and the page shows the same.
         """
         self._hurry = hurry and step < total_steps
         if best is not None:
@@ -172,7 +173,7 @@ class Monitor:
             )
 
     def draw(self) -> None:
-        """Draw the pictures before the end, for what is published of them; only the page is drawn once more then."""
+        """Draw the pictures before the end, to be published; at the end only the page is drawn again."""
         write_pictures(self._writer)
         self._drawn = True
 
@@ -182,7 +183,7 @@ class Monitor:
         self.stopped |= notify((self._display, *self._callbacks, *self._trackers), step, line)
 
     def _hear(self, line: Line) -> list[str]:
-        """Return the hints that a line of training gives reason for; an evaluation gives none."""
+        """Return the new hints of a line of training; an evaluation gives none."""
         return self._hints(line) if self._hints is not None and "num_tokens" in line else []
 
     def _warning(
@@ -194,12 +195,12 @@ class Monitor:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Show a warning as it would have been (in the place of `warnings.showwarning`), and keep it."""
+        """Show a warning as before (instead of `warnings.showwarning`), and write it to its file."""
         self._show_warning(message, category, filename, lineno, file, line)
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write a warning to its file, once; one that comes before the file is cut back waits."""
+        """Write a warning to its file, once; it waits until the file is cut back."""
         if self._step is None:
             self._early.append((category, message))
         elif (category, message) not in self._warned and len(self._warned) < MOST_WARNINGS:

@@ -1,9 +1,8 @@
-"""The page of a run: one HTML file with curves, times, completions, settings and warnings, which needs no server.
+"""The report page of a run: one HTML file with curves, times, completions, settings and warnings.
 
-Everything stands in the file: the page asks for nothing from anywhere, and its content policy forbids it to. What comes
-from data is embedded as JSON in which no character can end a script, and the page puts it in as text, never as markup.
-The size is bounded: curves are thinned to `POINTS` values, and completions are kept of `STEPS` steps, as many of each
-as `COMPLETION_BYTES` allow.
+The page needs no server, requests nothing, and its content policy forbids requests. Data is embedded as JSON in which
+no character can end a script, and is inserted as text, never as markup. The size is bounded: curves are thinned to
+`POINTS` values, and completions are kept for `STEPS` steps, as many of each as `COMPLETION_BYTES` allow.
 """
 
 from __future__ import annotations
@@ -19,29 +18,36 @@ from typing import IO, Any
 
 import numpy as np
 
-from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.breakdown import column_tables, iteration, turn_table
-from grpo_jax.watch.colours import PHASES, as_css
-from grpo_jax.watch.panels import find_panels, reward_colours, usual_times
-from grpo_jax.watch.plots import draw_report, save_figure, smooth, thin
-from grpo_jax.watch.summary import changed_settings, headline, held_out_scores, metric_names, numbers, phase_seconds
+from grpo_jax.watch.display import escape_controls
+from grpo_jax.watch.plots import (
+    SMOOTHED,
+    Curve,
+    as_css,
+    draw_report,
+    find_panels,
+    reward_colours,
+    save_figure,
+    smooth,
+    thin,
+)
+from grpo_jax.watch.summary import changed_settings, headline, metric_names, phase_seconds
 from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines, read_settings
 
 POINTS = 400
-"""Values of a curve; a panel is some 400 pixels wide."""
+"""Values of a curve; a panel is about 400 pixels wide."""
 STEPS = 12
-"""Steps of which completions are kept: the first, the last, and others evenly between."""
+"""Steps whose completions are kept: the first, the last, and others evenly between."""
 COMPLETION_BYTES = 2_000_000
-"""Bytes that all completions together may take."""
+"""Bytes of all completions together."""
 TEXT = 6000
-"""Characters of a prompt or completion; of a longer one, the middle is left out."""
+"""Characters of a prompt or completion; a longer one loses its middle."""
 
 
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
-    """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and ends nothing.
+    """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
 
     Args:
-      writer: the files of the run; where its directory is None, nothing is drawn.
+      writer: the files of the run; nothing is drawn if its directory is None.
       page_only: leave out `report.png`, which takes most of the time of both.
     """
     run_dir = writer.run_dir
@@ -63,10 +69,7 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
-    """Return the page of a run, made from the files of its directory.
-
-    Returns:
-      HTML, for UTF-8.
+    """Return the page of a run as HTML for UTF-8, made from the files of its directory.
 
     Example:
       >>> import tempfile
@@ -82,34 +85,22 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     spent = phase_seconds(lines)
-    extras = sorted({name for row in rows for name in row.keys() - _shown_of(row)})
-    tables = turn_table(rows) + column_tables(rows, extras)
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",
-        "tiles": _tiles(lines),
-        "warnings": list(read_lines(run_dir / "warnings.jsonl")),
+        "warnings": [_shown(line) for line in read_lines(run_dir / "warnings.jsonl")],
         "panels": _panels(lines),
         "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
-        "phases": PHASES,
-        "functions": reward_colours(lines),
+        "functions": reward_colours(metric_names(lines)),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
-        "extras": extras,
-        "iteration": [span._asdict() for span in iteration(lines, _updates(about.get("config", {})))],
-        "tables": [table._asdict() for table in tables],
+        "extras": sorted({name for row in rows for name in row.keys() - _columns_of(row)}),
         "steps": steps,
         "kept": kept,
         "settings": _settings(about),
     }
     sentence = headline(lines)
-    told = f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."
-    return fill_page(run_dir.resolve().name, told, data)
-
-
-def fill_page(title: str, sentence: str, data: Mapping[str, object]) -> str:
-    """Return the page that shows `data`: `about`, `panels`, and what else of `html_report` there is."""
     filled = {
-        "%TITLE%": html.escape(title),
-        "%HEADLINE%": html.escape(sentence),
+        "%TITLE%": html.escape(run_dir.resolve().name),
+        "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
         "%LIGHT%": as_css(dark=False),
         "%DARK%": as_css(dark=True),
         "%DATA%": _embedded(data),
@@ -119,54 +110,35 @@ def fill_page(title: str, sentence: str, data: Mapping[str, object]) -> str:
 
 
 def _embedded(data: object) -> str:
-    r"""Return JSON that may stand in a script: `</script>` and `<!--` are written with \u003c, all of it in ASCII."""
+    r"""Return JSON for a script element: all ASCII, with `<`, `>` and `&` escaped as \u003c, \u003e and \u0026."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _panels(lines: Sequence[Line]) -> list[dict[str, object]]:
-    """Return the panels of `report.png` with the values that they show, smoothed too where there are 20 or more."""
+    """Return the panels of `report.png` with the values that they show."""
     every = np.array([line["step"] for line in lines], float)
     panels: list[dict[str, object]] = []
-    for panel, curves, meanings in find_panels(lines):
-        if panel.stacked:
-            steps, values = usual_times(every, curves)
-        else:
-            values = np.array(list(curves.values()))
-            there = np.isfinite(values).any(axis=0)
-            steps, values = every[there], values[:, there]
-        drawn = [page_curve(label, meanings[label], raw) for label, raw in zip(curves, values, strict=True)]
-        x = [round(step) for step in thin(steps, POINTS).tolist()]
-        about = {"title": panel.title, "unit": panel.unit, "stacked": panel.stacked, "low": panel.low}
-        panels.append({**about, "x": x, "curves": drawn})
+    for panel in find_panels(lines):
+        there = np.isfinite([curve.values for curve in panel.curves]).any(axis=0)
+        curves = [_curve(curve._replace(values=curve.values[there])) for curve in panel.curves]
+        x = [round(step) for step in thin(every[there], POINTS).tolist()]
+        panels.append({"title": panel.title, "unit": panel.unit, "low": panel.low, "x": x, "curves": curves})
     return panels
 
 
-def page_curve(label: str, meaning: str, values: np.ndarray) -> dict[str, object]:
-    """Return a curve as the page draws it: thinned to `POINTS` values, and smoothed where there are 20 or more."""
-    y = thin(values, POINTS)
-    curve: dict[str, object] = {"label": label, "colour": meaning, "y": _rounded(y)}
-    if np.isfinite(y).sum() >= 20:
-        curve["smooth"] = _rounded(smooth(y, width=len(y) / 40))
-    return curve
+def _curve(curve: Curve) -> dict[str, object]:
+    """Return a curve as the page draws it: thinned, and smoothed if it has enough values."""
+    y = thin(curve.values, POINTS)
+    drawn: dict[str, object] = {"label": curve.label, "colour": curve.colour, "y": _rounded(y)}
+    if np.isfinite(y).sum() >= SMOOTHED:
+        drawn["smooth"] = _rounded(smooth(y, width=len(y) / 40))
+    return drawn
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Return values with the five digits that a curve shows; None for NaN."""
+    """Return values to five digits; None for NaN."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
-
-
-def _tiles(lines: Sequence[Line]) -> list[tuple[str, str]]:
-    """Return what the run came to, a name and a text each: steps, rewards and held-out scores, tokens."""
-    tiles = [("steps", f"{max(numbers(lines, 'step')):,}")] if lines else []
-    scores = held_out_scores(metric_names(lines))
-    for name in metric_names(lines):
-        label = "reward" if name == "reward" else f"held out: {scores[name]}" if name in scores else ""
-        values = numbers(lines, name) if label else []
-        if values:
-            tiles.append((label, f"{values[0]:.3g} → {values[-1]:.3g}"))
-    tokens = numbers(lines, "num_tokens")
-    return tiles + ([("completion tokens", f"{tokens[-1]:,.0f}")] if tokens else [])
 
 
 def _settings(about: Mapping[str, Any]) -> list[tuple[str, Mapping[str, JSON], list[str]]]:
@@ -193,15 +165,15 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
         with open(path, "rb") as file:
             file.seek(start)
             for _ in range(count):
-                row = _cut(json.loads(file.readline()))
+                row = _shown(json.loads(file.readline()))
                 size += len(_embedded(row))
                 if size > COMPLETION_BYTES // STEPS and groups:
                     break
                 prompt = row.pop("prompt")
                 del row["step"]
                 if is_dialogue(row.get("turns")):
-                    del row["completion"]  # the same once more
-                # Groups that follow each other may have the same prompt.
+                    del row["completion"]  # the turns hold the same text
+                # Consecutive groups may have the same prompt.
                 if not groups or groups[-1]["prompt"] != prompt or len(groups[-1]["rows"]) == num_generations:
                     groups.append({"prompt": prompt, "rows": []})
                 groups[-1]["rows"].append(row)
@@ -210,18 +182,10 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
     return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(places):,} steps"
 
 
-def _shown_of(row: CompletionRow) -> set[str]:
-    """Return the names of a row that have columns of their own; `turns` take the place of the completion."""
+def _columns_of(row: CompletionRow) -> set[str]:
+    """Return the names of a row that the table has fixed columns for; `turns` replace the completion."""
     text = {"completion"} if "completion" in row else {"turns", "turn_rewards"}
     return text | {"rewards", "advantage", "ended"}
-
-
-def _updates(config: Mapping[str, JSON]) -> int:
-    """Return the optimizer steps of an iteration, 1 where the settings do not say."""
-    try:
-        return GRPOConfig.from_dict(dict(config)).sizes(None).updates if config else 1
-    except ValueError:  # a run of another version
-        return 1
 
 
 def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
@@ -243,10 +207,12 @@ def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
     return places
 
 
-def _cut(value: Any) -> Any:
-    """Return a row, a list or a text without the middle of each text that is too long."""
-    if isinstance(value, str) and len(value) > TEXT:
-        return f"{value[: TEXT // 2]} […{len(value) - TEXT} characters…] {value[-TEXT // 2 :]}"
+def _shown(value: Any) -> Any:
+    """Return a row, a list or a text as it is shown: control characters escaped, long texts without their middle."""
+    if isinstance(value, str):
+        if len(value) > TEXT:
+            value = f"{value[: TEXT // 2]} […{len(value) - TEXT} characters…] {value[-TEXT // 2 :]}"
+        return escape_controls(value)
     if isinstance(value, list):
-        return [_cut(item) for item in value]
-    return {name: _cut(item) for name, item in value.items()} if isinstance(value, dict) else value
+        return [_shown(item) for item in value]
+    return {name: _shown(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -1,38 +1,196 @@
-"""The picture of a run: `metrics.jsonl` as curves."""
+"""Curves of a run: which metrics share a panel, in which colours, and the picture `report.png`."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.watch.colours import DARK, LIGHT, Theme, colour
-from grpo_jax.watch.panels import Panel, find_panels, usual_times
-from grpo_jax.watch.summary import headline
+from grpo_jax.watch.summary import headline, held_out_scores, metric_names
 from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST = 2000  # points of a curve; a panel is some 450 pixels wide
-_LETTERS = 14  # of a legend, for each inch of a panel
+COLOURS = {
+    "policy": ("#0072b2", "#56b4e9"),
+    "reference": ("#5c4d9e", "#a99be6"),
+    "start": ("#52606d", "#b8c2cc"),
+    "high": ("#d55e00", "#f28c4b"),
+    "low": ("#b8578f", "#e08cba"),
+    "nothing": ("#8793a0", "#74808c"),
+    "reward0": ("#009e73", "#2cc99b"),
+    "reward1": ("#7c7f00", "#c6c94a"),
+    "reward2": ("#7f5539", "#c29a7b"),
+    "reward3": ("#9b1d64", "#f06aae"),
+}
+"""Meaning → colour on white and on dark pages: Okabe and Ito's palette, darkened where it is too pale on white.
+
+`policy` is the trained policy; `reference` the reference; `start` the initial policy; `high` and `low` are values
+beyond a bound; `nothing` is without a signal; `reward0` … are the reward functions.
+"""
+
+SMOOTHED = 20
+"""Number of values from which on a curve is smoothed."""
+_MOST = 2000
+"""Points of a curve; a panel is about 450 pixels wide."""
+_COLUMNS, _LETTERS = 3, 62
+"""Panels of a row, and letters in a line of a legend."""
 
 
-def draw_report(
-    lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None, dark: bool = False
-) -> Figure:
-    """Draw the curves of a run: rewards, held-out rates, KL, entropy, lengths, clipping, gradient norm, phase times.
+class Theme(NamedTuple):
+    """Colours of the page, of text, of secondary text and of grid lines."""
 
-    Raw values are pale, with a smoothed curve (`smooth`) over them; the last smoothed value stands in the legend, which
-    lies above its panel. A panel of which no metric was logged is left out. `trackers.live_plot` shows it in a notebook
-    while a run goes.
+    page: str
+    ink: str
+    grey: str
+    grid: str
+
+
+LIGHT = Theme("#ffffff", "#1f2933", "#5d6b7a", "#e4e7eb")
+DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
+
+
+class Curve(NamedTuple):
+    """A metric in a panel: its label, a key of `COLOURS`, and its value in each line, [n] float, NaN where missing."""
+
+    label: str
+    colour: str
+    values: np.ndarray
+
+
+class Panel(NamedTuple):
+    """A panel: its title, the unit of its values, the lower end of its axis (None: that of the values), its curves."""
+
+    title: str
+    unit: str
+    low: float | None
+    curves: list[Curve]
+
+
+_PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] = (
+    ("Reward", "mean over completions", None, {"reward": ("weighted sum", "policy"), "rewards/(.+)/mean": ("", "")}),
+    ("Reward standard deviation", "within a group", 0.0, {"reward_std": ("mean over groups", "policy")}),
+    ("Loss", "nats per token", 0.0, {"loss": ("training", "policy"), "held out: loss": ("held out", "reward0")}),
+    ("Held-out prompts", "mean score", None, {"held out: (?!loss$)(.+)": ("", "")}),
+    (
+        "KL divergence",
+        "nats per token",
+        None,
+        {"kl": ("to the reference", "reference"), "kl_initial": ("to the initial policy", "start")},
+    ),
+    ("Entropy", "nats per token", 0.0, {"entropy": ("policy", "policy")}),
+    (
+        "Completion length",
+        "tokens",
+        0.0,
+        {
+            "completions/mean_length": ("mean", "policy"),
+            "completions/max_length": ("longest", "high"),
+            "completions/min_length": ("shortest", "low"),
+        },
+    ),
+    ("Truncated completions", "share of completions", 0.0, {"completions/clipped_ratio": ("truncated", "high")}),
+    ("Zero-signal groups", "share of groups", 0.0, {"frac_reward_zero_std": ("equal rewards", "nothing")}),
+    (
+        "Clip fraction",
+        "share of tokens",
+        0.0,
+        {"clip_fraction_low": ("below the range", "low"), "clip_fraction_high": ("above the range", "high")},
+    ),
+    ("Gradient norm", "before clipping", 0.0, {"grad_norm": ("all parameters", "policy")}),
+    ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
+)
+"""(title, unit, lower end, pattern of a metric's name → label and colour). An empty label is group 1 of the pattern, an
+empty colour that of the reward function or held-out score of this label."""
+
+_EMPTY_AT_ZERO = ("KL divergence", "Clip fraction")
+"""Panels that are left out where all values are 0: there is no reference, or each batch makes one update."""
+
+
+def colour(meaning: str, *, dark: bool = False) -> str:
+    """Return the colour of a meaning.
+
+    Example:
+      >>> colour("policy"), colour("policy", dark=True)
+      ('#0072b2', '#56b4e9')
+    """
+    return COLOURS[meaning][dark]
+
+
+def as_css(*, dark: bool) -> str:
+    """Return the declarations of a style sheet: `--policy: #0072b2; …`."""
+    return " ".join(f"--{meaning}: {colour(meaning, dark=dark)};" for meaning in COLOURS)
+
+
+def reward_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each reward function and held-out score among the names of metrics, by its label.
+
+    Example:
+      >>> reward_colours(["reward", "rewards/right/mean", "rewards/short/mean", "eval/right"])
+      {'reward': 'policy', 'right': 'reward0', 'short': 'reward1'}
+    """
+    names = list(names)
+    functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
+    scores = [score for score in held_out_scores(names).values() if score != "reward"]
+    colours = [meaning for meaning in COLOURS if meaning.startswith("reward")]
+    labels = dict.fromkeys([*functions, *scores])
+    return {"reward": "policy", **{label: colours[i % len(colours)] for i, label in enumerate(labels)}}
+
+
+def find_panels(lines: Sequence[Line]) -> list[Panel]:
+    """Return the panels for which anything was logged.
+
+    Example:
+      >>> panels = find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])
+      >>> [(panel.title, [curve.label for curve in panel.curves]) for panel in panels]
+      [('Reward', ['weighted sum']), ('KL divergence', ['to the reference'])]
+    """
+    names = metric_names(lines)
+    scores, functions = held_out_scores(names), reward_colours(names)
+    metrics = {f"held out: {scores[name]}" if name in scores else name: _values(lines, name) for name in names}
+    panels = []
+    for title, unit, low, patterns in _PANELS:
+        curves = [
+            Curve(label or match[1], meaning or functions[match[1]], values)
+            for pattern, (label, meaning) in patterns.items()
+            for name, values in metrics.items()
+            if np.isfinite(values).any() and (match := re.fullmatch(pattern, name))
+        ]
+        # Without a reference the logged KL is 0 throughout.
+        curves = [curve for curve in curves if curve.label != "to the reference" or np.nan_to_num(curve.values).any()]
+        if title == "Loss" and "reward" in metrics:  # the loss of GRPO is near 0 whatever is learned
+            continue
+        if title in _EMPTY_AT_ZERO and not any(np.nan_to_num(curve.values).any() for curve in curves):
+            continue
+        # The weighted sum of a single function repeats that function.
+        if len(curves) == 2 and title == "Reward" and np.allclose(curves[0].values, curves[1].values, equal_nan=True):
+            curves = curves[1:]
+        if curves:
+            panels.append(Panel(title, unit, low, curves))
+    return panels
+
+
+def _values(lines: Sequence[Line], name: str) -> np.ndarray:
+    """Return the value of a metric in each line, [n] float; NaN where there is none."""
+    logged = [line.get(name) for line in lines]
+    return np.array([value if isinstance(value, int | float) else np.nan for value in logged], float)
+
+
+def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
+    """Draw the curves of a run.
+
+    From `SMOOTHED` values on, raw values are pale with a smoothed curve over them. The legend above a panel shows the
+    last value of each curve. A panel without a logged metric is left out.
 
     Args:
-      lines: objects of `metrics.jsonl`, each with "step"; a value that is None or not there leaves a gap.
+      lines: objects of `metrics.jsonl`, each with "step"; a value that is None or missing leaves a gap.
+      title: the name of the run.
       only: titles of panels, such as "Reward"; None draws all.
 
     Returns:
@@ -43,60 +201,20 @@ def draw_report(
       >>> figure.get_suptitle(), [axes.get_title(loc="left") for axes in figure.axes]
       ('demo: reward 0 → 0.9 in 9 steps', ['Reward'])
     """
-    theme = DARK if dark else LIGHT
     steps = np.array([line["step"] for line in lines], float)
-    found = [panel for panel in find_panels(lines) if only is None or panel.panel.title in only]
-    told = headline(lines) or "nothing was logged"
-    figure, places = make_figure(len(found), f"{title}: {told}" if title else told, theme)
-    for (panel, curves, meanings), (axes, letters, last) in zip(found, places, strict=True):
-        colours = {label: colour(meaning, dark=dark) for label, meaning in meanings.items()}
-        (_stack if panel.stacked else draw_lines)(axes, steps, curves, colours)
-        style_axes(axes, panel, theme, letters=letters)
-        if last:
-            axes.set_xlabel("optimizer step", fontsize=9, color=theme.grey)
+    panels = [panel for panel in find_panels(lines) if only is None or panel.title in only]
+    sentence = headline(lines) or "nothing was logged"
+    smoothed = any(np.isfinite(curve.values).sum() >= SMOOTHED for panel in panels for curve in panel.curves)
+    caption = "Strong lines are smoothed, pale lines are raw values. " if smoothed else ""
+    caption += "The number in a legend is where its curve ends."
+    figure, places = _figure(len(panels), f"{title}: {sentence}" if title else sentence, caption)
+    for panel, axes in zip(panels, places, strict=True):
+        for curve in panel.curves:
+            _draw(axes, steps, curve)
+        _style(axes, panel)
         if len(steps) > 1:
             axes.set_xlim(steps.min() - 0.01 * np.ptp(steps), steps.max() + 0.01 * np.ptp(steps))
     return figure
-
-
-def make_figure(count: int, heading: str, theme: Theme) -> tuple[Figure, list[tuple[Axes, int, bool]]]:
-    """Make a figure for so many panels, with what is above and below them.
-
-    Returns:
-      The figure, and for each panel: its axes, the letters that fit into a line of its legend, and whether it is in the
-      last row.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    rows = _rows(count)
-    size = (4.6 * max(rows, default=1) + 0.2, 2.9 * max(len(rows), 1) + 0.8)
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=size, dpi=110, layout=layout, facecolor=theme.page)
-    text = textwrap.fill(_text(heading), int(9.5 * size[0]))
-    figure.suptitle(text, x=0.01, ha="left", fontsize=13, color=theme.ink, weight="bold")
-    grid = figure.add_gridspec(max(len(rows), 1), 6)
-    places = []
-    for row, columns in enumerate(rows):
-        width = 6 // columns
-        for i in range(columns):
-            axes = figure.add_subplot(grid[row, i * width : (i + 1) * width])
-            places.append((axes, int(_LETTERS * size[0] * width / 6), row == len(rows) - 1))
-    if count:
-        about = "Strong lines are smoothed, pale ones are as logged; numbers in the keys are the last values."
-        figure.supxlabel(textwrap.fill(about, int(14 * size[0])), x=0.01, ha="left", fontsize=9, color=theme.grey)
-    return figure, places
-
-
-def _rows(count: int) -> list[int]:
-    """Return the number of panels in each row: at most 3, as evenly as can be, so that no place is left empty.
-
-    Example:
-      >>> _rows(8), _rows(7), _rows(4), _rows(1), _rows(0)
-      ([3, 3, 2], [3, 2, 2], [2, 2], [1], [])
-    """
-    rows = -(-count // 3)
-    return [count // rows + (row < count % rows) for row in range(rows)]
 
 
 def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
@@ -141,67 +259,74 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
     return np.where(there.any(1), np.where(there, values, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
 
 
-def style_axes(axes: Axes, panel: Panel, theme: Theme, *, letters: int) -> None:
-    """Give axes with their curves a title, a legend under it and above them, a unit, a grid and a quiet frame."""
-    handles, labels = axes.get_legend_handles_labels()
+def _figure(count: int, heading: str, caption: str) -> tuple[Figure, list[Axes]]:
+    """Make a figure and the axes of `count` panels, with a heading above and a caption below."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    rows, columns = -(-count // _COLUMNS), min(max(count, 1), _COLUMNS)
+    size = (4.6 * columns + 0.2, 2.9 * max(rows, 1) + 0.8)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=size, dpi=110, layout=layout, facecolor=LIGHT.page)
+    text = textwrap.fill(_text(heading), int(9.5 * size[0]))
+    figure.suptitle(text, x=0.01, ha="left", fontsize=13, color=LIGHT.ink, weight="bold")
+    if count:
+        text = textwrap.fill(caption, int(14 * size[0]))
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=LIGHT.grey)
+    return figure, [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+
+
+def _style(axes: Axes, panel: Panel) -> None:
+    """Give axes with their curves a title, a legend between it and the panel, labels, a grid and a plain frame."""
+    _, labels = axes.get_legend_handles_labels()
     sizes = [len(label) + 6 for label in labels]
-    columns = len(labels) if sum(sizes) <= letters else max(1, letters // max(sizes))
+    columns = len(labels) if sum(sizes) <= _LETTERS else max(1, _LETTERS // max(sizes))
     rows = -(-len(labels) // columns)
     axes.legend(
-        handles[:: -1 if panel.stacked else 1],  # the order of a legend is that of the areas, the upper one first
-        labels[:: -1 if panel.stacked else 1],
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.98),
         ncols=columns,
         fontsize=8,
         frameon=False,
-        labelcolor=theme.ink,
+        labelcolor=LIGHT.ink,
         borderaxespad=0.2,
         handlelength=1.4,
         columnspacing=1.4,
     )
-    axes.set_title(panel.title, loc="left", fontsize=11, color=theme.ink, weight="bold", pad=8 + 12.5 * rows)
-    axes.set_ylabel(panel.unit, fontsize=9, color=theme.grey)
-    axes.set_facecolor(theme.page)
-    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_title(panel.title, loc="left", fontsize=11, color=LIGHT.ink, weight="bold", pad=8 + 12.5 * rows)
+    axes.set_xlabel("optimizer step", fontsize=9, color=LIGHT.grey)
+    axes.set_ylabel(panel.unit, fontsize=9, color=LIGHT.grey)
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.set_facecolor(LIGHT.page)
+    axes.grid(color=LIGHT.grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=theme.grey, length=0)
+    axes.tick_params(labelsize=8, colors=LIGHT.grey, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.grid)
+    axes.spines["bottom"].set_color(LIGHT.grid)
     if panel.low is not None:
         axes.set_ylim(bottom=panel.low)
 
 
-def draw_lines(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw each curve: pale raw values and the smoothed curve; few values as dots joined by a line."""
-    for label, values in curves.items():
-        there = np.isfinite(values)
-        x, y = steps[there], values[there]
-        if len(y) < 20:
-            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=_label(label, y[-1]), color=colours[label])
-            continue
-        stride = -(-len(y) // _MOST)
-        axes.plot(x[::stride], y[::stride], linewidth=0.8, alpha=0.25, color=colours[label])
-        x, y = thin(x, _MOST), thin(y, _MOST)
-        curve = smooth(y, width=len(y) / 40)
-        axes.plot(x, curve, linewidth=1.8, label=_label(label, curve[-1]), color=colours[label])
-
-
-def _stack(axes: Axes, steps: np.ndarray, curves: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw times on top of each other, so that the upper edge is their sum, without the steps that compiled."""
-    steps, times = usual_times(steps, curves)
-    x = thin(steps, _MOST)
-    areas = [smooth(y, width=len(y) / 40) for y in (thin(seconds, _MOST) for seconds in times)]
-    labels = [_label(label, area[-1]) for label, area in zip(curves, areas, strict=True)]
-    axes.stackplot(x, areas, labels=labels, colors=[colours[label] for label in curves], alpha=0.75, linewidth=0)
+def _draw(axes: Axes, steps: np.ndarray, curve: Curve) -> None:
+    """Draw pale raw values and the smoothed curve; few values as dots joined by a line."""
+    line_colour = colour(curve.colour)
+    there = np.isfinite(curve.values)
+    x, y = steps[there], curve.values[there]
+    if len(y) < SMOOTHED:
+        axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=_label(curve.label, y[-1]), color=line_colour)
+        return
+    stride = -(-len(y) // _MOST)
+    axes.plot(x[::stride], y[::stride], linewidth=0.8, alpha=0.25, color=line_colour)
+    x, y = thin(x, _MOST), thin(y, _MOST)
+    smoothed = smooth(y, width=len(y) / 40)
+    axes.plot(x, smoothed, linewidth=1.8, label=_label(curve.label, smoothed[-1]), color=line_colour)
 
 
 def _label(name: str, last: float) -> str:
     """Return a legend's text: the name and the last value. Matplotlib hides labels that begin with an underscore."""
     name = name.lstrip("_") or name.replace("_", "-")
-    value = "< 0.0001" if 0 < last < 1e-4 else f"{last:.3g}"
-    return _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {value}")
+    return _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {last:.3g}")
 
 
 def _text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a run stands and where its time goes: counters, a stopwatch of its phases, a trace of some steps."""
+"""Counters of a run, a stopwatch of its phases, and a profiler trace of some steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-
-import jax
 
 FOLDER = "profile"
 """Folder of the run directory that holds the trace."""
@@ -99,7 +96,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; one that is entered again goes on."""
+        """Time a phase; entering it again adds to its seconds."""
         self._lap()
         self._open.append(name)
         try:
@@ -109,7 +106,7 @@ class Phases:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """Return `seconds/<phase>` of each and `seconds/total` since the last call, and start anew."""
+        """Return `seconds/<phase>` of each and `seconds/total` since the last call, and reset them."""
         self._lap()
         seconds = {f"seconds/{name}": value for name, value in self._seconds.items()}
         seconds["seconds/total"] = self._last - self._start
@@ -122,47 +119,3 @@ class Phases:
         if self._open:
             self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._last
         self._last = now
-
-
-class Profile:
-    """Trace of `steps` optimizer steps for TensorBoard's profiler or XProf; a context, so that it is always finished.
-
-    Args:
-      run_dir: the trace goes into its folder "profile"; None writes none.
-      steps: how many; None: no trace.
-
-    Example:
-      >>> with Profile(None, None) as profile:
-      ...     profile.begins_at(2)
-      ...     profile.at(2)
-    """
-
-    def __init__(self, run_dir: str | Path | None, steps: int | None):
-        self._steps = None if run_dir is None else steps
-        self._folder = None if run_dir is None else Path(run_dir) / FOLDER
-        self._first, self._running = 0, False
-
-    def begins_at(self, step: int) -> None:
-        """Let the trace begin once `step` steps are done."""
-        self._first = step
-
-    def at(self, step: int) -> None:
-        """Begin or end the trace if it is due after `step` steps."""
-        if self._steps is None:
-            return
-        if self._running and step >= self._first + self._steps:
-            self._end()
-        elif not self._running and self._first <= step < self._first + self._steps:
-            jax.profiler.start_trace(str(self._folder))
-            self._running = True
-
-    def _end(self) -> None:
-        self._running = False
-        jax.profiler.stop_trace()
-
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._running:
-            self._end()

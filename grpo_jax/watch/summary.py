@@ -1,4 +1,4 @@
-"""A run in words: its sizes at the start, its headline at the end, and the model card of the policy it trained."""
+"""Texts about a run: its sizes at the start, its headline at the end, and the model card of its policy."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.watch.writer import JSON, Line, read_lines, read_settings
 
 MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
-"""Stands in a card that a push may replace."""
+"""Line of a card that a push may replace."""
 
-_NOT_TOLD = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
-"""Beginnings of fields that say nothing of what was learned."""
+_PRIVATE = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
+"""Prefixes of fields that a card leaves out."""
 
 _NO_SCORE = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NO_SCORE |= {"seconds", "std", "missing", "errors", "unscored"}
 """Last parts of the names of `eval/` metrics that are no scores."""
-
-_PHASES = {
-    "rollout": "rollouts",
-    "update": "updates",
-    "rewards": "reward functions",
-    "reference": "log-probs of the reference",
-    "evaluation": "evaluations",
-}
 
 
 def numbers(lines: Iterable[Line], name: str) -> list[float]:
@@ -80,7 +72,7 @@ def short_number(number: float, unit: str = "") -> str:
 
 
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str = "") -> str:
-    """Return what the sizes of a run come to, in three lines for its start.
+    """Return the sizes of a run in three lines, for its start.
 
     Args:
       state_bytes: of the whole training state: policy, old policy, references, optimizer.
@@ -123,27 +115,25 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """Return the sentence of a run: its first held-out score, or else its reward, and the phase that took most time.
+    """Return the result of a run in one line: its first held-out score, or else its reward, and the number of steps.
 
     Returns:
-      One line without a full stop, "" where nothing was logged.
+      A line without a full stop; "" if nothing was logged.
 
     Example:
-      >>> lines = [{"step": 0, "eval/accuracy": 0.125}, {"step": 9, "seconds/update": 6.0, "seconds/total": 8.0}]
-      >>> headline([*lines, {"step": 10, "eval/accuracy": 0.98}])
-      'accuracy on held-out prompts 0.125 → 0.98 in 10 steps; 75 % of the time in updates'
+      >>> headline([{"step": 0, "eval/accuracy": 0.125}, {"step": 10, "eval/accuracy": 0.98}])
+      'accuracy on held-out prompts 0.125 → 0.98 in 10 steps'
     """
     if not lines:
         return ""
     steps = max(numbers(lines, "step"))
-    change = _change(lines)
-    sentence = f"{change}{' in ' * bool(change)}{steps:,} step{'s' * (steps != 1)}"
-    seconds = phase_seconds(lines)
-    if seconds:
-        longest = max(seconds, key=seconds.__getitem__)
-        share = seconds[longest] / sum(seconds.values())
-        sentence += f"; {100 * share:.0f} % of the time in {_PHASES.get(longest, longest)}"
-    return sentence
+    count = f"{steps:,} step{'s' * (steps != 1)}"
+    scores = {name: f"{score} on held-out prompts" for name, score in held_out_scores(metric_names(lines)).items()}
+    for name, label in {**scores, "reward": "reward"}.items():
+        values = numbers(lines, name)
+        if values:
+            return f"{label} {values[0]:.3g}{f' → {values[-1]:.3g}' if len(values) > 1 else ''} in {count}"
+    return count
 
 
 def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
@@ -160,16 +150,6 @@ def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
     return seconds | ({"other": other} if other > 0 else {})
 
 
-def _change(lines: Sequence[Line]) -> str:
-    """Return the first and the last value of the run's first held-out score, or else of its reward."""
-    scores = {name: f"{score} on held-out prompts" for name, score in held_out_scores(metric_names(lines)).items()}
-    for name, label in {**scores, "reward": "reward"}.items():
-        values = numbers(lines, name)
-        if values:
-            return f"{label} {values[0]:.3g}{f' → {values[-1]:.3g}' if len(values) > 1 else ''}"
-    return ""
-
-
 def model_card(
     repo_id: str,
     *,
@@ -182,10 +162,10 @@ def model_card(
 ) -> str:
     """Return a model card: Markdown under the hub's metadata.
 
-    The command line of the run, its paths and its prompts are not in it: they may be nobody else's business.
+    It leaves out the command line of the run, its paths and its prompts, which may be private.
 
     Args:
-      run_dir: the directory of the run; None leaves out what only a run can tell.
+      run_dir: the directory of the run; None leaves out the parts about the run.
       adapters: PEFT's format, rather than all weights.
       base_model: name on the hub of the model that training began with, or None.
       dataset: name on the hub of the data, or None.
@@ -223,21 +203,19 @@ def model_card(
 
 
 def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[str]:
-    """Return the parts of a card that its run tells: headline, picture, data, scores, settings, versions."""
+    """Return the parts of a card about its run: headline, picture, data, settings, versions."""
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     about = read_settings(run_dir)
     sentence = headline(lines)
     parts = [f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""]
     parts += [f"![Curves of the run]({picture})"] if picture else []
     parts += ["## What it was trained on", _training(lines, about.get("prompts"), dataset)]
-    scores = _scores(lines)
-    parts += ["## Scores", scores] if scores else []
     changed = changed_settings(about.get("config", {}))
-    told = [name for name in changed if not name.startswith(_NOT_TOLD)]
+    told = [name for name in changed if not name.startswith(_PRIVATE)]
     if told:
         kind = config_class(about.get("config", {})).__name__
         settings = "\n".join(f"{name} = {json.dumps(changed[name], ensure_ascii=False)}" for name in told)
-        parts += ["## Settings", f"Those that are not the defaults of `{kind}`:", f"```\n{settings}\n```"]
+        parts += ["## Settings", f"Settings that differ from the defaults of `{kind}`:", f"```\n{settings}\n```"]
     versions = about.get("versions", {})
     if versions:
         parts += ["## Versions", ", ".join(f"{package} {version}" for package, version in versions.items())]
@@ -251,7 +229,7 @@ def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _training(lines: Sequence[Line], prompts: int | None, dataset: str | None) -> str:
-    """Return a sentence about the data and the rewards."""
+    """Return a sentence on the data and the rewards."""
     data = f" of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
     names = [name[8:-5] for name in metric_names(lines) if name.startswith("rewards/") and name.endswith("/mean")]
     tokens = [count for count in numbers(lines, "num_tokens") if count]
@@ -259,13 +237,6 @@ def _training(lines: Sequence[Line], prompts: int | None, dataset: str | None) -
     parts += [f"rewarded by {', '.join(f'`{name}`' for name in names)}"] if names else []
     parts += [f"{tokens[-1]:,.0f} tokens of completions sampled"] if tokens else []
     return "; ".join(parts) + "."
-
-
-def _scores(lines: Sequence[Line]) -> str:
-    """Return a table of the held-out scores before the first step and after the last; "" if there are none."""
-    scores = [(score, numbers(lines, name)) for name, score in held_out_scores(metric_names(lines)).items()]
-    rows = [f"| {score} | {values[0]:.3g} | {values[-1]:.3g} |" for score, values in scores if values]
-    return "\n".join(["| on held-out prompts | before | after |", "|---|---|---|", *rows]) if rows else ""
 
 
 def _loading(repo_id: str, adapters: bool, base_model: str | None) -> str:

@@ -1,15 +1,15 @@
-"""Callbacks of a run, and trackers, which are callbacks that are closed at the end.
+"""Callbacks of a run, and trackers: callbacks that are closed at the end.
 
-`Tracker(log, close)` makes one of two functions, where `log(step, metrics)` gets the finite numbers of
-`metrics.jsonl`. Those of TensorBoard, Weights & Biases, trackio and a notebook's cell are here; their packages are
-extras of this one and imported by the function that opens a tracker.
+`Tracker(log, close)` makes a tracker from two functions, where `log(step, metrics)` receives the finite numbers of
+`metrics.jsonl`. TensorBoard, Weights & Biases, trackio and a live plot for notebooks are here; their packages are
+extras and are imported by the function that opens the tracker.
 
 ```python
 with tensorboard("runs/sums/tensorboard") as tracker:
     train(policy, rows, right, config, run_dir="runs/sums", callbacks=[tracker])
 ```
 
-`GRPOConfig(report_to=...)` has `train` open and close them by itself: `open_trackers`.
+With `GRPOConfig(report_to=...)`, `train` opens and closes them itself: `open_trackers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from grpo_jax.config.sft import Config
 from grpo_jax.watch.plots import draw_report, save_figure
@@ -31,23 +32,17 @@ from grpo_jax.watch.plots import draw_report, save_figure
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
 
-Trackers and live plots are such functions, and whoever opened one closes it:
-
 ```python
-def tensorboard(step, metrics):
-    for name, value in metrics.items():
-        writer.add_scalar(name, value, step)
-
-callbacks = [tensorboard, lambda step, metrics: wandb_run.log(metrics, step=step)]
+callbacks = [lambda step, metrics: wandb_run.log(metrics, step=step)]
 ```
 
-One that raises `StopRun` ends the run, saved; others are errors.
+A callback that raises `StopRun` ends the run, saved; any other exception is an error of the run.
 """
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
-"""File of a run directory that says which runs its lines go to, so that a run that goes on goes on there too."""
+"""File of a run directory with the ids of its runs in trackers, so that a resumed run continues them."""
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
@@ -67,7 +62,7 @@ def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float
     """Call each callback with the step and a copy of the metrics as plain Python numbers.
 
     Returns:
-      Whether one of them has asked the run to stop, by `StopRun`.
+      Whether one of them has requested a stop, by `StopRun`.
 
     Raises:
       Exception: whatever else a callback raises, with a note that names it.
@@ -104,7 +99,7 @@ class Tracker:
         self._close = close
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a logged step."""
+        """Log a step."""
         self._log(step, {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)})
 
     def __enter__(self) -> Tracker:
@@ -139,13 +134,12 @@ def wandb(**settings: object) -> Tracker:
 
     Args:
       **settings: arguments of `wandb.init`, such as `project`, `name`, `config=config.to_dict()`; a run that may be
-        resumed has an `id` of its own and `resume="allow"`.
+        resumed needs an `id` and `resume="allow"`.
 
     Raises:
       ImportError: wandb is not installed.
     """
-    run = _package("wandb", "wandb").init(**settings)
-    return _run_tracker(run.log, run.finish)
+    return _run_tracker(_package("wandb", "wandb").init(**settings))
 
 
 def trackio(**settings: object) -> Tracker:
@@ -157,8 +151,7 @@ def trackio(**settings: object) -> Tracker:
     Raises:
       ImportError: trackio is not installed.
     """
-    run = _package("trackio", "trackio").init(**settings)
-    return _run_tracker(run.log, run.finish)
+    return _run_tracker(_package("trackio", "trackio").init(**settings))
 
 
 def live_plot(
@@ -168,14 +161,14 @@ def live_plot(
 
     Args:
       only: titles of the panels of `plots.draw_report`.
-      seconds: between two pictures at least; the last one is drawn at the end.
+      seconds: least time between two pictures; the last one is drawn at the end.
 
     Raises:
-      ImportError: there is no IPython.
+      ImportError: IPython is not installed.
     """
     display = _package("IPython.display", "notebook")
     handle = display.DisplayHandle()
-    handle.display(display.Pretty("the first numbers are on their way"))
+    handle.display(display.Pretty("waiting for the first logged step"))
     lines: list[dict[str, float]] = []
     drawn = -math.inf
 
@@ -199,11 +192,11 @@ def live_plot(
 
 
 def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
-    """Return the names of the trackers that `report_to` asks for, each of which can be opened.
+    """Return the names of the trackers in `report_to`, each of which can be opened.
 
     Raises:
       ImportError: the package of one is not installed.
-      ValueError: TensorBoard's files have no place.
+      ValueError: there is no directory for TensorBoard's files.
     """
     asked = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
     if asked == ["all"]:
@@ -220,17 +213,16 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
 
 
 def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
-    """Open the trackers that `report_to` asks for, under `run_name`.
+    """Open the trackers in `report_to`, under `run_name`.
 
-    TensorBoard's files go to the directory TENSORBOARD_LOGGING_DIR, or to `tensorboard` in the run directory; what
-    they hold of steps after `step` is dropped. Weights & Biases gets the variable WANDB_PROJECT or `project`, and a run
-    that is active already is used and left open; trackio gets `project`. Both get all settings, and go on with the run
-    that the run directory was reported to.
+    TensorBoard's files go to the directory TENSORBOARD_LOGGING_DIR, or to `tensorboard` in the run directory; values in
+    them of steps after `step` are dropped. Weights & Biases gets the project of WANDB_PROJECT, or `project`; an active
+    run is used and left open. trackio gets `project`. Both get all settings, and a resumed run continues their runs.
 
     Args:
-      config: says which, and is sent along.
+      config: names the trackers, and is sent to them.
       run_dir: the run directory, or None.
-      step: the step that the run goes on from; 0: it begins, as new runs.
+      step: the step that the run resumes from; 0 for a new run.
 
     Returns:
       Trackers to be closed at the end.
@@ -257,25 +249,23 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
 def _opened(
     name: str, config: Config, run_dir: str | os.PathLike[str] | None, step: int, runs: dict[str, str]
 ) -> Tracker:
-    """Open one tracker; `runs` has the run that it goes on with by the tracker's name, and gets one that is new."""
+    """Open one tracker. `runs` maps its name to the run that it continues, and gets a new one."""
     if name == "tensorboard":
         directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
         return tensorboard(Path(directory).expanduser(), purge_step=step + 1 if step else 0)
     package, all_settings = _package(name, name), config.to_dict()
-    if name == "trackio":  # finds a run again by its name
+    if name == "trackio":  # continues a run by its name
         run_name = runs.get(name, config.run_name)
         run = package.init(project=config.project, name=run_name, config=all_settings, resume="allow")
         runs[name] = run.name
-        return _run_tracker(run.log, run.finish)
-    if getattr(package, "run", None) is not None:  # an active one, which whoever began it ends
-        return _run_tracker(package.run.log, lambda: None)
+        return _run_tracker(run)
+    if getattr(package, "run", None) is not None:  # an active one, which its owner closes
+        return Tracker(_run_tracker(package.run), lambda: None)
+    known, resume = runs.get(name), "allow" if name in runs else None
     project = os.environ.get("WANDB_PROJECT", config.project)
-    if name in runs:  # found again by its id
-        run = package.init(project=project, name=config.run_name, config=all_settings, id=runs[name], resume="allow")
-    else:
-        run = package.init(project=project, name=config.run_name, config=all_settings)
+    run = package.init(project=project, name=config.run_name, config=all_settings, id=known, resume=resume)
     runs[name] = run.id
-    return _run_tracker(run.log, run.finish)
+    return _run_tracker(run)
 
 
 def _installed(package: str) -> bool:
@@ -285,13 +275,13 @@ def _installed(package: str) -> bool:
         return True
 
 
-def _run_tracker(log: Callable[..., object], finish: Callable[[], object]) -> Tracker:
-    """Return a tracker by the `log` of a run of Weights & Biases or of trackio, which share an interface."""
-    return Tracker(lambda step, metrics: log(metrics, step=step), finish)
+def _run_tracker(run: Any) -> Tracker:
+    """Return the tracker of a run of Weights & Biases or of trackio, which share an interface."""
+    return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
 def _package(name: str, extra: str) -> ModuleType:
-    """Import a package, or say how to get it."""
+    """Import a package; raise an ImportError that names its extra if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -117,8 +117,8 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
     path = write_run(folder, rewards=None, environment_factory="builtins:object")
     assert read_run(path, wanted=ALL).rewards == []
     assert read_run(write_run(folder, model=None, data=None, rewards=None)).rows == []
-    run = read_run(write_run(folder, rewards=[], teacher="self", distillation_coef=1.0), wanted=ALL)
-    assert (run.rewards, run.teacher) == ([], "self")
+    run = read_run(write_run(folder, rewards=[], teacher="model", distillation_coef=1.0), wanted=ALL)
+    assert (run.rewards, run.teacher) == ([], "model")
 
 
 NEW = "new weights take "

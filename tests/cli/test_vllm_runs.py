@@ -28,7 +28,6 @@ def test_a_server_samples_and_teaches_and_its_key_is_nowhere(server, tmp_path, m
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 2
     assert all(line["sampler/log_prob_difference_max"] < 1e-4 for line in lines)
-    assert all(line["teacher/share"] == 1.0 for line in lines)
     assert all(abs(line["distillation"]) < 1e-6 for line in lines), "it serves the policy's own weights"
     assert len([body for _, body in server.drawn if body["max_tokens"] == 4]) == 2 * 2
     assert 5 in {body.get("prompt_logprobs") for _, body in server.drawn}

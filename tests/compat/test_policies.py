@@ -1,100 +1,124 @@
-"""A trainer's tokenizer decides what ends a completion, and its model is written where the script says."""
+"""A trainer's policy: its dtype, the adapters of a PEFT config, its tokenizer's EOS, and how it is saved."""
 
 import copy
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
-from test_readme import chat_checkpoint
+from flax.traverse_util import flatten_dict
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import add_lora, from_pretrained
-from grpo_jax.compat.policies import with_tokenizer, write_into
-from grpo_jax.watch.writer import read_settings
+import grpo_jax
+from grpo_jax import add_lora, from_pretrained, save_pretrained
+from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer, write_into
 
 
-def tokenizer_ending_with(char):
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.eos_token = char
-    return tokenizer
+def peft_config(**fields):
+    return types.SimpleNamespace(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields})
 
 
-@pytest.mark.quick
-def test_the_eos_of_the_tokenizer_ends_completions_beside_those_of_the_files():
-    policy = tiny_policy()
-    assert with_tokenizer(policy) is policy
-    other = tokenizer_ending_with("!")
-    with pytest.warns(UserWarning, match=r"'!' \(\d+\), ends completions too; the model's files name \[1\] alone"):
-        ours = with_tokenizer(policy, other)
-    assert ours.eos_token_ids == (other.eos_token_id, 1)
-    assert with_tokenizer(ours).eos_token_ids == ours.eos_token_ids  # and nothing more is said
-    files = {"preprocessor_config.json": b"{}", "tokenizer.json": b"of the checkpoint"}
-    with pytest.warns(UserWarning, match="ends completions too"):
-        ours = with_tokenizer(policy.replace(files=files), other)
-    assert json.loads(ours.files["tokenizer_config.json"])["eos_token"] == "!"
-    assert ours.files["tokenizer.json"] != files["tokenizer.json"]
-    assert ours.files["preprocessor_config.json"] == b"{}"
-
-
-@pytest.mark.filterwarnings("ignore")  # of transformers and ours
-@pytest.mark.parametrize("in_files", [1, [1], [1, 5], None], ids=str)
-def test_the_eos_ids_are_those_of_trl(in_files, tmp_path):
-    """TRL's own trainer on the same checkpoint, with a tokenizer that ends with another token than its files."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    pytest.importorskip("datasets", reason="datasets is not installed")
-    import datasets
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(chat_checkpoint(tmp_path))
-    model.generation_config.eos_token_id = in_files
-    theirs = trl.GRPOTrainer(
-        model=model,
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=trl.GRPOConfig(output_dir=str(tmp_path / "theirs"), report_to=[], bf16=False, use_cpu=True),
-        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}]),
-        processing_class=tokenizer_ending_with("!"),
-    )
-    raw = {key: value for key, value in tiny_policy().config.items() if key != "eos_token_id"}
-    policy = tiny_policy().replace(generation_config={"eos_token_id": in_files}, config=raw)
-    assert set(with_tokenizer(policy, tokenizer_ending_with("!")).eos_token_ids) == set(theirs.eos_token_ids)
+def adapted(policy):
+    return {"/".join(path[:-1]) for path in flatten_dict(policy.params)}
 
 
 @pytest.mark.quick
-def test_a_model_is_written_beside_what_is_there_and_in_the_place_of_one_before(tmp_path):
-    policy = tiny_policy()
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "model-00001-of-00002.safetensors").write_text("of an earlier model")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    # A run of an earlier version had its settings where a model has its own.
-    (tmp_path / "config.json").write_text('{"config": {"beta": 0.5}}')
-    write_into(tmp_path, policy)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {"notes.txt", "run.json", "config.json", "model.safetensors", "tokenizer.json"}
-    assert not names & {".model", "model-00001-of-00002.safetensors", "adapter_config.json"}
-    assert read_settings(tmp_path) == {"config": {"beta": 0.5}}
-    for _ in range(2):  # again, over itself
-        again = from_pretrained(tmp_path)
-        jax.tree.map(np.testing.assert_array_equal, again.params, policy.params)
-        assert again.eos_token_ids == policy.eos_token_ids
-        write_into(tmp_path, policy)
+def test_adapters_are_on_the_named_projections():
+    policy = with_adapters(tiny_policy(), peft_config(lora_dropout=0.1), seed=0)
+    assert (policy.model.scale, policy.model.dropout) == (2.0, 0.1)
+    assert adapted(policy) == {f"layers_0/self_attn/{name}_proj" for name in "qv"}
+    assert {x.shape[1] for path, x in flatten_dict(policy.params).items() if path[-1] == "a"} == {4}
+    stable = with_adapters(tiny_policy(), peft_config(use_rslora=True, lora_dropout=0.1), seed=0, dropout=False)
+    assert (stable.model.scale, stable.model.dropout) == (4.0, 0)  # 8 / √4
+    assert adapted(with_adapters(tiny_policy(), peft_config(target_modules=["mlp.up_proj"]), seed=0)) == {
+        "layers_0/mlp/up_proj"
+    }
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own
-def test_adapters_are_written_with_their_tokenizer_and_the_name_of_their_base(tmp_path):
-    model = chat_checkpoint(tmp_path)
-    policy = add_lora(from_pretrained(model), jax.random.key(0), rank=2)
-    write_into(tmp_path / "out", policy, base_name=str(model))
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
-    assert not (tmp_path / "out" / "config.json").exists()
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_dora": True, "bias": "all"}, r"has bias = 'all', use_dora = True, which is not supported: leave it out"),
+        ({"init_lora_weights": False}, "init_lora_weights = False"),
+        ({"peft_type": "ADALORA"}, "peft_config is a SimpleNamespace: only LoRA is supported, give a LoraConfig"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            r"has 'lm_head' in target_modules: name projections .*\(down_proj,",
+        ),
+        ({"target_modules": None}, "has target_modules = None: name projections of the policy"),
+        ({"target_modules": r".*\.q_proj"}, "or 'all-linear'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_an_unsupported_peft_config_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        with_adapters(tiny_policy(), peft_config(**fields), seed=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_the_adapted_modules_are_those_that_peft_adapts(tmp_path):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert sum("lora_A" in name for name, _ in loaded.named_parameters()) == 7
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.chat_template == policy.tokenizer.chat_template is not None
+    save_pretrained(tmp_path, tiny_policy())
+    for targets in ("all-linear", ["q_proj", "mlp.up_proj"]):
+        config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, task_type="CAUSAL_LM", target_modules=targets)
+        ours = with_adapters(tiny_policy(), config, seed=0)
+        theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), config)
+        layers = {x: y for x, y in theirs.named_modules() if isinstance(y, peft.tuners.lora.Linear)}
+        names = {name.rsplit("model.", 1)[1].replace("layers.", "layers_").replace(".", "/") for name in layers}
+        assert adapted(ours) == names
+        assert {layer.scaling["default"] for layer in layers.values()} == {ours.model.scale}
+
+
+@pytest.mark.quick
+def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
+    save_pretrained(tmp_path / "half", tiny_policy(), dtype="bfloat16")
+    save_pretrained(tmp_path / "full", tiny_policy())
+
+    def dtypes(name, dtype):
+        policy, config = load_policy(tmp_path / name, dtype, grpo_jax.GRPOConfig())
+        return {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)}, config.compute_dtype
+
+    assert dtypes("full", None) == dtypes("full", "auto") == dtypes("half", None) == ({"float32"}, "auto")
+    assert dtypes("half", "auto") == ({"bfloat16"}, "bfloat16")
+    with pytest.raises(ValueError, match="model_init_kwargs has dtype 'float32', but model is a Policy"):
+        load_policy(tiny_policy(), "float32", grpo_jax.GRPOConfig())
+    with pytest.raises(ValueError, match="model is a object: give a name, a directory or a Policy"):
+        load_policy(object(), None, grpo_jax.GRPOConfig())
+
+
+@pytest.mark.quick
+def test_the_eos_of_the_tokenizer_ends_completions_too():
+    policy, other = tiny_policy(), copy.deepcopy(tiny_tokenizer())
+    assert with_tokenizer(policy, None) is policy
+    other.eos_token = "!"
+    files = {"preprocessor_config.json": b"{}", "tokenizer.json": b"of the checkpoint"}
+    ours = with_tokenizer(policy.replace(files=files), other)
+    assert ours.eos_token_ids == (other.eos_token_id, 1)
+    assert json.loads(ours.files["tokenizer_config.json"])["eos_token"] == "!"
+    assert ours.files["tokenizer.json"] != files["tokenizer.json"]
+    assert ours.files["preprocessor_config.json"] == b"{}"
+
+
+@pytest.mark.quick
+def test_a_model_is_written_next_to_other_files_and_replaces_an_earlier_model(tmp_path):
+    policy = tiny_policy()
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("of an earlier model")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):  # the second time over itself
+        write_into(tmp_path, policy, None)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names >= {"run.json", "config.json", "model.safetensors", "tokenizer.json"}
+        assert not names & {".model", "model-00001-of-00002.safetensors", "adapter_config.json"}
+        again = from_pretrained(tmp_path)
+        jax.tree.map(np.testing.assert_array_equal, again.params, policy.params)
+    adapted = add_lora(policy.replace(files={"tokenizer.json": b"{}"}), jax.random.key(0), rank=2)
+    write_into(tmp_path / "lora", adapted, "me/base")
+    assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
+    assert (tmp_path / "lora" / "tokenizer.json").read_bytes() == b"{}"

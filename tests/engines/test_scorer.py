@@ -1,7 +1,6 @@
 """A server as the teacher of a run: its log-probs are those of its weights, and no fault of it is learned from."""
 
 import dataclasses
-import threading
 import warnings
 
 import chex
@@ -169,17 +168,14 @@ def test_what_is_broken_off_is_asked_again(server, fault):
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*It is waited for")
-def test_a_server_that_stays_away_or_falls_again_and_again_ends_the_run(server):
+def test_a_server_that_stays_away_or_falls_again_and_again_is_given_up(server):
     prompts, completions = texts()
     server.fault = lambda path, body, n: "drop" if path == "/v1/completions" else None
     with pytest.raises(EngineError, match=r"the 4th time for one request\. Nothing was learned"):
         vllm_scorer(server.url, patience=5).score(prompts, completions)
     server.stop()
     with pytest.raises(EngineError, match=r"waited for 0\.3 s\. Nothing was learned"):
-        learned(server, CONFIG, teacher=vllm_scorer(server.url, patience=0.3))
-    server.fault = lambda *_: None
-    threading.Timer(0.5, server.start).start()
-    assert vllm_scorer(server.url, patience=20).score(prompts, completions).log_probs.shape == (2, 3, 6)
+        vllm_scorer(server.url, patience=0.3).check(CONFIG)
 
 
 @pytest.mark.quick
@@ -218,17 +214,3 @@ def test_answers_that_cannot_be_learned_from_end_the_run(server, fault, message)
     server.fault = nth("/v1/completions", fault, 3)
     with pytest.raises(EngineError, match=message):
         learned(server, CONFIG)
-
-
-@pytest.mark.quick
-def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch, tmp_path):
-    server.key = "not-to-be-seen"
-    scorer = vllm_scorer(server.url, api_key_env="SOME_KEY")
-    with pytest.raises(EngineError, match=r"answered 401.*environment variable SOME_KEY"):
-        learned(server, CONFIG, teacher=scorer)
-    monkeypatch.setenv("SOME_KEY", server.key)
-    learned(server, dataclasses.replace(CONFIG, max_steps=1, save_steps=1), teacher=scorer, run_dir=tmp_path)
-    assert server.key not in repr(scorer) + repr(vars(scorer))
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert kept
-    assert not [path for path in kept if server.key.encode() in path.read_bytes()]

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import stories
 from experiments.llama2c import widen_heads
 from grpo_jax import (
     Completions,
@@ -242,13 +241,3 @@ def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(s
     how = {"max_completion_length": 24, "temperature": 0}
     rewards = lambda completions: [float(len(text)) for text in completions]
     assert evaluate(policy, ROWS, rewards, sampler=engine, **how) == evaluate(policy, ROWS, rewards, **how)
-
-
-def test_the_stories_are_learned(server, tmp_path, monkeypatch):
-    """The task of `experiments.stories`, smaller: the server samples beside the updates, one version old."""
-    monkeypatch.setattr(stories, "LONGEST", 48)
-    flags = ["--engine", server.url, "--rollout-ahead", "--prompts", "8", "--steps", "45"]
-    results = stories.main(["--model", str(server.model), *flags, "--run-dir", str(tmp_path / "run")])
-    before, after = (results["arms"]["grpo"][when] for when in ("before", "after"))
-    assert before["greedy"] < 0.3
-    assert min(after.values()) >= 0.9

@@ -1,7 +1,5 @@
 """Asking a calculator: the problems, what counts as right, the teacher, and the script from its start to its end."""
 
-import functools
-import json
 import random
 import re
 
@@ -11,7 +9,6 @@ import pytest
 from experiments import calculator
 from experiments.calculator import accuracy, asked, calculate, last_number, make_problems, taught, used_tool
 from experiments.countdown import expression_value
-from grpo_jax import from_pretrained
 from grpo_jax.turns import FORMATS, format_of, read_tools
 
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {}}}]}
@@ -102,21 +99,3 @@ def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():
         text = tokenizer.decode(row)
         assert text + "\n" == whole, "the turns are the template's own"
         assert tokenizer.decode(row[own]) == "".join(turn + "<|im_end|>" for turn, _ in turns)
-
-
-def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(calculator, "make_policy", functools.partial(calculator.make_policy, width=16, layers=1))
-    arguments = "--steps 1 --prompts 2 --warm-up-steps 2 --problems 6 --held-out 2 --seed 3 --control"
-    results = calculator.main([*arguments.split(), "--run-dir", str(tmp_path / "run")])
-    printed = capsys.readouterr().out.splitlines()
-    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["arms"].keys() == {"grpo", "control"}
-    for arm in results["arms"].values():
-        for rates in (arm["before"], arm["after"]):
-            assert rates.keys() == {"accuracy", "used_tool"}
-            assert all(0 <= rate <= 1 for rate in rates.values())
-    assert from_pretrained(tmp_path / "run" / "final").tokenizer.chat_template == calculator.TEMPLATE
-    assert from_pretrained(tmp_path / "run" / "control" / "final").tokenizer("37")["input_ids"]
-    arguments = "--credit --lora 2 --steps 1 --prompts 1 --held-out 2 --problems 2 --max-completion-length 40"
-    places = ["--model", str(tmp_path / "run" / "final"), "--run-dir", str(tmp_path / "again")]
-    assert calculator.main([*arguments.split(), *places])["arms"]["grpo"].keys() == {"before", "after"}

@@ -1,6 +1,5 @@
 """Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved; it learns."""
 
-import json
 import random
 from fractions import Fraction
 
@@ -9,7 +8,6 @@ import pytest
 
 from experiments import countdown
 from experiments.countdown import build, expression_value, last_answer, make_problems
-from grpo_jax import from_pretrained
 
 
 @pytest.mark.quick
@@ -157,21 +155,6 @@ def test_the_teacher_is_as_flawed_as_it_says():
     by_chance = np.mean([build(p["numbers"], draw, "+-")[0] == p["target"] for p in chosen])
     expected = (countdown.SOLVED + (1 - countdown.SOLVED) * by_chance) * (1 - countdown.BROKEN)
     assert right == pytest.approx(expected, abs=0.025)
-
-
-def test_the_script_ends_in_one_json_object_and_leaves_a_checkpoint(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(countdown, "BATCH", 16)
-    arguments = "--steps 2 --prompts 2 --warm-up-steps 8 --problems 50 --held-out 8 --seed 1"
-    results = countdown.main([*arguments.split(), "--run-dir", str(tmp_path / "run")])
-    printed = capsys.readouterr().out.splitlines()
-    assert json.loads(printed[-1]) == results
-    rates = results["arms"]["grpo"]
-    assert rates["before"].keys() == rates["after"].keys() == {"greedy", "sampled", "format"}
-    policy = from_pretrained(tmp_path / "run" / "final")
-    # The numbers of a problem are one token each, and come back.
-    ids = policy.tokenizer("make 20 from 19 4 15:")["input_ids"]
-    assert policy.tokenizer.decode(ids) == "make 20 from 19 4 15:"
-    assert {policy.tokenizer.decode([i]) for i in ids} >= {"20", "19", "4", "15"}
 
 
 @pytest.mark.quick

@@ -1,11 +1,8 @@
-"""The comparison of estimators and losses, and that of ways to choose rows: reduced runs, and tables by hand."""
-
-import functools
-import json
+"""The comparison of estimators and losses: a reduced run, and its table by hand."""
 
 import pytest
 
-from experiments import countdown, estimators, prompt_selection, sort_digits
+from experiments import estimators
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import LOSS_TYPES
 
@@ -37,48 +34,3 @@ def test_the_table_has_means_and_steps_to_half_of_the_gain_of_dapo():
         f"| dapo | 1 | 0.900 (0.900 … 0.900) | {middle} | 32 |",
         f"| rloo | 2 | 0.700 (0.600 … 0.800) | {middle} | –, ? |",
     ]
-
-
-def test_a_reduced_run_of_one_setting_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=16, layers=1))
-    monkeypatch.setattr(estimators, "HELD_OUT", 8)
-    monkeypatch.setattr(estimators, "LESSONS", 20)
-    flags = ["--tasks", "sort_digits", "--seeds", "3", "--steps", "4", "--run-dir", str(tmp_path)]
-    results = estimators.main([*flags, "--only", "remax"])
-    assert [line["setting"] for line in results] == ["base", "remax"]
-    assert 0 <= results[1]["sampled"] <= results[1]["pass@8"] <= 1
-    assert 0 < results[1]["entropy"] < 6
-    assert results[0]["kl"] == pytest.approx(0, abs=1e-5)
-    assert [step for step, _ in results[1]["curve"]] == [4]
-    assert estimators.main([*flags, "--only", "remax"]) == json.loads(json.dumps(results))
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2, "nothing is run again"
-
-
-@pytest.mark.quick
-def test_problems_of_every_kind_are_mixed():
-    problems = prompt_selection.make_problems(0)
-    counts = {kind: sum(len(row["numbers"]) == kind for row in problems) for kind in prompt_selection.MIXTURE}
-    assert counts == prompt_selection.MIXTURE
-    for row in problems[:20]:
-        assert countdown.expression_value(row["solution"], row["numbers"]) == row["target"]
-
-
-@pytest.mark.quick
-def test_the_bar_is_what_uniform_has_gained():
-    flat = [[0, 0.2], [100, 0.4], [200, 0.6], [300, 0.6], [400, 0.6]]  # means of three end at 0.6: the bar is 0.58
-    fast = [[0, 0.2], [150, 0.6], [250, 0.6], [350, 0.6], [450, 0.7]]
-    results = [{"seed": 0, "arm": "uniform", "curve": flat}, {"seed": 0, "arm": "beta", "curve": fast}]
-    assert prompt_selection.table([*results, {"seed": 1, "arm": "beta", "curve": fast}]).splitlines()[2:] == [
-        "| 0 | uniform | 0.600 | 400 | 400 (bar 0.580) |",
-        "| 0 | beta | 0.633 | 450 | 350 (bar 0.580) |",
-    ]
-
-
-def test_a_reduced_run_of_chosen_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(countdown, "make_policy", functools.partial(countdown.make_policy, width=16, layers=1))
-    monkeypatch.setattr(prompt_selection, "HELD_OUT", 200)
-    flags = ["--seeds", "1", "--steps", "2", "--warm-up-steps", "8", "--run-dir", str(tmp_path)]
-    (line,) = prompt_selection.main([*flags, "--arms", "beta"])
-    assert [rollouts for rollouts, _ in line["curve"]] == [0, 2 * 128]
-    # Two iterations of 16 of the 1,920 rows.
-    assert 16 / 1920 < line["last"]["prompt_selection/coverage"] <= 32 / 1920 + 1e-9

@@ -1,13 +1,8 @@
 """The experiment on GSM8K: its rows, and the whole script on a few problems with a new checkpoint."""
 
-import functools
-import json
-
 import pytest
 
 from experiments import gsm8k
-from grpo_jax import from_pretrained
-from grpo_jax.models.lora import LoraModel
 
 PROBLEMS = [
     {
@@ -54,26 +49,3 @@ def test_settings_follow_the_flags():
 def test_a_directory_without_the_files_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"there is no train.jsonl in it; give GSM8K's directory, or hub"):
         gsm8k.load_problems(str(tmp_path))
-
-
-def test_the_script_runs_from_files_to_a_checkpoint(tmp_path, capsys, monkeypatch):
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
-    monkeypatch.setattr(gsm8k, "make_scratch", functools.partial(gsm8k.make_scratch, lessons=16))
-    arguments = "--scratch --steps 2 --prompts 2 --samples 2 --test-rows 3 --max-completion-length 8 --eval-batch 4"
-    arguments += f" --eval-steps 1 --lora 4 --random-rewards --data {tmp_path} --run-dir {tmp_path / 'run'}"
-    results = gsm8k.main(arguments.split())
-    printed = capsys.readouterr().out.splitlines()
-    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
-    rates = results["arms"]["random_rewards"]
-    assert rates["before"].keys() == rates["after"].keys() == {"greedy", "sampled", "format", "pass@2"}
-    assert gsm8k.greedy_rates(tmp_path / "run")[0] == (0, rates["before"]["greedy"])
-    assert [step for step, _ in gsm8k.greedy_rates(tmp_path / "run")] == [0, 1, 2]
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    logged = set().union(*metrics)
-    assert {"rewards/random_reward/mean", "rewards/accuracy/mean", "rewards/format/mean"} <= logged
-    base, final = (from_pretrained(tmp_path / "run" / name) for name in ("base", "final"))
-    assert base.tokenizer.chat_template == final.tokenizer.chat_template == gsm8k.CHAT_TEMPLATE
-    assert not isinstance(final.model, LoraModel)
-    assert base.tokenizer("12 apples")["input_ids"] == final.tokenizer("12 apples")["input_ids"]
-    assert base.tokenizer.decode(base.tokenizer("12 apples")["input_ids"]) == "12 apples"

@@ -1,7 +1,6 @@
 """Guessing a number: the game is fair, the careless player as careless as it says, and the script comes to its end."""
 
 import functools
-import json
 import random
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from experiments import guess
 from experiments.guess import Game, bisection, careless_game, random_play
-from grpo_jax import from_pretrained
 
 
 @pytest.mark.quick
@@ -119,26 +117,3 @@ def test_first_guesses_are_probabilities():
     assert first.shape == (guess.NUMBERS,)
     assert (first > 0).all()
     assert first.sum() < 1, "the rest of the vocabulary is left"
-
-
-def test_the_script_ends_in_one_json_object_and_leaves_its_files(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(guess, "make_policy", functools.partial(guess.make_policy, width=16, layers=1))
-    arguments = "--steps 4 --prompts 2 --warm-up-steps 8 --games 1 --seed 3 --seeds 2 --control --credit"
-    arms = ("grpo", "control", "to_go_turn", "to_go_all")
-    picture = tmp_path / "docs" / "guess.png"
-    results = guess.main([*arguments.split(), "--run-dir", str(tmp_path / "run"), "--picture", str(picture)])
-    printed = capsys.readouterr().out.splitlines()
-    assert json.loads(printed[-1]) == results == json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["arms"].keys() == {f"{arm}, seed {seed}" for arm in arms for seed in (3, 4)}
-    for arm in results["arms"].values():
-        for rates in (arm["before"], arm["after"]):
-            assert rates.keys() == {"guesses", "found", "found_soon"}
-            assert 1 <= rates["guesses"] <= guess.LIMIT
-            assert 0 <= rates["found_soon"] <= rates["found"] <= 1
-    assert picture.read_bytes() == (tmp_path / "run" / "seed-3" / "guess.png").read_bytes()
-    for seed in (3, 4):
-        policy = from_pretrained(tmp_path / "run" / f"seed-{seed}" / "final")
-        assert policy.tokenizer.decode(policy.tokenizer("32 higher 48")["input_ids"]) == "32 higher 48"
-        lines = (tmp_path / "run" / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(lines[0])["turns/mean"] >= 1
-    assert np.isfinite(results["seconds"]["total"])

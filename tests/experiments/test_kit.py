@@ -1,18 +1,12 @@
 """The kit for notebook machines: cut off, a session goes on to the same bytes; its figures are in the notebooks."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from experiments import kit
-from grpo_jax.watch.writer import read_lines
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = {"v5e-8": "kaggle_tpu", "T4-2": "kaggle_gpu"}
@@ -32,36 +26,6 @@ def data(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
-
-
-def test_a_session_that_is_cut_off_goes_on_to_the_same_bytes(data):
-    command = ["--machine", "small", "--data", str(data), "--out"]
-    left_alone = kit.main([*command, str(data / "left_alone")])
-    killed = data / "killed"
-    with open(data / "log", "w") as log:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "experiments.kit", *command, str(killed)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        while not any(path.name.isdigit() for path in killed.glob("grpo/checkpoints/*")):  # others are half written
-            assert running.poll() is None, (data / "log").read_text()
-            time.sleep(0.01)
-    finally:
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-    assert not (killed / "final").exists()
-    ended = data / "ended"  # by its hours, in the middle of SFT
-    assert "grpo" not in kit.main([*command, str(ended), "--hours", "0"])["arms"]["small"]
-    assert not (ended / "grpo").exists(), "it would go on from a half-taught policy"
-    kit.main([*command, str(ended)])
-    went_on = kit.main([*command, str(killed)])
-    assert went_on["arms"] == left_alone["arms"]
-    written = {(data / name / "final" / "model.safetensors").read_bytes() for name in ("killed", "ended", "left_alone")}
-    assert len(written) == 1
-    assert [line["step"] for line in read_lines(killed / "sft" / "metrics.jsonl")] == [1, 4], "not run again"
 
 
 @pytest.mark.quick

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.llama2c import Shape, convert, main, make_tokenizer, read_checkpoint, read_pieces
+from experiments.llama2c import Shape, convert, make_tokenizer, read_checkpoint, read_pieces
 from grpo_jax import from_pretrained
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
@@ -139,14 +139,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     write_tokenizer(tmp_path / "tok.bin")
     with pytest.raises(ValueError, match="more than the 260 pieces of the checkpoint"):
         read_pieces(tmp_path / "tok.bin", 260)
-
-
-@pytest.mark.quick
-def test_command_line(tmp_path):
-    write_checkpoint(tmp_path / "model.bin", tied=True)
-    write_tokenizer(tmp_path / "tok.bin")
-    main([str(tmp_path / name) for name in ("model.bin", "tok.bin", "hf")])
-    assert from_pretrained(tmp_path / "hf").model.config.num_layers == SHAPE.n_layers
 
 
 @pytest.mark.quick

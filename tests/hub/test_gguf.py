@@ -4,7 +4,6 @@ The oracle of a case is the same checkpoint in Hugging Face's layout, which `tes
 real file it is transformers' own reading of it, or, without PyTorch, logits that it gave.
 """
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -21,7 +20,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pi
 from gguf_files import config_of, requantized, stored_file, write_coarse  # noqa: E402
 from test_families import CASES, tokens_and_lengths  # noqa: E402
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, make_prompts, save_pretrained, train  # noqa: E402
+from grpo_jax import evaluate, from_pretrained, make_prompts, save_pretrained  # noqa: E402
 from grpo_jax.hub.gguf import find_gguf, gguf_config  # noqa: E402
 from grpo_jax.hub.gguf_config import ARCHITECTURES  # noqa: E402
 from grpo_jax.hub.gguf_tensors import FileTensor  # noqa: E402
@@ -45,8 +44,8 @@ def params_of(policy):
 
 @pytest.mark.quick
 def test_there_is_a_file_of_every_architecture():
-    families = {row.family for row in ARCHITECTURES.values() if isinstance(row.family, str)}
-    assert families | {"MistralForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"} == {a for a, _ in CASES.values()}
+    families = {row.family for row in ARCHITECTURES.values()}
+    assert families | {"MistralForCausalLM", "Olmo3ForCausalLM"} == {a for a, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,11 +82,10 @@ def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
     rng = np.random.default_rng(0)
     data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # no scale is infinite
     (tmp_path / "blocks").write_bytes(b"head" + data.tobytes())
-    tensor = FileTensor(tmp_path / "blocks", (4, 6, 512), int(kind), 4, (block, nbytes))
+    tensor = FileTensor(tmp_path / "blocks", (4, 6, 512), int(kind), 4)
     whole = gguf.quants.dequantize(data.reshape(24, -1), kind).reshape(4, 6, 512)
     np.testing.assert_array_equal(tensor.rows(1, 2), whole[1:3])
-    flat = dataclasses.replace(tensor, shape=(24, 512))
-    np.testing.assert_array_equal(flat.rows(7, 11), whole.reshape(24, 512)[7:18])
+    np.testing.assert_array_equal(tensor.reshaped(24, 512).rows(7, 11), whole.reshape(24, 512)[7:18])
 
 
 def mixed_lines(count=1000):
@@ -202,10 +200,10 @@ def test_what_is_written_is_a_checkpoint_of_safetensors(policy, tmp_path):
     )
 
 
-def test_a_base_is_held_small(smollm2):
-    """Beside adapters, `quantize` holds the projections in eight bits."""
+def test_a_base_is_held_small(smollm2, policy):
+    """`quantize` holds the projections in eight bits."""
     held = from_pretrained(smollm2, quantize="int8").params["layers_0"]["mlp"]["up_proj"]["kernel"]
-    plain = from_pretrained(smollm2).params["layers_0"]["mlp"]["up_proj"]["kernel"]
+    plain = policy.params["layers_0"]["mlp"]["up_proj"]["kernel"]
     assert held.codes.dtype == np.int8
     scale = np.asarray(held.scales)
     np.testing.assert_allclose(np.asarray(held.codes) * scale, np.asarray(plain).T, atol=scale.max() / 2 * 1.001)
@@ -260,7 +258,10 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({"llama.expert_count": 8}, r"not known.*llama\.expert_count = 8"),
         ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
         ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' is 'su'.*none, linear, yarn"),
-        ({"llama.rope.dimension_count": 4}, r"'llama\.rope\.dimension_count' is 4.*the size of a head, 8"),
+        (
+            {"llama.rope.dimension_count": 4},
+            r"'partial_rotary_factor' is 0\.5, which is not supported; supported: 1\.0",
+        ),
         ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
         ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is not known"),
         ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),
@@ -276,6 +277,35 @@ def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
     path = written(tmp_path / "model.gguf", **changes)
     with pytest.raises(ValueError, match=message):
         from_pretrained(path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.gguf", lambda raw: raw[:-1000], r"cut off or damaged; download it again \(it has [\d,]+ bytes; Value"),
+        ("model.gguf", lambda raw: raw[:200], r"cut off or damaged; download it again \(it has 200 bytes; "),
+        ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"cut off or damaged; download it again"),
+        ("model.gguf", lambda _: b"", r"not a GGUF file: it begins with b''"),
+        ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
+        ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it begins with b'PK"),
+        ("model.gguf.part1of2", lambda raw: raw, r"one piece of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_named_with_the_fix(name, change, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(change(written(tmp_path / "whole").read_bytes()))
+    with pytest.raises(ValueError, match=rf"(?s)name_or_directory '.*{name}'.* {message}"):
+        from_pretrained(path)
+
+
+@pytest.mark.quick
+def test_a_header_of_other_types_is_named(tmp_path):
+    """Every fault of a header is a ValueError with the file's name, whatever the code under it raises."""
+    keys = {"attention.head_count": "four", "embedding_length": [1, 2], "attention.layer_norm_rms_epsilon": "x"}
+    for key, value in keys.items():
+        with pytest.raises(ValueError, match=rf"name_or_directory '.*{key}\.gguf': it is cut off or damaged"):
+            from_pretrained(written(tmp_path / f"{key}.gguf", **{f"llama.{key}": value}))
 
 
 @pytest.mark.quick
@@ -305,6 +335,8 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
         from_pretrained(tmp_path / "here")
     (tmp_path / "here" / "model.safetensors").touch()
     assert find_gguf(tmp_path / "here") is None
+    path.rename(tmp_path / "OTHER.GGUF")
+    assert find_gguf(tmp_path / "OTHER.GGUF") == tmp_path / "OTHER.GGUF"
 
 
 @pytest.mark.quick
@@ -323,7 +355,7 @@ def test_without_the_package_the_error_says_how_to_get_it(tmp_path, monkeypatch)
         from_pretrained(path)
 
 
-# --- a real model, from the file to a run and a checkpoint ---
+# --- a real model ---
 
 GOLDEN = Path(__file__).parent / "golden" / "smollm2.json"
 QUESTIONS = ["What is the capital of France?", "Count from 1 to 9.", "Wie heißt das auf Englisch: der Hund?"]
@@ -335,8 +367,8 @@ def question_ids(tokenizer, question):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_real_model_answers_learns_and_is_written(policy, tmp_path):
-    """Logits and greedy text are those that transformers gave; one iteration moves the weights; the export is them."""
+def test_a_real_model_answers(policy):
+    """Logits and greedy text are the ones that transformers gave."""
     golden = json.loads(GOLDEN.read_text())
     ids = [question_ids(policy.tokenizer, question) for question in QUESTIONS]
     assert ids == [entry["ids"] for entry in golden]
@@ -347,25 +379,6 @@ def test_a_real_model_answers_learns_and_is_written(policy, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
     _, found = evaluate(policy, rows, text_length, max_completion_length=16)
     assert [row["completion"][0]["content"] for row in found] == [entry["greedy"] for entry in golden]
-
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_completion_length=16,
-        learning_rate=1e-5,
-        max_steps=1,
-    )
-    state = train(policy, rows, text_length, config, run_dir=tmp_path / "run")
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert line["grad_norm"] > 0
-    assert line["reward_std"] > 0
-    save_pretrained(tmp_path / "out", policy.replace(params=state.params))
-    again = params_of(from_pretrained(tmp_path / "out"))
-    for path, leaf in params_of(policy.replace(params=state.params)).items():
-        np.testing.assert_array_equal(again[path], leaf)
-    moved = [path for path, leaf in params_of(policy).items() if not np.array_equal(again[path], leaf)]
-    assert len(moved) > 0.9 * len(again)
 
 
 def text_length(completions, **_):

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from grpo_jax.hub import huggingface, weights
-from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.policy import Policy
 
@@ -157,16 +157,6 @@ def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path
     )
 
 
-def test_the_older_name_of_the_dtype_is_kept(checkpoint, tmp_path):
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["torch_dtype"] = config.pop("dtype")
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    save_pretrained(tmp_path / "b", from_pretrained(checkpoint), dtype="bfloat16")
-    written = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert written["torch_dtype"] == "bfloat16"
-    assert "dtype" not in written
-
-
 def test_dtype_is_that_of_params_and_of_compute(checkpoint):
     for dtype, param_dtype, stored_as in (("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32")):
         policy = from_pretrained(checkpoint, dtype=dtype, param_dtype=param_dtype, remat=True)
@@ -216,18 +206,6 @@ def test_eos_and_pad_ids_come_from_the_first_place_that_has_them(generation, con
     assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
 
 
-@pytest.mark.quick
-def test_eos_and_pad_ids_come_from_the_tokenizer_last():
-    policy = Policy(None, None, byte_level_tokenizer())
-    assert (policy.eos_token_ids, policy.pad_token_id) == ((2,), 0)
-
-
-@pytest.mark.quick
-def test_replace_keeps_the_rest(policy):
-    assert policy.replace(params=None).params is None
-    assert policy.replace(params=None).tokenizer is policy.tokenizer
-
-
 def test_pytorch_loads_what_we_save_and_says_the_same(policy, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
@@ -243,70 +221,78 @@ def test_pytorch_loads_what_we_save_and_says_the_same(policy, tmp_path):
     assert model.generation_config.eos_token_id == 2
 
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside this repository")
-def test_a_real_checkpoint_tells_its_story():
-    policy = from_pretrained(STORIES)
-    ids = policy.tokenizer("Once upon a time")["input_ids"]
-    tokens = np.zeros((1, 32), int)
-    apply = jax.jit(policy.model.apply)
-    for n in range(len(ids), 32):
-        tokens[0, : len(ids)] = ids
-        ids = [*ids, int(apply({"params": policy.params}, tokens)[0, n - 1].argmax())]
-    assert policy.tokenizer.decode(ids, skip_special_tokens=True).startswith(
-        "Once upon a time, there was a little girl named Lily."
-    )
-
-
 # Bad input: each message names what came and what to do.
 
 
+def text(name, content):
+    return lambda directory: (directory / name).write_text(content)
+
+
+def cut(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def tensors(change):
+    return lambda directory: rewrite(directory, change)
+
+
+def config(**changes):
+    return lambda directory: rewrite_config(directory, **changes)
+
+
+BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), r"has no config\.json"),
+        (text("config.json", "{"), r"config\.json is not JSON"),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors",
+        ),
+        (cut, r"was cut off: it ends before tensor '.*' does"),
+        (text("model.safetensors", "version https://git-lfs.github.com/spec/v1"), r"is not a safetensors file"),
+        (
+            config(architectures=["MambaForCausalLM"]),
+            r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, ",
+        ),
+        (
+            tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
+            r"missing: model\.layers\.1\.mlp\.up_proj\.weight\.",
+        ),
+        (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),
+        (
+            config(intermediate_size=20),
+            r"of another shape: .*mlp\.down_proj\.weight \[16, 24\] where config\.json says \[16, 20\].* and 1 more",
+        ),
+        (
+            tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
+            r"stored as F64, which is not supported; supported: F32, F16, BF16",
+        ),
+        (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
+    ],
+)
+def test_what_is_wrong_with_a_directory_is_named(spoil, message, checkpoint):
+    spoil(checkpoint)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        from_pretrained(checkpoint)
+
+
 @pytest.mark.quick
-def test_a_directory_that_is_not_there(tmp_path):
-    for name in (tmp_path / "nothing", str(tmp_path / "nothing"), "./nothing"):
+def test_what_cannot_be_found_or_held_is_named(tmp_path):
+    for name in (tmp_path / "nothing", "./nothing"):
         with pytest.raises(FileNotFoundError, match=r"nothing' is no directory; give one, or a hub name"):
             from_pretrained(name)
-
-
-@pytest.mark.quick
-def test_a_hub_name_that_cannot_be_fetched():
     with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is no local directory, and the hub did not give it"):
         from_pretrained("nobody/nothing")
-
-
-def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
-    import huggingface_hub
-
-    asked = {}
-    fetch = lambda name, allow_patterns, **_: asked.update({name: allow_patterns}) or str(checkpoint)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert from_pretrained("owner/model").config["vocab_size"] == 96
-    assert set(asked) == {"owner/model"}
-    assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
-    assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
-
-
-@pytest.mark.quick
-def test_a_directory_without_config(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        from_pretrained(tmp_path)
-
-
-@pytest.mark.quick
-def test_a_config_that_is_not_json(checkpoint):
-    (checkpoint / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        from_pretrained(checkpoint)
-
-
-def test_a_directory_without_weights(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(
-        FileNotFoundError, match=r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors"
-    ):
-        from_pretrained(checkpoint)
+    for argument in ("dtype", "param_dtype"):
+        with pytest.raises(ValueError, match=rf"{argument} is 'float64'; use 'float32' or 'bfloat16'"):
+            from_pretrained("nowhere", **{argument: "float64"})
+    with pytest.raises(ValueError, match=r"dtype is 'int8'; use 'float32'"):
+        save_pretrained(tmp_path, bare_policy(), dtype="int8")
 
 
 def test_a_missing_shard_is_named(tmp_path):
@@ -317,62 +303,24 @@ def test_a_missing_shard_is_named(tmp_path):
         from_pretrained(tmp_path / "m")
 
 
-def test_a_weight_file_that_was_cut_off(checkpoint):
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"was cut off: it ends before tensor '.*' does"):
-        from_pretrained(checkpoint)
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match=r"is not a safetensors file"):
-        from_pretrained(checkpoint)
-
-
-def test_an_unsupported_architecture(checkpoint):
-    rewrite_config(checkpoint, architectures=["MambaForCausalLM"])
-    with pytest.raises(
-        ValueError, match=r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, "
-    ):
-        from_pretrained(checkpoint)
-
-
-def test_missing_tensors_are_named(checkpoint):
-    rewrite(checkpoint, lambda tensors: {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k})
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."):
-        from_pretrained(checkpoint)
-
-
-def test_unexpected_tensors_are_named_and_spare_ones_are_not(checkpoint):
+def test_spare_tensors_are_left(checkpoint):
     before = from_pretrained(checkpoint).params
     spare = {
         "lm_head.weight": np.ones((96, 16), "f4"),
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "f4"),
     }
-    rewrite(checkpoint, lambda tensors: tensors | spare)
+    rewrite(checkpoint, lambda found: found | spare)
     assert equal(from_pretrained(checkpoint).params, before)
-    rewrite(checkpoint, lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")})
-    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."):
-        from_pretrained(checkpoint)
 
 
-def test_tensors_of_another_shape_are_named(checkpoint):
-    rewrite_config(checkpoint, intermediate_size=20)
-    message = r"of another shape: .*mlp\.down_proj\.weight \[16, 24\] where config\.json says \[16, 20\].* and 1 more"
-    with pytest.raises(ValueError, match=message):
-        from_pretrained(checkpoint)
-
-
-def test_a_stored_dtype_that_is_not_supported(checkpoint):
-    rewrite(checkpoint, lambda tensors: {k: v.astype("f8") for k, v in tensors.items()})
-    with pytest.raises(ValueError, match=r"stored as F64, which is not supported; supported: F32, F16, BF16"):
-        from_pretrained(checkpoint)
-
-
-@pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
-def test_a_dtype_that_is_not_supported(argument, checkpoint):
-    with pytest.raises(ValueError, match=rf"{argument} is 'float64'; use 'float32' or 'bfloat16'"):
-        from_pretrained(checkpoint, **{argument: "float64"})
-    with pytest.raises(ValueError, match=r"dtype is 'int8'; use 'float32'"):
-        save_pretrained(checkpoint, bare_policy(), dtype="int8")
+def test_params_of_another_model_are_not_saved(policy, tmp_path):
+    params = {**policy.params, "norm": {"scale": jnp.ones(3)}, "extra": {"kernel": jnp.zeros((2, 2))}}
+    with pytest.raises(ValueError, match=r"extra/kernel is unexpected, norm/scale has shape \(3,\), not \(16,\)"):
+        save_pretrained(tmp_path / "model", policy.replace(params=params))
+    del params["norm"]
+    with pytest.raises(ValueError, match=r"not those of policy\.config: norm/scale is missing, extra/kernel"):
+        save_pretrained(tmp_path / "model", policy.replace(params=params))
+    assert not list(tmp_path.iterdir())
 
 
 def home_made(checkpoint, model):
@@ -396,26 +344,6 @@ def test_a_tokenizer_that_encodes_text_to_nothing(checkpoint):
         from_pretrained(checkpoint)
 
 
-def test_a_tokenizer_that_cannot_be_loaded(policy, tmp_path):
-    save_pretrained(tmp_path / "model", policy)
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer that transformers cannot load or use"):
-        load_tokenizer(tmp_path / "model")
-
-
-def test_params_of_another_model_are_not_saved(policy, tmp_path):
-    params = {**policy.params, "extra": {"kernel": jnp.zeros((2, 2))}}
-    del params["norm"]
-    with pytest.raises(
-        ValueError, match=r"not those of policy\.config: norm/scale is missing, extra/kernel is unexpected"
-    ):
-        save_pretrained(tmp_path / "model", policy.replace(params=params))
-    short = {**policy.params, "norm": {"scale": jnp.ones(3)}}
-    with pytest.raises(ValueError, match=r"norm/scale has shape \(3,\), not \(16,\)"):
-        save_pretrained(tmp_path / "model", policy.replace(params=short))
-    assert not list(tmp_path.iterdir())
-
-
 def test_only_a_checkpoint_is_replaced(policy, checkpoint, tmp_path):
     save_pretrained(checkpoint, policy)
     assert from_pretrained(checkpoint).config["vocab_size"] == 300
@@ -435,21 +363,6 @@ def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, m
         save_pretrained(checkpoint, policy)
     with pytest.raises(OSError, match="disk full"):
         save_pretrained(tmp_path / "new", policy)
-    assert stored(checkpoint) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_failed_rename_puts_the_old_checkpoint_back(policy, checkpoint, tmp_path, monkeypatch):
-    before, rename = stored(checkpoint), Path.rename
-
-    def failing(self, target):
-        if self.suffix == ".tmp":
-            raise OSError("no such luck")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no such luck"):
-        save_pretrained(checkpoint, policy)
     assert stored(checkpoint) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -492,3 +405,14 @@ def test_loading_needs_no_pytorch_and_does_not_say_so(policy, tmp_path):
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
     assert "PyTorch" not in done.stderr
+
+
+def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+    fetch = lambda name, allow_patterns, **_: asked.update({name: allow_patterns}) or str(checkpoint)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert from_pretrained("owner/model").config["vocab_size"] == 96
+    assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
+    assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])

@@ -166,17 +166,6 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
 
 
 @pytest.mark.quick
-def test_sparse_configs_mean_what_transformers_means():
-    """As the 4B model of Gemma 3 has it: no vocabulary, no heads."""
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    config = read_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text | scaling})
-    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
-    assert config.tie_word_embeddings
-    assert config.rope.kind == "linear"
-
-
-@pytest.mark.quick
 def test_what_cannot_be_is_named(tmp_path):
     raw = raw_of("gemma3")
     with pytest.raises(ValueError, match=r"'text_config.model_type' is 'llama'.*'gemma3_text'"):

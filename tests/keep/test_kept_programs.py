@@ -63,12 +63,10 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
     assert compile_in(tmp_path)[0][2] == len(kept)
 
 
-def test_who_has_told_jax_otherwise_is_obeyed(tmp_path):
+def test_settings_of_jax_take_precedence(tmp_path):
     own = tmp_path / "own"
     for arguments, environment in (
         ((), {"JAX_COMPILATION_CACHE_DIR": str(own)}),
-        ((), {"JAX_COMPILATION_CACHE_DIR": ""}),
-        ((json.dumps(["jax_compilation_cache_dir", str(own)]),), {}),
         ((json.dumps(["jax_enable_compilation_cache", False]),), {}),
     ):
         (directory, _, _), _ = compile_in(tmp_path / "cache", *arguments, **environment)
@@ -92,14 +90,13 @@ def untold(monkeypatch, tmp_path):
         jax.config.update(f"jax_compilation_cache_{name}", value)
 
 
-def test_a_directory_that_cannot_be_written_keeps_nothing(untold):
+def test_an_unwritable_directory_several_processes_and_keep_false_keep_nothing(untold, monkeypatch):
     (untold / "grpo_jax").write_text("a file")
     assert keep_programs() is None
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_several_processes_and_who_does_not_want_it_keep_nothing(untold, monkeypatch):
-    assert keep_programs(keep=False) is None
+def test_several_processes_keep_nothing(untold, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         assert keep_programs() is None
@@ -108,7 +105,6 @@ def test_several_processes_and_who_does_not_want_it_keep_nothing(untold, monkeyp
     assert found is not None
     assert found.is_dir()
     assert keep_programs() == found, "said again, it is the same"
-    assert keep_programs(keep=False) is None
 
 
 @pytest.mark.quick

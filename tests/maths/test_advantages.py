@@ -293,31 +293,14 @@ def test_lengths_of_one_kind_make_opo_the_plain_baseline_and_two_completions_mak
     np.testing.assert_allclose(two[:, 0], total[:, 0] - total[:, 1], atol=1e-5)
 
 
-def test_remax_compares_each_function_with_the_greedy_completion():
-    nan = np.nan
-    rewards = np.array([[[1.0, 4.0], [2.0, nan], [nan, nan]], [[1.0, 1.0], [1.0, 3.0], [0.0, nan]]])
-    greedy = np.array([[0.5, 1.0], [nan, 2.0]])
-    # Of the second prompt the first function has not scored the greedy completion: it is compared by the second alone.
-    expected = [[0.5 + 3 * 2, 1.5, 0], [-2, 2, 0]]
-    got = estimated(rewards, "remax", baseline_rewards=greedy, weights=[1.0, 2.0])
-    np.testing.assert_allclose(got, expected, atol=1e-6)
-    one = estimated(rewards[..., 0], "remax", baseline_rewards=greedy[:, 0])
-    np.testing.assert_allclose(one, [[0.5, 1.5, 0], [0, 0, 0]], atol=1e-6)
-    for shape in (None, (3,), (2, 3), (2, 2, 1)):
-        given = None if shape is None else np.zeros(shape)
-        with pytest.raises(ValueError, match=r'estimator="remax" needs \(2, 2\), the rewards of a greedy completion'):
-            estimated(rewards, "remax", baseline_rewards=given)
-
-
 GROUP = 4
 
 
-def expected_gradient(theta, rewards, estimator, baseline=None):
+def expected_gradient(theta, rewards, estimator):
     """E over groups of four draws from softmax(theta) of (1/G) Σ A_i ∇log π(i): the sum over all 3⁴ groups."""
     pi = np.exp(theta) / np.exp(theta).sum()
     groups = np.array(list(itertools.product(range(len(theta)), repeat=GROUP)))
-    baselines = None if baseline is None else np.full(len(groups), baseline)
-    advantages = np.asarray(estimated(rewards[groups], estimator, baseline_rewards=baselines))
+    advantages = np.asarray(estimated(rewards[groups], estimator))
     scores = np.eye(len(theta))[groups] - pi
     return np.einsum("n,ng,nga->a", np.prod(pi[groups], axis=1), advantages, scores) / GROUP
 
@@ -336,9 +319,6 @@ def test_what_the_estimators_expect():
     with x64():
         rewards = np.array([2.0, -1.0, 0.5])
         np.testing.assert_allclose(expected_gradient(theta, rewards, "rloo"), of_mean(rewards), atol=1e-12)
-        for greedy in (rewards[pi.argmax()], -7.0):  # whatever it is, as long as it hangs on no sample
-            remax = expected_gradient(theta, rewards, "remax", greedy)
-            np.testing.assert_allclose(remax, of_mean(rewards), atol=1e-12)
         grpo = expected_gradient(theta, rewards, "grpo")
         np.testing.assert_allclose(grpo, of_mean(rewards) * (GROUP - 1) / GROUP, atol=1e-12)
         right = np.array([0.0, 1.0, 0.0])

@@ -27,12 +27,9 @@ def at_ends(turn_rewards, turns=TURNS):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second, 3 of all
+        # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second
         ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
-        ({"baseline": "all"}, [[1, 1, 0, 0], [-1, 0, -3, -3], [3, 0, 0, 0]]),
         ({"estimator": "rloo"}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
-        # γ = 1/2: (2.5, 3), (2, 0), (6)
-        ({"gamma": 0.5}, [[-1, -1, 0, 1.5], [-1.5, 0, -1.5, -1.5], [2.5, 0, 0, 0]]),
         ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
     ],
 )
@@ -61,8 +58,7 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
 @pytest.mark.quick
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("baseline", ["turn", "all"])
-def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation, baseline):
+def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation):
     """At every token, to the bit, also where a function has not scored."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, (3, 4))
@@ -73,14 +69,14 @@ def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggr
     np.put_along_axis(tokens, lengths[..., None, None] - 1, rewards[:, :, None], axis=2)
     tokens[np.isnan(rewards)[:, :, None] & np.ones((1, 1, 6, 1), bool)] = NAN
     settings = {"scale_rewards": scale_rewards, "multi_objective_aggregation": aggregation, "weights": [1.0, 0.5]}
-    found = turn_advantages(tokens, turns, baseline=baseline, **settings)
+    found = turn_advantages(tokens, turns, **settings)
     expected = compute_advantages(rewards, **settings)
     np.testing.assert_array_equal(found, np.where(turns == 0, expected[..., None], 0))
 
 
 @pytest.mark.quick
 def test_the_episodes_sum_is_to_go_from_the_first_turn():
-    """With γ = 1 the first turn is credited as the whole completion is."""
+    """The first turn is credited as the whole completion is."""
     rng = np.random.default_rng(1)
     turns = np.tile(np.array([0, 0, -1, 1, -1, 2]), (2, 4, 1))
     rewards = np.where(turns[..., None] >= 0, rng.normal(size=(2, 4, 6, 1)), 0).astype(np.float32)
@@ -138,9 +134,6 @@ def of_episodes(rewards, turns):
         (False, to_go(estimator="rloo"), 1.0),
         (True, to_go(), None),
         (True, to_go(estimator="rloo"), None),
-        (False, to_go(baseline="all"), None),
-        (True, to_go(baseline="all"), None),
-        (False, to_go(gamma=0.5), None),
     ],
 )
 def test_what_each_credit_expects(ends_early, credit, factor):
@@ -164,21 +157,11 @@ def test_rewards_inside_of_a_turn_expect_the_same():
     np.testing.assert_allclose(found, truth, atol=1e-6)
 
 
-def test_a_discount_is_no_gradient_of_the_discounted_sum():
-    found, _, _ = expected_gradient(False, to_go(gamma=0.5, estimator="rloo"))
-    rewards = lambda r, turns: r * 0.5 ** jnp.maximum(turns, 0)[..., None]
-    discounted, _, _ = expected_gradient(False, lambda r, turns: to_go(estimator="rloo")(rewards(r, turns), turns))
-    np.testing.assert_allclose(found[:2], discounted[:2], atol=1e-6)
-    np.testing.assert_allclose(0.5 * found[2:], discounted[2:], atol=1e-6)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"baseline": "turns"}, "baseline='turns' is not known; use one of 'turn', 'all'"),
         ({"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
-        ({"estimator": "remax"}, 'estimator="remax" has a baseline for whole completions'),
         ({"estimator": "maxrl"}, "has a scale of its own"),
     ],
 )

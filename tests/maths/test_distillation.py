@@ -11,8 +11,6 @@ from grpo_jax.maths.distillation import (
     DIVERGENCES,
     distillation_loss_terms,
     divergence,
-    failed_routes,
-    pass_rate_weights,
     sampled_divergence,
     top_k_divergence,
     with_rest,
@@ -157,27 +155,16 @@ def test_what_stands_under_the_mask_does_not_count():
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_parts_add_up_to_the_loss_of_the_whole(loss_type):
     rng = np.random.default_rng(0)
-    per_token, weights = rng.random((4, 6)).astype(np.float32), rng.random(4).astype(np.float32)
+    per_token = rng.random((4, 6)).astype(np.float32)
     mask = np.arange(6) < np.array([[6], [2], [1], [4]])
-    whole, sums = distillation_loss_terms(per_token, mask, weights, coef=0.5, loss_type=loss_type)
+    whole, sums = distillation_loss_terms(per_token, mask, coef=0.5, loss_type=loss_type)
     counts = {"num_rows": 4, "num_tokens": int(mask.sum()), "max_completion_length": 6}
     parts = [
-        distillation_loss_terms(per_token[i], mask[i], weights[i], coef=0.5, loss_type=loss_type, **counts)
+        distillation_loss_terms(per_token[i], mask[i], coef=0.5, loss_type=loss_type, **counts)
         for i in (slice(0, 1), slice(1, 4))
     ]
     assert float(whole) == pytest.approx(sum(float(loss) for loss, _ in parts), rel=1e-5)
     assert float(sums["distillation_sum"]) == pytest.approx(float((per_token * mask).sum()), rel=1e-5)
-
-
-@pytest.mark.quick
-def test_groups_of_which_half_passes_weigh_most():
-    passed = np.array([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
-    np.testing.assert_allclose(pass_rate_weights(passed), [0, np.sqrt(3) / 4, 0.5, 0], atol=1e-7)
-
-
-@pytest.mark.quick
-def test_only_what_fails_and_has_a_teacher_is_routed_to_it():
-    assert failed_routes([[1, 1, 0, 0]], [[1, 0, 1, 0]]).tolist() == [[False, False, True, False]]
 
 
 def assert_golden(name, function):
@@ -187,18 +174,18 @@ def assert_golden(name, function):
 
 
 TEACHER = jax.nn.log_softmax(GOLDEN["teacher"])
+COMPARED = GOLDEN["mask"] & GOLDEN["taught"][:, None]
 
 
 @pytest.mark.parametrize("trainer", ["gkd", "distillation", "sdpo"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_whole_distributions_as_in_trl(trainer, kind):
-    """SDPO's mean is over all completions, those without a teacher among them; the other two's over tokens."""
-    weights = GOLDEN["taught"].astype(np.float32) if trainer == "sdpo" else None
-    loss_type = "grpo" if trainer == "sdpo" else "dapo"
+    """SDPO's mean is over all completions, of which it compares some; the other two's over tokens."""
+    mask, loss_type = (COMPARED, "grpo") if trainer == "sdpo" else (GOLDEN["mask"], "dapo")
 
     def of(logits):
         far = divergence(jax.nn.log_softmax(logits), TEACHER, kind=kind, alpha=0.3)
-        return distillation_loss_terms(far, GOLDEN["mask"], weights, loss_type=loss_type)[0]
+        return distillation_loss_terms(far, mask, loss_type=loss_type)[0]
 
     assert_golden(f"{trainer}_{kind}", of)
 
@@ -211,7 +198,7 @@ def test_k_tokens_and_the_rest_as_in_trl(kind):
 
     def of(logits):
         far = top_k_divergence(take(jax.nn.log_softmax(logits)), take(TEACHER), kind=kind, alpha=0.3)
-        return distillation_loss_terms(far, GOLDEN["mask"], GOLDEN["taught"].astype(np.float32), loss_type="grpo")[0]
+        return distillation_loss_terms(far, COMPARED, loss_type="grpo")[0]
 
     assert_golden(f"sdpo_topk_{kind}", of)
 
@@ -222,7 +209,7 @@ def test_the_drawn_token_as_in_trl():
 
     def of(logits):
         far = sampled_divergence(take(jax.nn.log_softmax(logits)), None, take(TEACHER), GOLDEN["mask"])
-        return distillation_loss_terms(far, GOLDEN["mask"], GOLDEN["taught"].astype(np.float32), loss_type="grpo")[0]
+        return distillation_loss_terms(far, COMPARED, loss_type="grpo")[0]
 
     gradient = jax.grad(of)(jnp.asarray(GOLDEN["logits"]))
     np.testing.assert_allclose(gradient, GOLDEN["sdpo_sampled/gradient"], atol=1e-6)
@@ -234,5 +221,5 @@ def test_bad_inputs_are_refused_by_name():
         divergence(jnp.zeros(3), jnp.zeros(3), kind="kl")
     with pytest.raises(ValueError, match="teacher_log_probs has shape"):
         divergence(jnp.zeros((2, 3)), jnp.zeros((2, 4)))
-    with pytest.raises(ValueError, match="weights has shape"):
-        distillation_loss_terms(jnp.zeros((2, 3)), jnp.ones((2, 3)), jnp.ones(3))
+    with pytest.raises(ValueError, match="mask has shape"):
+        distillation_loss_terms(jnp.zeros((2, 3)), jnp.ones(3))

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import GRPOConfig
-from grpo_jax.hub.policy import with_settings
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.recompute import recomputed
 from grpo_jax.models.transformer import Transformer
@@ -37,16 +35,6 @@ def test_recomputed_layers_hold_the_activations_of_one():
     flops = [program.cost_analysis()["flops"] for program in (kept, again)]
     assert 1.2 < flops[1] / flops[0] < 1.4, "a forward pass more beside one and a backward pass"
     chex.assert_trees_all_close(kept(params), again(params), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.quick
-def test_a_policy_keeps_what_it_says():
-    """`recomputed` knows of none: a run on a CPU that has one recomputes by `jax.checkpoint`."""
-    model = Transformer(CONFIG)
-    for name, on_cpu in (("nothing_saveable", True), ("dots_saveable", False)):
-        config = GRPOConfig(gradient_checkpointing=True, gradient_checkpointing_policy=name)
-        shape = with_settings(model, config, jax.devices("cpu")).config
-        assert (shape.remat, shape.remat_policy, shape.remat_on_cpu) == (True, name, on_cpu)
 
 
 def trees(x):

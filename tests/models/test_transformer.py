@@ -301,13 +301,12 @@ def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds)
     assert len(traced) == kinds
 
 
-def test_what_a_layer_keeps_is_a_policy():
+def test_a_recomputed_layer_keeps_less():
     """The same gradients; the less is kept for the way back, the more operations there are."""
-    policies = ["nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"]
     model, params = tiny_model()
     tokens = jnp.ones((4, 96), jnp.int32)
     grads, kept, operations = [], [], []
-    for settings in [*({"remat": True, "remat_policy": policy} for policy in policies), {}]:
+    for settings in ({"remat": True}, {}):
         cloned = Transformer(dataclasses.replace(model.config, **settings))
         loss = lambda params, cloned=cloned: cloned.apply({"params": params}, tokens)[..., 3].mean()
         pullback = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
@@ -315,11 +314,9 @@ def test_what_a_layer_keeps_is_a_policy():
         lowered = jax.jit(jax.grad(loss)).lower(params)
         operations.append(lowered.cost_analysis()["flops"])
         grads.append(lowered.compile()(params))
-    for other in grads[1:]:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), grads[0], other)
-    assert kept == sorted(kept), kept
-    assert operations == sorted(operations, reverse=True), operations
-    assert len(set(kept)) == len(set(operations)) == 4, (kept, operations)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *grads)
+    assert kept[0] < kept[1]
+    assert operations[0] > operations[1]
 
 
 def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):

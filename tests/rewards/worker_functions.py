@@ -1,8 +1,11 @@
-"""Reward functions for test_reward_workers: they are sent to worker processes, so this module imports little."""
+"""Reward functions for test_workers: they are sent to worker processes, so this module imports little."""
 
 import asyncio
 import ctypes
+import gc
+import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -36,15 +39,9 @@ def is_told_to_end(completions):
     return [child.wait()] * len(completions)
 
 
-def sleeps(completions):
-    time.sleep(0.8)
-    return length(completions)
-
-
 def in_the_worker(completions):
     """Facts of the worker's process, as numbers."""
-    package = any(name.split(".")[0] in ("jax", "grpo_jax") for name in sys.modules)
-    return [float(package), os.getpid(), os.getpgid(0), float(os.environ["JAX_PLATFORMS"] == "cpu")]
+    return [float("jax" in sys.modules), os.getpid(), os.getpgid(0), float(os.environ["JAX_PLATFORMS"] == "cpu")]
 
 
 def by_text(completions):
@@ -61,15 +58,12 @@ async def row_of_worker_async(completion, row):
     return float(row["by"])
 
 
-def prints(completions):
-    print("said", completions[0])
-    return length(completions)
-
-
 def starts_a_process(completions, pid_file):
     process = subprocess.Popen(["sleep", "600"])
     with open(pid_file[0], "w", encoding="ascii") as file:
         file.write(str(process.pid))
+    if completions[0] == "exit":
+        os._exit(3)
     process.wait()
 
 
@@ -80,6 +74,34 @@ def writes_its_pid_and_hangs(completions, pid_file):
         pass
 
 
+class Bomb:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def forges(completions, path):
+    """Write to the connection that carries the replies, before the reply to this call."""
+    from pebble.common import Result, ResultStatus
+    from pebble.pool.process import TaskResult, WorkerChannel, WorkerTask
+
+    how = completions[0]
+    (channel,) = (one for one in gc.get_objects() if isinstance(one, WorkerChannel))
+    task = max(one.id for one in gc.get_objects() if isinstance(one, WorkerTask))
+    if how == "the next reply":
+        reply = json.dumps({"nonce": "0" * 16, "loaded": True, "scores": [100.0]})
+        channel.send(TaskResult(task + 1, Result(ResultStatus.SUCCESS, reply)))
+    if how == "a pickle":
+        channel.writer.send_bytes(pickle.dumps(TaskResult(task, Result(ResultStatus.SUCCESS, Bomb(path[0])))))
+    if how == "noise":
+        channel.writer.send_bytes(b"no pickle")
+    return length(completions)
+
+
 def misbehave(completions, how):
     """Do what the first entry of `how` says; otherwise score the length."""
     action = ACTIONS.get(how[0])
@@ -88,11 +110,6 @@ def misbehave(completions, how):
 
 def _raise(completions):
     raise KeyError("gold")
-
-
-def _hang(completions):
-    while True:
-        pass
 
 
 def _hang_in_c(completions):
@@ -121,25 +138,6 @@ def _memory(completions):
         hoard.append(bytes(2**22))  # zeros that no page is given for: the limit counts addresses, the machine is spared
 
 
-def _print_without_end(completions):
-    while True:
-        print("x" * 100)
-
-
-def _print_a_little_too_much(completions):
-    # Less than a buffer: it reaches the file only after the function has returned.
-    print("x" * 5000)
-    return length(completions)
-
-
-def _huge_text(completions):
-    return "x" * 5_000_000
-
-
-def _huge_values(completions):
-    return ["x" * 5_000_000, *length(completions)[1:]]
-
-
 def _message_without_end(completions):
     raise ValueError("y" * 5_000_000)
 
@@ -151,7 +149,6 @@ def _generator_without_end(completions):
 
 ACTIONS = {
     "raise": _raise,
-    "hang": _hang,
     "hang in C": _hang_in_c,
     "hang deaf": _hang_deaf,
     "slow async": _slow_async,
@@ -160,15 +157,11 @@ ACTIONS = {
     "returns None": lambda completions: None,
     "a None": lambda completions: [None, *length(completions)[1:]],
     "nan": lambda completions: [float("nan"), *length(completions)[1:]],
-    "inf": lambda completions: [float("inf"), *length(completions)[1:]],
     "huge int": lambda completions: [10**400, *length(completions)[1:]],
     "string": lambda completions: ["1.0", *length(completions)[1:]],
     "scalar": lambda completions: 1.0,
-    "complex": lambda completions: [1j, *length(completions)[1:]],
-    "print without end": _print_without_end,
-    "print a little too much": _print_a_little_too_much,
-    "huge text": _huge_text,
-    "huge values": _huge_values,
+    "huge text": lambda completions: "x" * 5_000_000,
+    "huge values": lambda completions: ["x" * 5_000_000, *length(completions)[1:]],
     "message without end": _message_without_end,
     "generator without end": _generator_without_end,
     "memory": _memory,

@@ -64,12 +64,6 @@ class Bare:
         return model_and_params()[0].apply(variables, tokens)
 
 
-def test_the_rows_of_this_test_end_at_very_different_times():
-    lengths = np.asarray(sampled().mask.sum(-1))
-    assert (lengths.min(), lengths.max()) == (1, 70)
-    assert 0 < np.asarray(sampled().ended).mean() < 1
-
-
 def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
     c = jax.device_get(sampled())
     for tokens, mask, log_probs, ended in zip(
@@ -160,14 +154,6 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
 
 
-@pytest.mark.quick
-def test_kernels_stand_as_they_are_on_several_devices():
-    _, params = model_and_params()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert decode_variables(None, spread).keys() == {"params"}
-
-
 def test_one_long_decode_inside_jit_gives_the_same_completions():
     model, params = model_and_params()
     prompts = make_prompts(PROMPTS)
@@ -250,10 +236,6 @@ def test_a_row_does_not_depend_on_the_batch_around_it():
     assert_same(pick(sample(mixed, prompt_indices=jnp.array([17, 2, 0])), slice(1, 2)), pick(sampled(), slice(2, 3)))
 
 
-def test_fewer_generations_are_the_first_ones():
-    assert_same(sample(num_generations=3), jax.tree.map(lambda x: x[:, :3], sampled()))
-
-
 def test_a_longer_limit_continues_the_same_rows():
     short = sample(max_completion_length=20)
     np.testing.assert_array_equal(short.tokens, sampled().tokens[:, :, :20])
@@ -279,18 +261,6 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
         logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
         np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
-
-
-def test_without_eos_ids_every_row_is_truncated():
-    completions = sample(max_completion_length=5, eos_token_ids=())
-    assert np.asarray(completions.mask).all()
-    assert not np.asarray(completions.ended).any()
-
-
-def test_one_token_completions():
-    completions = sample(max_completion_length=1)
-    np.testing.assert_array_equal(completions.tokens[..., 0], sampled().tokens[..., 0])
-    np.testing.assert_array_equal(completions.ended, eos_at(sampled(), 0))
 
 
 @pytest.mark.quick
@@ -330,24 +300,6 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     # Nine tokens per row: five slots on average.
     work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
     assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
-
-
-def test_on_the_host_they_are_the_same_arrays_of_numpys():
-    found = sample(on_host=True)
-    assert {type(x) for x in jax.tree.leaves(found)} == {np.ndarray}
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(sampled()))
-    jax.tree.map(np.testing.assert_array_equal, found, sampled())
-    _, params = model_and_params()
-    uncached = generate(
-        Bare(),
-        params,
-        make_prompts(PROMPTS),
-        jax.random.key(7),
-        num_generations=1,
-        max_completion_length=2,
-        on_host=True,
-    )
-    assert {type(x) for x in jax.tree.leaves(uncached)} == {np.ndarray}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import RolloutShapes
-from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.text.pieces import token_bytes
 
@@ -252,12 +251,6 @@ def test_each_turn_ends_with_its_own_text_and_with_no_observations(said):
     )
 
 
-def test_the_first_turn_is_that_of_one_turn():
-    tokens = np.asarray(played()[0].tokens).reshape(-1, T)
-    for row, one, mask in zip(tokens, expected().tokens.reshape(-1, T), expected().mask.reshape(-1, T), strict=True):
-        np.testing.assert_array_equal(row[: mask.sum()], one[mask])
-
-
 def test_log_probs_are_those_of_the_whole_row_read_once():
     completions, _ = played()
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
@@ -286,24 +279,3 @@ def test_a_turn_that_is_as_long_as_it_may_be_is_handed_over(longest):
         assert row[own].tolist() == [token for turn in turns for token in turn]
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
     np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
-
-
-def test_a_turn_that_ends_with_all_the_room_is_truncated_and_not_handed_over():
-    completions, heard = play(eos_token_ids=(), max_turn_length=17, most=9)
-    assert {tuple(map(len, turns)) for turns in heard.values()} == {(17,)}  # 17, an observation of 6, and 17 to the end
-    assert not np.asarray(completions.ended).any()
-    assert np.asarray(completions.present).all()
-
-
-@pytest.mark.quick
-def test_behind_a_text_the_next_turn_is_drawn_in_whole_bursts(monkeypatch):
-    """The state of the turn before would end it again with every token on the device."""
-    bursts, plain = [], Rollout.decode
-
-    def decode(self, *arguments, **settings):
-        bursts.append(1)
-        return plain(self, *arguments, **settings)
-
-    monkeypatch.setattr(Rollout, "decode", decode)
-    play(stop=STOP)
-    assert len(bursts) < 20

@@ -153,49 +153,6 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-@pytest.mark.parametrize("patience", [0, 2])
-def test_the_others_draw_two_bursts_more_while_answers_are_under_way(monkeypatch, patience):
-    """Three of four completions end their turn at once; the fourth draws on, until the three are read."""
-    happened = []
-    monkeypatch.setattr(turns, "PATIENCE", patience)
-
-    def watch(name):
-        original = getattr(rollout, name)
-        monkeypatch.setattr(rollout, name, lambda *args, **how: happened.append(name) or original(*args, **how))
-
-    watch("decode")
-    watch("read_chunk")
-    how = {"length": 60, "group": 1, "temperature": 0.0}
-    rows = play(eos_token_ids=(), **how)[0].tokens.reshape(4, -1).tolist()
-    long = min(rows, key=lambda row: len(set(row[:48])))
-    ends = [next(token for token in row[:16] if token not in long[:48]) for row in rows if row is not long]
-    happened.clear()
-    play(lambda completion, turn, room: promise([9] if room > 30 else None), eos_token_ids=ends, **how)
-    assert happened.index("read_chunk") == 1 + patience
-
-
-class Echo(Script):
-    """After each turn two tokens, and the fifth is the last: with turns of one token, all are in step."""
-
-    def answer(self, completion, turn, room):
-        heard = self.heard.setdefault(completion, [])
-        heard.append(turn)
-        return None if len(heard) == 5 else [10, 11 + completion % 7]
-
-
-def test_turns_in_step_move_no_keys(monkeypatch):
-    """Where every token ends a turn nothing is aligned; where only some do, something is."""
-    moved, original = [], rollout.move
-    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
-    completions, _ = play(Echo(), eos_token_ids=range(SHAPE.vocab_size))
-    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
-    assert not moved
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-
-    play(Echo(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
-    assert moved, "turns of different lengths are aligned"
-
-
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
@@ -223,11 +180,6 @@ def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatc
     np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
 
 
-def test_the_bytes_do_not_depend_on_the_clock():
-    slow, _ = play(Script(seconds=lambda i: 0.004 * (i * 5 % 7)))
-    np.testing.assert_array_equal(slow.log_probs, played()[0].log_probs)
-
-
 def test_one_turn_is_generate():
     completions, _ = play(Script(most=1))
     how = {"num_generations": 4, "max_completion_length": T, "eos_token_ids": EOS, "pad_token_id": PAD}
@@ -236,14 +188,6 @@ def test_one_turn_is_generate():
         np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
     np.testing.assert_array_equal(completions.present, expected.mask)
     np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
-
-
-def test_a_group_of_its_own_and_greedy_draws_are_the_same():
-    """The first prompt alone, in a cache of another size: as with its neighbours."""
-    alone, _ = play(prompts=jax.tree.map(lambda x: x[:1], PROMPTS), temperature=0.0)
-    together, _ = play(temperature=0.0)
-    np.testing.assert_array_equal(alone.tokens, together.tokens[:1])
-    assert (np.asarray(together.tokens[:, :1]) == np.asarray(together.tokens))[..., 0].all(), "greedy: all of a group"
 
 
 def test_on_a_mesh_of_several_devices():

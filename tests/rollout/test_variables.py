@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from tiny import tiny_model
 
-from grpo_jax import GRPOConfig, generate, make_prompts
+from grpo_jax import generate, make_prompts
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
-from grpo_jax.planning.account import Account
-from grpo_jax.planning.loaded import Loaded
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import choose_ladder
@@ -106,26 +104,6 @@ def test_what_is_rounded_already_is_not_copied():
     assert decode_variables(on_two_devices()[0], half)["params"] is half
 
 
-def test_a_plan_counts_the_copies_and_the_cache():
-    model = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-    model |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-
-    def added(dtype):
-        config = GRPOConfig(mesh={"fsdp": 2}, compute_dtype=dtype, max_completion_length=64)
-        account = Account.of(model, config, 64, Loaded(), jax.devices()[:2])
-        program = account.rollout.largest().lower().compile().memory_analysis()
-        memory = type("Memory", (), {"arguments": program.argument_size_in_bytes, "temporaries": 0})
-        return account.added("rollout", memory)
-
-    wide, half = added("float32"), added("bfloat16")
-    matrices = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32
-    assert "params for decoding" not in wide
-    assert half["params for decoding"] == 2 * matrices // 2, "of each device"
-    keys = 2 * 16 * (64 + 8 * 64)  # of each device one prompt, and eight completions
-    assert half["KV cache"] == pytest.approx(2 * keys, rel=0.02)
-    assert wide["KV cache"] == pytest.approx(4 * keys, rel=0.02)
-
-
 def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     """A run's programs are made from such shapes: on a GPU they once were those of a CPU, compiled and never used."""
     model, params = tiny_model()
@@ -138,17 +116,6 @@ def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     monkeypatch.setattr(decode_module, "platform_of", lambda: ("gpu", 9.0))
     assert ladder(shapes).fixed
     assert not ladder(params).fixed, "these are on a CPU"
-
-
-def test_a_cache_need_not_grow_where_a_kernel_reads_what_is_full():
-    model, params = tiny_model(head_dim=16)
-
-    def slots(kind, prompt_length=20):
-        of = Transformer(dataclasses.replace(model.config, attention=kind))
-        return choose_ladder(as_argument(of), params, prompt_length, 4, 2, 512, mesh=None, waits=False).slots
-
-    assert slots("einsum") == slots("interpreted", prompt_length=5) == (128, 256, 511)
-    assert slots("interpreted") == (511,)
 
 
 @pytest.mark.parametrize(("mesh", "grows"), [(None, False), ({"tensor": 2}, False), ({"fsdp": 2, "tensor": 2}, True)])

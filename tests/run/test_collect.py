@@ -11,6 +11,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages, train
+from grpo_jax.config import batches
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
@@ -35,9 +36,9 @@ def run_of(reward_fns=length_reward, **settings):
     return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(**settings)))
 
 
-def collected(run, cursor=0, posteriors=None, **keep):
+def collected(run, cursor=0, **keep):
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run, state, cursor, count=run.sizes.prompts, posteriors=posteriors)
+    return collect(run, state, cursor, count=run.sizes.prompts)
 
 
 def test_rows_rewards_and_advantages_belong_together():
@@ -130,7 +131,7 @@ def test_metrics_with_refills_by_hand():
         "reward_weights": [1.0, 0.5],
         "mask_truncated_completions": True,
     }  # what is masked was sampled all the same
-    m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, max_refills=1, **weights)).metrics
+    m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, **weights)).metrics
     alone = collected(run_of([silent_for(1, 3), length_reward], **weights)).metrics
     assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward no group is without a signal"
     for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/fn/mean", "num_tokens"):
@@ -173,8 +174,9 @@ def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
 
 
 @pytest.mark.quick
-def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere():
-    run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True, max_refills=1)
+def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(monkeypatch):
+    monkeypatch.setattr(batches, "MAX_REFILLS", 1)
+    run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True)
     experience = collected(run)
     batch = experience.batch
     np.testing.assert_array_equal(batch.counted, [True, False, False, False])
@@ -318,10 +320,9 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     [
         ({}, 4 * 4),  # 16 completions are 4 prompts, in each of 4 steps
         ({"num_iterations": 2}, 2 * 4),
-        ({"num_iterations": 2, "max_kl_old": 0.1}, 4 * 4),
-        ({"dynamic_sampling": True, "max_refills": 2}, 4 * 4 * 3),
+        ({"dynamic_sampling": True}, 4 * 4 * 5),
     ],
-    ids=["plain", "iterations", "cut iterations", "refills"],
+    ids=["plain", "iterations", "refills"],
 )
 def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, count):
     """In the order of the stream, which `datasets` shuffles by a buffer; the run that goes on reads the same."""
@@ -355,12 +356,7 @@ def test_the_steps_of_a_run_take_no_more_rows_than_were_read_for_them():
         return [0.5] * len(prompts)
 
     config = GRPOConfig(
-        max_completion_length=4,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_steps=3,
-        dynamic_sampling=True,
-        max_refills=1,
+        max_completion_length=4, per_device_train_batch_size=8, num_generations=4, max_steps=3, dynamic_sampling=True
     )
     train(POLICY, ({"prompt": f"{n}"} for n in itertools.count()), silent, config)
-    assert len(seen) == len(set(seen)) == config.most_prompts() == 3 * 2 * 2
+    assert len(seen) == len(set(seen)) == config.most_prompts() == 3 * 2 * 5

@@ -1,6 +1,5 @@
 """A rollout one iteration ahead: what samples, what is learnt from it, what runs beside what, and how it resumes."""
 
-import signal
 import sys
 import threading
 
@@ -10,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_resume import ROWS, Cut, assert_same_run, cut_at
-from test_resume import run as run_in
 from tiny import scored, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, compute_advantages, generate, make_prompts, train
-from grpo_jax.run.signals import Interrupted
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.step import train_step
 
 G, T = 4, 6
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 
 
 def lengths(completion_ids):
@@ -90,51 +87,3 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
     assert off_policy == 3, "and samples of the present policy would have been others"
     assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-4), "the first iteration has nothing older to learn from"
     assert min(line["ratio_max"] for line in lines[1:]) > 1.01
-
-
-def test_a_signal_leaves_the_rewards_and_the_samples_ahead(tmp_path, monkeypatch):
-    """The thread beside ends at its next segment; the run goes on with the completions that it had."""
-    settings = {"rollout_ahead": True, "max_steps": 6, "eval_steps": None, "num_iterations": 1, "save_steps": 5}
-    settings["dynamic_sampling"] = False  # one rollout an iteration, of two steps
-    whole = run_in(tmp_path / "whole", **settings)
-    collecting, sent, ends, scored = sys.modules["grpo_jax.run.collect"], threading.Event(), [], []
-    real_sample, real_score = collecting.sample, collecting.score_own
-
-    def sample_after_the_signal(*args, **how):
-        if len(ends) == 2:  # those of the first iteration, and those ahead of it
-            assert sent.wait(240), "the second iteration's rewards are not computed beside"
-        try:
-            completions = real_sample(*args, **how)
-        except BaseException as error:
-            ends.append(type(error))
-            raise
-        ends.append(None)
-        return completions
-
-    def score(*args, **how):
-        scored.append(args)
-        if len(scored) == 2:
-            signal.raise_signal(signal.SIGTERM)
-            sent.set()
-        return real_score(*args, **how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(collecting, "sample", sample_after_the_signal)
-        patch.setattr(collecting, "score_own", score)
-        with pytest.raises(SystemExit):
-            run_in(tmp_path / "cut", **settings)
-    assert ends == [None, None, Interrupted]
-    (checkpoint,) = (path.name for path in (tmp_path / "cut" / "checkpoints").iterdir() if path.name.isdigit())
-    assert int(checkpoint) == 2
-    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
-
-
-def test_a_run_that_samples_ahead_resumes_to_the_same_bytes(tmp_path):
-    """Killed in the middle of an iteration and between two, where the samples of a policy that is gone are in hand."""
-    settings = {"rollout_ahead": True, "max_steps": 12, "num_iterations": 2, "eval_steps": None, "logging_steps": 1}
-    whole = run_in(tmp_path / "whole", **settings)
-    for step in (5, 7):  # the newest checkpoints are of steps 4 and 6; iterations begin after 4 and 8
-        with pytest.raises(Cut):
-            run_in(tmp_path / "cut", callbacks=[cut_at(step)], **settings)
-    assert_same_run(run_in(tmp_path / "cut", **settings), whole, tmp_path / "cut", tmp_path / "whole")
-    chex.assert_tree_all_finite(whole.params)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_resume import Cut, assert_same_run, cut_at
 from tiny import scored, tiny_policy
 
 from grpo_jax import Completions, GRPOConfig, evaluate, from_pretrained, generate, rehearse, save_pretrained, train
@@ -19,14 +18,12 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, read_completions
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.watch.hints import Hints
-from grpo_jax.watch.writer import read_lines
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
@@ -190,8 +187,6 @@ def test_something_else_than_completions_is_refused_before_anything_is_learned()
     learned = []
     with pytest.raises(ValueError, match=r"sampler returned \(1, 2\): return grpo_jax\.Completions"):
         run(lambda prompts: (1, 2), callbacks=[lambda *line: learned.append(line)])
-    with pytest.raises(ValueError, match="a token outside of the vocabulary"):
-        run(lambda **_: canned().replace(tokens=canned().tokens + 1000), callbacks=[lambda *line: learned.append(line)])
     assert learned == []
 
 
@@ -219,20 +214,17 @@ def test_arrays_of_pytorch_and_in_half_precision_are_taken():
 
 # What is learned from it ---------------------------------------------------------------------------------------------
 
-UPDATES = {
-    "one update": {},
-    "micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "several updates": {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1},
-    "dynamic sampling": {"dynamic_sampling": True, "max_refills": 1},
-    "rollout ahead": {"rollout_ahead": True, "beta": 0.1},
-    "a mesh": {"mesh": {"data": 2}, "per_device_train_batch_size": 4},
-}
 
-
-@pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_an_exact_engine_teaches_what_the_built_in_sampler_does(name, correction):
-    settings, optimizer = UPDATES[name] | {"sampler_correction": correction}, optax.sgd(0.1)  # Adam blows up rounding
+@pytest.mark.parametrize(
+    ("correction", "settings"),
+    [
+        ("sequence_mask", {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1}),
+        ("token_truncate", {"dynamic_sampling": True, "rollout_ahead": True}),
+    ],
+    ids=["several updates", "dynamic sampling ahead"],
+)
+def test_an_exact_engine_teaches_what_the_built_in_sampler_does(correction, settings):
+    settings, optimizer = settings | {"sampler_correction": correction}, optax.sgd(0.1)  # Adam amplifies rounding
     (ours, lines), (theirs, others) = (run(one, optimizer=optimizer, **settings) for one in (None, exact))
     chex.assert_trees_all_close(ours.params, theirs.params, atol=1e-6)
     moved = max(
@@ -260,7 +252,7 @@ def batch_of(sampler, params=None, **settings):
 
 def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     other = tiny_policy(seed=3).params
-    experience, made, state = batch_of(hot, params=other, num_iterations=2, temperature=0.8)
+    experience, made, _ = batch_of(hot, params=other, num_iterations=2, temperature=0.8)
     batch = experience.batch
     completions = Completions(batch.tokens, batch.mask, batch.sampling_log_probs, batch.mask[..., 0])
     score = lambda params, temperature: scored(
@@ -275,23 +267,11 @@ def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     weights = sampler_weights(batch.old_log_probs, batch.sampling_log_probs, batch.mask)
     assert metrics["sampler/importance_weight_max"] == pytest.approx(float(weights.max()), rel=1e-5)
     assert metrics.items() <= experience.metrics.items()
-    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
-    assert shapes(abstract_batch(made, state)) == shapes(batch), "compiled ahead is what comes"
 
 
-def test_old_log_probs_of_a_rollout_ahead_are_of_the_policy_before():
-    """They are made when the engine samples: a step later the params are gone."""
-    lines = run(hot, rollout_ahead=True, learning_rate=0.1, sampler_correction="token_truncate")[1]
-    gaps = [line["sampler/log_prob_difference_mean"] for line in lines]
-    ratios = [line["ratio_max"] for line in lines]
-    assert ratios[0] == pytest.approx(1, abs=1e-4)
-    assert min(ratios[1:]) > 1.01, "the ratio is to the policy of one update before"
-    steady = run(hot, learning_rate=0.1, sampler_correction="token_truncate")[1]
-    assert gaps[0] == pytest.approx(steady[0]["sampler/log_prob_difference_mean"], rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None])
-@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "on_policy"), [("token_truncate", True), ("sequence_mask", False), (None, True), (None, False)]
+)
 def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
     experience, made, _ = batch_of(hot, params=tiny_policy(seed=3).params, num_iterations=2)
     config = GRPOConfig(**SMALL, sampler_correction=mode, sampler_correction_max=1.5, sampler_correction_min=0.3)
@@ -310,25 +290,11 @@ def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
 
     bare = Bare()
     packed = stepped(made.policy.model, (2, G), experience.batch)
-    for micro in ((2, G), (1, 2), (2, 1)):
+    for micro in ((2, G), (1, 2)):
         chex.assert_trees_all_close(packed, stepped(bare, micro, experience.batch), atol=1e-5)
     plain = stepped(bare, (2, G), experience.batch.replace(old_log_probs=None))
     changed = max(jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), plain, packed)))
     assert (changed > 1e-3) == (mode is not None or not on_policy), "the weights, and the old log-probs, count"
-
-
-def test_a_run_goes_on_to_the_same_bytes(tmp_path):
-    """In the middle of an iteration, whose batch has old log-probs, and with completions sampled ahead."""
-    settings = {"num_iterations": 2, "rollout_ahead": True, "max_steps": 6, "save_steps": 1, "eval_steps": None}
-    whole, _ = run(hot, tmp_path / "whole", **settings)
-    for step in (3, 4):
-        with pytest.raises(Cut):
-            run(hot, tmp_path / "cut", callbacks=[cut_at(step)], **settings)
-    cut, _ = run(hot, tmp_path / "cut", **settings)
-    assert_same_run(whole, cut, tmp_path / "whole", tmp_path / "cut")
-    assert "sampler/importance_weight_mean" in next(iter(read_lines(tmp_path / "cut" / "metrics.jsonl")))
-    with pytest.raises(ValueError, match="sampler: generate, the run has the caller's"):
-        run(None, tmp_path / "cut", **settings)
 
 
 def test_without_a_sampler_a_batch_is_as_it_was():
@@ -337,7 +303,7 @@ def test_without_a_sampler_a_batch_is_as_it_was():
     assert mismatch(experience.batch, made.config) == {}
 
 
-def test_a_rehearsal_calls_the_engine_and_tells_what_is_wrong_with_it():
+def test_a_rehearsal_calls_the_engine_and_reports_its_difference():
     calls = []
 
     def engine(**arguments):
@@ -349,7 +315,6 @@ def test_a_rehearsal_calls_the_engine_and_tells_what_is_wrong_with_it():
     assert calls == [G]
     (line,) = [line for line in found.suspicious if "sampler" in line]
     assert "the log-probs of the sampler's engine differ from the trainer's by" in line
-    assert not [line for line in rehearse(POLICY, ROWS, rewards, config, sampler=exact).suspicious if "sampler" in line]
 
 
 @pytest.mark.quick

@@ -1,10 +1,9 @@
-"""Runs whose turns end behind a text: what is heard, learned from and counted, and the same bytes after a kill."""
+"""Runs whose turns end at a stop string: what environments receive, and what is learned and counted."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_resume import assert_same_run, run_killed
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, train
@@ -117,17 +116,6 @@ def test_an_evaluation_of_one_turn_ends_there_too():
         assert (text, row["ended"]) == ((long[: cut + len("little girl")], True) if cut >= 0 else (long, False))
     assert metrics["mean_length"] < whole["mean_length"]
     assert evaluate(policy, rows, length, max_turn_length=5, max_completion_length=64)[0]["mean_length"] == 5
-
-
-def test_killed_and_begun_again_it_ends_in_the_same_bytes(tmp_path):
-    """And with other ends it is not gone on with."""
-    settings = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2}
-    expected, _ = run(run_dir=tmp_path / "whole", **settings)
-    run_killed("test_stop_run", tmp_path / "killed", 2, **settings)
-    with pytest.raises(ValueError, match=r"stop = \['a', 'é'\]: the run has \['a', "):
-        run(run_dir=tmp_path / "killed", **settings, stop=["a", "é"])
-    state, _ = run(run_dir=tmp_path / "killed", **settings)
-    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.quick

@@ -131,8 +131,6 @@ def main():
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
     config = GRPOConfig(**SETTINGS, max_steps=arguments.steps, rollout_ahead=arguments.rollout_ahead)
-    if arguments.sampler:  # and rows that are chosen by what is known of them
-        config = dataclasses.replace(config, prompt_selection="beta", prompt_success=0.25)
     devices = 4 // (arguments.num_processes or 1)
     # The last of a flag counts: the settings of the tests, but for the number of devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"

@@ -1,12 +1,11 @@
 """Suites in a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000, seed: 1}`, and what follows from it."""
 
-import subprocess
 import sys
 
 import pytest
 
 from grpo_jax.cli.runfile import read_run
-from grpo_jax.suites import SUITES, Suite, is_suite, suite_of
+from grpo_jax.suites import SUITES, Suite, suite_of
 
 ALL = ("data", "rewards")
 
@@ -66,13 +65,6 @@ def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.usefixtures("stand_in")
-def test_the_stage_of_sft_takes_a_suites_rows(tmp_path):
-    sft = "stages: [sft]\nsft: {data: {made: sums}, columns: {completion: answer}}"
-    assert read_run(written(tmp_path, sft), wanted=ALL).sft.rows[0]["completion"] == "a"
-
-
-@pytest.mark.quick
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -89,23 +81,6 @@ def test_the_stage_of_sft_takes_a_suites_rows(tmp_path):
 def test_faults_are_said_with_their_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_run(written(tmp_path, text), wanted=ALL)
-
-
-@pytest.mark.quick
-def test_a_mapping_without_a_suite_is_none():
-    assert not is_suite({"path": "rows.jsonl"})
-    with pytest.raises(ValueError, match=r"data\.1: no such key"):
-        suite_of({"reasoning_gym": "acre", 1: 2})
-
-
-@pytest.mark.quick
-def test_no_suite_is_imported_unless_it_is_asked_for():
-    code = (
-        "import sys, grpo_jax.cli.runfile, grpo_jax.suites\n"
-        "extras = {'reasoning_gym', 'verifiers', 'openenv', 'math_verify', 'sympy', 'openai'}\n"
-        "assert not extras & set(sys.modules), extras & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.quick

@@ -131,27 +131,15 @@ def test_bad_arguments_are_named(arguments, message):
         openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
 
 
-def learn(suite, **settings):
-    """Three iterations of a policy most of whose completions have several turns."""
-    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
-    lines = []
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=8,
-        max_completion_length=40,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        max_steps=3,
-        **settings,
-    )
-    rows = [{**row, "prompt": "ab"} for row in suite.rows]  # this tokenizer has no chat template
-    factory = suite.environment_factory
-    train(policy, rows, [], config, environment_factory=factory, callbacks=[lambda step, line: lines.append(line)])
-    return lines
-
-
 def test_three_iterations_with_the_packages_own_environment(server):
-    lines = learn(openenv(server.url, prompt="", observation="echoed_message", max_turns=3, size=6))
+    """Of a policy most of whose completions have several turns."""
+    suite = openenv(server.url, prompt="", observation="echoed_message", max_turns=3, size=6)
+    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+    lines, rows = [], [{**row, "prompt": "ab"} for row in suite.rows]  # this tokenizer has no chat template
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40, "max_steps": 3}
+    config = GRPOConfig(gradient_checkpointing=False, logging_steps=1, **sizes)
+    callbacks = [lambda step, line: lines.append(line)]
+    train(policy, rows, [], config, environment_factory=suite.environment_factory, callbacks=callbacks)
     assert len(lines) == 3
     assert all(line["rewards/OpenEnv/missing"] == 0.0 < line["rewards/OpenEnv/mean"] for line in lines)
     assert max(line["turns/mean"] for line in lines) > 1

@@ -40,9 +40,3 @@ def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
 def test_templates_that_are_none(template):
     with pytest.raises(ValueError, match=r"^prompt = "):
         check_templates(None, template)
-
-
-@pytest.mark.quick
-def test_none_in_a_template_is_no_word():
-    with pytest.raises(ValueError, match=r"prompt: \{question\} is None in dataset row 1: give a value"):
-        load_rows([{"question": "1+1"}, {"question": None}], prompt="Q: {question}")

@@ -1,16 +1,12 @@
 """Completions as text: prompt + completion is the text that the model saw, for every kind of tokenizer."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.hub.huggingface import load_tokenizer
-from grpo_jax.text.completions import decode_completions, reward_inputs
+from grpo_jax.text.completions import reward_inputs
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 WORDS = ["Once", "upon", "a", "time", "there", "was", "café", "."]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<bot>"]
@@ -130,29 +126,3 @@ def test_a_prefill_goes_on_as_it_began(family, prefill):
     alone = tokenizer.decode(ids)
     said = completed(tokenizer, prompt[:1], opened, ids)
     assert said == [{"role": "assistant", "content": alone}], "a message of its own begins as TRL's does"
-
-
-@pytest.mark.quick
-def test_special_tokens_at_the_end_of_a_prompt_hide_no_text_before_them():
-    tokenizer = sentencepiece()
-    ids = [
-        *tokenizer("Once upon", add_special_tokens=False)["input_ids"],
-        *[tokenizer.convert_tokens_to_ids("<bot>")] * 9,
-    ]
-    time = tokenizer("a time", add_special_tokens=False)["input_ids"]
-    assert completed(tokenizer, "", ids, time) == " a time"
-    assert completed(tokenizer, "", ids[-9:], time) == "a time", "where there is none, the text begins here"
-    tokens = np.array([[time]])
-    assert decode_completions(tokenizer, tokens, np.ones(tokens.shape, bool)) == ["a time"], (
-        "without the prompt's tokens"
-    )
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/data/stories260K is not there")
-def test_stories260K_keeps_its_first_space():
-    tokenizer = load_tokenizer(STORIES)
-    prompt_ids, whole = (tokenizer(text)["input_ids"] for text in ("Once upon a", "Once upon a time"))
-    assert tokenizer.decode(whole[len(prompt_ids) :]) == "time", "decoded alone"
-    assert completed(tokenizer, "Once upon a", prompt_ids, whole[len(prompt_ids) :]) == " time"
-    prompt = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once upon a"}]
-    assert completed(tokenizer, prompt, prompt_ids, whole[len(prompt_ids) :])[0]["content"] == "Once upon a time"

@@ -11,12 +11,6 @@ ROWS = [
 
 
 @pytest.mark.quick
-def test_a_pyarrow_table_is_its_rows():
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    assert load_rows(pyarrow.Table.from_pylist(ROWS)) == ROWS
-
-
-@pytest.mark.quick
 def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -32,13 +26,6 @@ def test_what_a_pandas_frame_does_not_have_is_none():
     rows = [{"prompt": "1+1", "n": 2, "answer": "2", "x": 0.5}, {"prompt": "2+2", "n": None, "answer": None, "x": None}]
     for frame in (pandas.DataFrame(rows), pandas.DataFrame(rows).convert_dtypes()):
         assert load_rows(frame) == rows, "and not NaN or NA, which no reward function takes for 'no score'"
-
-
-@pytest.mark.quick
-def test_an_empty_list_of_images_is_none_and_a_picture_is_refused():
-    assert load_rows(ROWS) == ROWS
-    with pytest.raises(ValueError, match="dataset row 1 has a column 'images': models read text alone"):
-        load_rows([ROWS[0], {**ROWS[1], "images": ["picture"]}])
 
 
 @pytest.mark.quick

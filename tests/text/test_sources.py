@@ -1,6 +1,5 @@
 """Rows from every kind of source, for Python and the command line alike."""
 
-import csv
 import json
 
 import pytest
@@ -30,14 +29,6 @@ def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows(source, **SHAPE) == WANTED
     described = source if isinstance(source, dict) else {"path": source}
     assert load_rows({**described, "rows": 1}, **SHAPE) == WANTED[:1]
-
-
-@pytest.mark.quick
-def test_parquet(folder):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "rows.parquet")
-    assert load_rows("rows.parquet", **SHAPE) == WANTED
 
 
 @pytest.mark.quick
@@ -81,20 +72,6 @@ def test_what_is_wrong_with_a_source_is_said(folder, source, said):
         load_rows(source, argument="data")
 
 
-@pytest.mark.quick
-def test_a_dataset_that_the_hub_does_not_give_is_an_error_in_one_line(folder, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-
-    def refuse(*names, split):
-        raise ConnectionError("no network\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        ValueError, match=r"'me/rows': is no file, and the hub did not give it .ConnectionError: no net"
-    ):
-        load_rows("me/rows")
-
-
 # As verl's preprocessing writes its Parquet files.
 VERL = [
     {
@@ -133,43 +110,9 @@ def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
 
 
 @pytest.mark.quick
-def test_a_field_of_a_csv_file_may_be_long(folder):
-    long = "x" * 200_000
-    (folder / "rows.csv").write_text(f'question,solution\n"{long}\nand more",2\n')
-    limit = csv.field_size_limit()
-    (row,) = load_rows("rows.csv", prompt="{question}")
-    assert row["prompt"] == f"{long}\nand more"
-    assert csv.field_size_limit() == limit, "that of the process is as it was"
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
     (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
     line = 3 if name == "rows.csv" else 2
     with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is no text in UTF-8 \(byte .* 0xe9\)"):
         load_rows(name, **SHAPE)
-
-
-@pytest.mark.quick
-def test_lines_of_a_csv_file_may_end_as_they_do_on_any_system(folder):
-    for end in ("\n", "\r\n", "\r"):
-        (folder / "rows.csv").write_bytes(f"question,solution{end}1+1,2{end}2+2,4{end}".encode())
-        assert load_rows("rows.csv", **SHAPE) == WANTED
-
-
-@pytest.mark.quick
-def test_what_is_nested_in_nothing_is_nothing(folder):
-    (folder / "rows.jsonl").write_text('{"prompt": "1+1", "truth": {"n": 2}}\n{"prompt": "2+2", "truth": null}\n')
-    assert [row["answer"] for row in load_rows("rows.jsonl", columns={"answer": "truth.n"})] == [2, None]
-
-
-@pytest.mark.quick
-def test_text_in_another_encoding_within_a_parquet_file_is_named_with_row_and_column(folder):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    written = pyarrow.array([b"1+1", "né".encode("latin-1")])
-    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, written.buffers())  # as some writers leave it, unchecked
-    parquet.write_table(pyarrow.table({"n": [1, 2], "prompt": text}), folder / "rows.parquet")
-    with pytest.raises(ValueError, match=r"dataset: 'rows.parquet' row 1 has text that is no UTF-8 in its column 'pro"):
-        load_rows("rows.parquet")

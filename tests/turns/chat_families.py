@@ -116,19 +116,10 @@ PLAIN = (
 )
 
 SPECIAL = [
-    *("<|begin|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<|user|>", "<|assistant|>", "<|observation|>"),
-    *(
-        "<|python_tag|>",
-        "<|start|>",
-        "<|message|>",
-        "<|channel|>",
-        "<|constrain|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-    ),
-]
+    "<|begin|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|user|>",
+    "<|assistant|>", "<|observation|>", "<|python_tag|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>",
+    "<|end|>", "<|call|>", "<|return|>",
+]  # fmt: skip
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # tokens of their own that decoding does not leave out
 LINES = [
     "The policy calls a tool and sees what it says: higher, lower, or an error.",

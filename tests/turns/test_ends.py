@@ -1,20 +1,15 @@
 """Where a turn ends: the bytes of tokens for every kind of tokenizer, and ends that are refused."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from chat_families import family
 from test_completions import FAMILIES, fast
 from tokenizers import Tokenizer, decoders, models
 
-from grpo_jax import GRPOConfig
-from grpo_jax.hub.huggingface import load_tokenizer
 from grpo_jax.text.pieces import special_tokens, token_bytes
-from grpo_jax.turns.ends import BY_EOS, TurnEnds, stops_of
+from grpo_jax.turns.ends import TurnEnds, stops_of
 from grpo_jax.turns.templates import observation_ids
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 TEXTS = ["Once upon a time.", "a café was there", "  a  ", "€ and 日本, ç", "\x00\n\t"]
 
 
@@ -67,18 +62,6 @@ def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
 
 
 @pytest.mark.quick
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
-def test_of_a_real_tokenizer_too():
-    tokenizer = load_tokenizer(STORIES)[0] if isinstance(load_tokenizer(STORIES), tuple) else load_tokenizer(STORIES)
-    pieces = token_bytes(tokenizer)
-    for text in TEXTS:
-        assert b"".join(pieces[i] for i in ids_of(tokenizer, text)).decode() == " " + text
-    once = np.array(ids_of(tokenizer, "Once upon a time, there was a cat. He"))
-    end = stops_of(tokenizer, ["cat."]).end_of(once)
-    assert tokenizer.decode(once[:end]).endswith("a cat.")
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -92,13 +75,6 @@ def test_of_a_real_tokenizer_too():
 def test_what_is_no_end_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         TurnEnds.read(*values)
-
-
-@pytest.mark.quick
-def test_those_of_a_config():
-    config = GRPOConfig(stop=".", stop_token_ids=(7, 3, 7), max_turn_length=9)
-    assert TurnEnds.of(config) == TurnEnds((".",), (7, 3), 9)
-    assert TurnEnds.of(GRPOConfig(stop=[], stop_token_ids=[])) == TurnEnds.of(GRPOConfig()) == BY_EOS
 
 
 @pytest.mark.quick

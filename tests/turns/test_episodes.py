@@ -1,21 +1,18 @@
 """Episodes: what is said between the turns of a completion, by tools and by environments, well-behaved or not."""
 
 import json
-import time
 
-import isolated_environments
 import numpy as np
 import pytest
 from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
-from grpo_jax.rewards.workers import isolated
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
-from grpo_jax.turns.interaction import EnvironmentReward, encode_rows, make_interaction, with_environments
+from grpo_jax.turns.interaction import encode_rows, make_interaction, with_environments
 from grpo_jax.turns.played import EpisodeCounts, Played, metrics_of
 
 ROW = {"prompt": "find it: ", "target": 7}
@@ -88,32 +85,6 @@ def begun(interaction, row=ROW):
 
 
 @pytest.mark.quick
-def test_what_is_said_again_is_not_tokenized_again():
-    asked, tokenizer = [], tiny_tokenizer()
-
-    class Counting:
-        def __call__(self, text, **how):
-            asked.append(text)
-            return tokenizer(text, **how)
-
-        def decode(self, ids, **how):
-            asked.append(len(ids))
-            return tokenizer.decode(ids, **how)
-
-    texts, long = Texts(Counting()), "1 " * 40
-    for _ in range(3):
-        for text in ("5 7", "", long):
-            own = ids(tokenizer, text)
-            assert list(texts.encode(text)) == own.tolist()
-            assert texts.decode(np.append(own, 1)) == tokenizer.decode(np.append(own, 1), skip_special_tokens=True)
-            whole = tokenizer.decode(np.append(own, 1), skip_special_tokens=False)
-            assert texts.decode(np.append(own, 1), skip_special_tokens=False) == whole
-    assert asked.count("5 7") == asked.count("") == 1
-    assert asked.count(len(ids(tokenizer, "5 7")) + 1) == 2
-    assert asked.count(long) == 3, "what is long is not kept"
-
-
-@pytest.mark.quick
 def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
     interaction = interaction_of(Guess)
     episode, tokenizer = begun(interaction), interaction.tokenizer
@@ -159,62 +130,6 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("row", [ROW, CHAT], ids=["text", "conversation"])
-def test_half_a_character_in_what_it_says_is_replaced(row):
-    class Broken:
-        def respond(self, text):
-            return "no \ud83d!"
-
-    tokenizer, ends = family("hermes")
-    episode = begun(interaction_of(Broken, rows=(row,), tokenizer=tokenizer, eos=ends), row)
-    said = episode.answer(np.append(ids(tokenizer, "5"), ends[0]), 100)
-    assert "no ?!" in tokenizer.decode(said)
-    assert episode.turns[-1] == (False, "no ?!")
-
-
-@pytest.mark.quick
-def test_in_a_conversation_it_speaks_as_the_user():
-    tokenizer, ends = family("hermes")
-
-    class Teacher:
-        def respond(self, text):
-            return "go on"
-
-    episode = begun(interaction_of(Teacher, rows=(CHAT,), tokenizer=tokenizer, eos=ends), CHAT)
-    said = episode.answer(np.append(ids(tokenizer, "three"), ends[0]), 100)
-    assert tokenizer.decode(said) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    assert episode.messages == [{"role": "assistant", "content": "three"}, {"role": "user", "content": "go on"}]
-
-
-@pytest.mark.quick
-def test_an_observation_far_too_long_is_not_even_encoded():
-    class Endless:
-        def respond(self, text):
-            return "x" * 3_000_000
-
-    interaction = interaction_of(Endless)
-    begin = time.monotonic()
-    assert len(begun(interaction).answer(np.array([5, 1]), 50)) > 50
-    assert time.monotonic() - begin < 60
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("value", [b"bytes", 3, ["text"]])
-def test_what_is_not_text_is_an_error_of_the_environment(value):
-    class Odd:
-        def respond(self, text):
-            return value
-
-    with pytest.raises(
-        EnvironmentFault, match=r"Odd: respond returned .*text is needed, or None at the end, for row 3"
-    ):
-        begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-    episode = begun(interaction_of(Odd, on_error="end"))
-    assert episode.answer(np.array([5, 1]), 50) is None
-    assert episode.counts.errors == 1
-
-
 class Scored:
     """Rewards its turns, one of them with nothing, and ends with a reward for the last."""
 
@@ -223,7 +138,7 @@ class Scored:
 
     def respond(self, text):
         self.turns += 1
-        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list, as of an isolated environment
+        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list will do
 
     def get_reward(self):
         return self.last
@@ -244,37 +159,12 @@ def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("end", [[1.0, 2.0, 3.0], LookupError("gone")])
-def test_rewards_of_turns_do_not_score_an_episode_whose_get_reward_fails(end):
-    class Fails(Scored):
-        def get_reward(self):
-            if isinstance(end, Exception):
-                raise end
-            return end
-
-    def play(on_error):
-        episode = begun(interaction_of(Fails, on_error=on_error))
-        episode.answer(np.array([5, 1]), 50)
-        return episode.reward(), episode.counts.errors
-
-    assert play("end") == (None, 1)
-    with pytest.raises(EnvironmentFault, match=r"get_reward (raised LookupError|returned .* respond has rewarded)"):
-        play("raise")
-
-
-@pytest.mark.quick
-def test_get_reward_may_say_it_of_all_turns_at_once():
-    class Whole(Guess):
-        def get_reward(self):
-            return [1, 2.5]
-
-    assert begun(interaction_of(Whole)).reward() == [1.0, 2.5]
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (b"bytes", "Odd: respond returned .*text is needed, or None at the end, for row 3"),
+        (3, "respond returned 3, a int; text is needed"),
+        (["text"], "text is needed, or None at the end"),
         (("go", None), "respond returned the reward None; a finite number is needed, for row 3"),
         (("go", float("nan")), "respond returned the reward nan; a finite number is needed"),
         (("go", "1"), "respond returned the reward '1'; a finite number is needed"),
@@ -282,23 +172,16 @@ def test_get_reward_may_say_it_of_all_turns_at_once():
         (("a", 1.0, 2), r"respond returned \('a', 1.0, 2\), a tuple; text is needed, or None at the end"),
     ],
 )
-def test_a_reward_of_a_turn_is_a_number(answer, message):
+def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
     class Odd(Guess):
         def respond(self, text):
             return answer
 
     with pytest.raises(EnvironmentFault, match=message):
         begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-
-
-@pytest.mark.quick
-def test_a_reward_of_a_turn_needs_a_reward_that_it_is_a_part_of():
-    class Alone:
-        def respond(self, text):
-            return text, 1.0
-
-    with pytest.raises(EnvironmentFault, match="respond returned a reward, and there is no get_reward: add one"):
-        begun(interaction_of(Alone)).answer(np.array([5, 1]), 50)
+    episode = begun(interaction_of(Odd, on_error="end"))
+    assert episode.answer(np.array([5, 1]), 50) is None
+    assert episode.counts.errors == 1
 
 
 @pytest.mark.quick
@@ -338,16 +221,6 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
     assert (said is None) == (where != "get_reward"), "the episode is over, but for an error after its end"
     assert reward == (None if where in ("the call", "get_reward") else 0.5), "kept, if there is one"
     assert errors == 1
-
-
-@pytest.mark.quick
-def test_one_that_hangs_is_an_error_after_its_time():
-    class Slow:
-        def respond(self, text):
-            time.sleep(1000)
-
-    with pytest.raises(EnvironmentFault, match=r"respond raised TimeoutError: took longer than 0.05 s"):
-        begun(interaction_of(Slow, seconds=0.05)).answer(np.array([5, 1]), 50)
 
 
 # Tools --------------------------------------------------------------------------------------------------------------
@@ -516,36 +389,6 @@ def test_a_last_turn_without_room_is_noted():
     assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
 
 
-# Environments in processes of their own -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def isolated_desk():
-    factory = isolated(isolated_environments.Desk, timeout=2.0)
-    yield factory
-    factory.close()
-
-
-@pytest.mark.quick
-def test_an_isolated_environment_that_hangs_in_a_tool_ends_its_episode(isolated_desk):
-    interaction = chat_interaction(isolated_desk, on_error="end")
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
-    assert episode.answer(turn(tokenizer, ("add", {"n": 4})), 400) is not None
-    assert episode.messages[-1]["content"] == "4"
-    assert episode.answer(turn(tokenizer, ("later", {"text": "raise"})), 400) is not None
-    assert episode.messages[-1]["content"] == "Error: LookupError: lost my way", "what a tool raises is told"
-    assert (episode.counts.errors, episode.over) == (0, False)
-    assert episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400) is None
-    assert (episode.counts.errors, episode.counts.failures, episode.over) == (1, 2, True)
-    assert episode.reward() is None, "nobody is left to say it"
-    assert episode.counts.errors == 1
-    episode = begun(chat_interaction(isolated_desk), CHAT)
-    with pytest.raises(
-        EnvironmentFault, match=r"Desk: later took longer than its timeout of 2 s and was killed, for row 3"
-    ):
-        episode.answer(turn(tokenizer, ("later", {"text": "hang"})), 400)
-
-
 # Prompts and rewards ------------------------------------------------------------------------------------------------
 
 
@@ -600,23 +443,6 @@ def test_each_episode_has_a_row_of_its_own():
 
 
 @pytest.mark.quick
-def test_in_a_conversation_it_ends_the_users_last_message():
-    class Opens:
-        def reset(self, **row):
-            return " Now."
-
-        def respond(self, text):
-            return None
-
-    tokenizer, ends = family("hermes")
-    interaction = interaction_of(Opens, rows=(CHAT,), tokenizer=tokenizer, eos=ends)
-    with Episodes(interaction, [CHAT], 2, [0]) as episodes:
-        (row,) = episodes.reset([CHAT])
-    assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2? Now."}]
-    assert CHAT["prompt"][0]["content"] == "What is 1 + 2?", "the dataset is left alone"
-
-
-@pytest.mark.quick
 def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "quiet"}]
 
@@ -639,21 +465,6 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     rewards = [one.reward for one in played]
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
-
-
-@pytest.mark.quick
-def test_dropped_rows_keep_their_order_beside_their_tools():
-    tokenizer, ends = family("hermes")
-    long = [{"role": "user", "content": "x " * 400}]
-    rows = [{**CHAT, "environment": name} for name in ("a", "b", "a")]
-    rows.insert(1, {"prompt": long, "target": 1, "environment": "a"})
-    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
-    assert data.dropped == [1]
-    assert data.rows == [rows[0], rows[2], rows[3]]
-    plain = encode_prompts([rows[2]], tokenizer).token_ids
-    assert data.token_ids[1] == plain[0], "no tools are shown where there are none"
-    assert data.token_ids[0] == data.token_ids[2] != plain[0]
 
 
 @pytest.mark.quick
@@ -717,15 +528,3 @@ class Untold(Sums):
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
-
-
-@pytest.mark.quick
-def test_nothing_given_is_nothing_made():
-    assert interaction_of() is None
-    assert with_environments([len], None) == [len]
-
-
-@pytest.mark.quick
-def test_a_reward_is_named_after_its_class():
-    assert EnvironmentReward("Guess").__name__ == "Guess"
-    assert EnvironmentReward("Guess")([0.5]) == [0.5]

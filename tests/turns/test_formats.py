@@ -7,25 +7,14 @@ import time
 import pytest
 from chat_families import FAMILIES, PLAIN, family
 
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, parse_json, tool_message
+from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.turns.formats import FORMATS, MOST_CALLS, format_of
 
 # Strings that a careless reader stumbles over.
 NASTY = [
-    *("", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}'),
-    *(
-        "</tool_call>",
-        "<tool_call>",
-        "<think>",
-        "</think>",
-        "<function=f>",
-        "</parameter>",
-        "null",
-        "True",
-        "12",
-        "\n\n",
-    ),
-]
+    "", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}', "12",
+    "\n\n", "</tool_call>", "<tool_call>", "<think>", "</think>", "<function=f>", "</parameter>", "null", "True",
+]  # fmt: skip
 
 
 def string(rng):
@@ -60,72 +49,38 @@ def message_of(*calls, content=""):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seed", range(20))
-def test_hermes_reads_back_what_its_template_writes(seed):
-    rng, (tokenizer, _) = random.Random(seed), family("hermes")
-    for _ in range(10):
-        calls = [
-            ToolCall(rng.choice(["add", "look_up"]), {string(rng): value(rng)}) for _ in range(rng.randrange(1, 4))
-        ]
-        content = rng.choice(["", "I add them.", "<think>\nor <tool_call> is\n</think>\n\nWell:"])
-        text = turn_of(tokenizer, message_of(*calls, content=content)).removesuffix("<|im_end|>\n")
-        parsed = FORMATS["hermes"].parse(text)
+@pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
+def test_what_a_template_writes_is_read_back(name):
+    rng, (tokenizer, _) = random.Random(0), family(name)
+    for _ in range(100):
+        most = 3 if name == "hermes" else 1
+        calls = [ToolCall("add", {string(rng): value(rng)}) for _ in range(rng.randrange(most) + 1)]
+        contents = {"hermes": ["", "I add them.", "<think>\nor <tool_call> is\n</think>\n\nWell:"], "llama3": [""]}
+        content = rng.choice(contents.get(name, ["", "I call to=functions.add now"]))
+        text = turn_of(tokenizer, message_of(*calls, content=content), tagged=rng.random() < 0.5)
+        parsed = FORMATS[name].parse(text.removesuffix("<|im_end|>\n"))
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
-        assert parsed.content.removeprefix("<think>\n\n</think>").strip() == content
+        thought = f"<think>\n{content}\n</think>" if content and name == "harmony" else content
+        assert parsed.content.removeprefix("<think>\n\n</think>").strip() == thought
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("tagged", [True, False])
-@pytest.mark.parametrize("seed", range(10))
-def test_llama_reads_back_what_its_template_writes(seed, tagged):
-    rng, (tokenizer, _) = random.Random(seed), family("llama3")
-    for _ in range(10):
-        call = ToolCall("add", {string(rng): value(rng)})
-        text = turn_of(tokenizer, message_of(call), tagged=tagged)
-        assert text.endswith("<|eot_id|>")
-        assert FORMATS["llama3"].parse(text) == Parsed("", (call,))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("seed", range(10))
-def test_harmony_reads_back_what_its_template_writes(seed):
-    rng, (tokenizer, _) = random.Random(seed), family("harmony")
-    for _ in range(10):
-        call = ToolCall("add", {string(rng): value(rng)})
-        thought = rng.choice(["", "I call to=functions.add now"])
-        text = turn_of(tokenizer, message_of(call, content=thought))
-        assert text.endswith("<|call|>")
-        content = f"<think>\n{thought}\n</think>" if thought else ""
-        assert FORMATS["harmony"].parse(text) == Parsed(content, (call,))
-
-
-SCHEMAS = {
-    "edit": {
-        "type": "function",
-        "function": {
-            "name": "edit",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "text": {"type": "string"},
-                    "line": {"type": "integer"},
-                    "share": {"type": "number"},
-                    "sure": {"type": "boolean"},
-                    "many": {"type": "array", "items": {}},
-                    "more": {"type": "object"},
-                    "maybe": {"type": "integer", "nullable": True},
-                },
-            },
-        },
-    }
+PROPERTIES = {
+    "text": {"type": "string"},
+    "line": {"type": "integer"},
+    "share": {"type": "number"},
+    "sure": {"type": "boolean"},
+    "many": {"type": "array", "items": {}},
+    "more": {"type": "object"},
+    "maybe": {"type": "integer", "nullable": True},
 }
+EDIT = {"name": "edit", "parameters": {"type": "object", "properties": PROPERTIES}}
+SCHEMAS = {"edit": {"type": "function", "function": EDIT}}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seed", range(20))
-def test_tags_are_read_back_with_the_schema(seed):
-    rng, (tokenizer, _) = random.Random(seed), family("qwen_xml")
-    for _ in range(10):
+def test_tags_are_read_back_with_the_schema():
+    rng, (tokenizer, _) = random.Random(0), family("qwen_xml")
+    for _ in range(100):
         everything = {
             "text": string(rng),
             "line": rng.randrange(-5, 5),
@@ -159,6 +114,9 @@ def hermes(name="f", arguments="{}"):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+F = (ToolCall("f", {}),)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "text", "parsed"),
@@ -170,22 +128,22 @@ def hermes(name="f", arguments="{}"):
             "So: " + hermes() + "\nthen " + hermes("g"),
             Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
         ),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", (ToolCall("f", {}),))),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
             Parsed("", (ToolCall("f", '{"a": 1}'),)),
         ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", (ToolCall("f", {}),))),
-        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", (ToolCall("f", {}),))),
+        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", F)),
+        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", F)),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", 'Use {"name": "f", "parameters": {}}', Parsed('Use {"name": "f", "parameters": {}}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
         (
             "llama3",
             '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
-            Parsed("<think>x</think>\nI ask", (ToolCall("f", {}),)),
+            Parsed("<think>x</think>\nI ask", F),
         ),
         (
             "llama3",
@@ -197,7 +155,7 @@ def hermes(name="f", arguments="{}"):
             '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
             Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
         ),
-        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", (ToolCall("f", {}),))),
+        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
         ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
         ("harmony", "just text", Parsed("just text")),
         (
@@ -211,12 +169,12 @@ def hermes(name="f", arguments="{}"):
             ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
             Parsed("", (ToolCall("f", {"a": 1}),)),
         ),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", (ToolCall("f", {}),))),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
         (
             "harmony",
             "<|channel|>commentary<|message|>First I look.<|end|>"
             "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-            Parsed("First I look.", (ToolCall("f", {}),)),
+            Parsed("First I look.", F),
         ),
     ],
 )
@@ -312,59 +270,14 @@ def test_the_bare_json_of_a_call_is_told_if_it_names_a_tool(name):
     assert FORMATS[name].parse(text) == Parsed(text)
 
 
-@pytest.mark.quick
-def test_good_calls_beside_bad_ones_are_kept():
-    text = f"a {hermes('f')} b <tool_call>oh</tool_call> c {hermes('g')}"
-    parsed = FORMATS["hermes"].parse(text)
-    assert [call.name for call in parsed.calls] == ["f", "g"]
-    assert len(parsed.problems) == 1
-    assert parsed.content == "a  b <tool_call>oh</tool_call> c"
-
-
-@pytest.mark.quick
-def test_a_turn_that_begins_in_a_thought_calls_only_after_it():
-    text = f"I may write {hermes('f')} later.</think>{hermes('g')}"
-    for name in ("hermes", "qwen_xml"):
-        assert FORMATS[name].parse("of <tool_call> I think", thinking=True) == Parsed("of <tool_call> I think")
-    assert [call.name for call in FORMATS["hermes"].parse(text, thinking=True).calls] == ["g"]
-    assert [call.name for call in FORMATS["hermes"].parse(text).calls] == ["f", "g"]
-    thought = '{"name": "f", "parameters": {}}'
-    assert FORMATS["llama3"].parse(thought, thinking=True).calls == ()
-    assert FORMATS["llama3"].parse(f"{thought}</think>{thought}", thinking=True).calls == (ToolCall("f", {}),)
-
-
 # --- Anything at all.
 
 PIECES = [
-    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>"),
-    *("</think>", '{"name": "f", ', '"arguments": {', '"parameters": {', "}", "}}", '"', "\\", "[", "]", "1e999", "\n"),
-    *(
-        "<|python_tag|>",
-        "<|start|>",
-        "<|channel|>",
-        "commentary",
-        " to=functions.f",
-        "<|message|>",
-        "<|call|>",
-        "<|end|>",
-    ),
-    *(
-        "<|constrain|>json",
-        "NaN",
-        "\x00",
-        "\ud800",
-        '"\\ud800"',
-        "é",
-        " ",
-        "text",
-        "\\u0000",
-        ":",
-        ",",
-        "-",
-        "<|",
-        "|>",
-    ),
-]
+    "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>",
+    "</think>", '{"name": "f", ', '"arguments": {', '"parameters": {', "}", "}}", '"', "\\", "[", "]", "1e999", "\n",
+    "<|python_tag|>", "<|start|>", "<|channel|>", "commentary", " to=functions.f", "<|message|>", "<|call|>", "<|end|>",
+    "<|constrain|>json", "NaN", "\x00", "\ud800", '"\\ud800"', "é", " ", "text", "\\u0000", ":", ",", "-", "<|", "|>",
+]  # fmt: skip
 
 
 def damaged(text, rng):
@@ -413,38 +326,12 @@ def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(nam
 
 # A text that is long, and of which some reader might look at every part from every place.
 LONG = [
-    *(
-        "<tool_call>",
-        "<tool_call>[",
-        '<tool_call>["',
-        "<think>",
-        "</think>",
-        '<tool_call>{"name":',
-        "<tool_call>\n\n\n\n",
-    ),
-    *(
-        "<tool_call><function=f>",
-        "<tool_call><function=f><parameter=a>",
-        "<parameter=a>",
-        "</parameter>",
-        "</parameter>  ",
-    ),
-    *(
-        '{"name": "f", "parameters": {',
-        "<|python_tag|>",
-        "<|start|>",
-        "<|channel|>",
-        "<|message|>",
-        "to=",
-        "<|",
-        "[",
-        " ",
-    ),
-    *(
-        "<|start|>to=functions.a<|message|>",
-        "<|start|>assistant<|channel|>commentary to=functions.a<|message|>{}<|call|>",
-    ),
-]
+    "<tool_call>", "<tool_call>[", '<tool_call>["', "<think>", "</think>", '<tool_call>{"name":', "<tool_call>\n\n\n\n",
+    "<tool_call><function=f>", "<tool_call><function=f><parameter=a>", "<parameter=a>", "</parameter>",
+    "</parameter>  ", '{"name": "f", "parameters": {', "<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>",
+    "to=", "<|", "[", " ", "<|start|>to=functions.a<|message|>",
+    "<|start|>assistant<|channel|>commentary to=functions.a<|message|>{}<|call|>",
+]  # fmt: skip
 
 
 @pytest.mark.quick
@@ -456,18 +343,6 @@ def test_no_text_takes_time_that_grows_with_its_square(name):
             parsed = FORMATS[name].parse(start + part * (300_000 // len(part)))
             assert time.process_time() - begin < 1.0, part
             assert len(parsed.calls) + len(parsed.problems) <= MOST_CALLS + 1
-
-
-@pytest.mark.quick
-def test_the_calls_of_a_turn_are_counted():
-    parsed = FORMATS["hermes"].parse(hermes() * 1000)
-    assert len(parsed.calls) == MOST_CALLS
-    assert parsed.problems == ("Only the first 64 tool calls of a turn are read.",)
-
-
-@pytest.mark.quick
-def test_read_json_replaces_halves_of_characters():
-    assert parse_json('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "?", "b": "😀"}
 
 
 # --- Which format a template has.
@@ -508,11 +383,3 @@ def test_json_escaped_in_a_template_is_recognised():
     )
     assert format_of(r'{{ "as {\"name\": function name, \"parameters\": its values}" }}') is FORMATS["llama3"]
     assert format_of(r"""{{- 'as {"name": function name, "parameters": its values}.' }}""") is FORMATS["llama3"]
-
-
-@pytest.mark.quick
-def test_messages_have_the_form_of_chat_templates():
-    assert tool_message("add", "3") == {"role": "tool", "name": "add", "content": "3"}
-    assert assistant_message(Parsed("x", (), ("no",))) == {"role": "assistant", "content": "x"}
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert message_of(ToolCall("add", {"a": 1})) == {"role": "assistant", "content": "", "tool_calls": [call]}

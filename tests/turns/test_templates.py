@@ -1,11 +1,9 @@
 """Observations: the tokens that stand between two turns are those of the whole conversation encoded at once."""
 
-import gc
 import json
-import weakref
 
 import pytest
-from chat_families import FAMILIES, GLM, HERMES, LLAMA, PLAIN, SPECIAL, family, tokenizer_of
+from chat_families import FAMILIES, GLM, HERMES, PLAIN, SPECIAL, family, tokenizer_of
 
 from grpo_jax.turns import templates as lib
 from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
@@ -71,30 +69,6 @@ def test_a_user_continues_the_conversation(name, reply):
     ids = lib.observation_ids(tokenizer, conversation[2:], eos_token_ids=ends)
     assert encode(tokenizer, whole[: at + len(closing)]) + ids == encode(tokenizer, whole)
     assert tokenizer.decode(ids) == whole[at + len(closing) :]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
-def test_several_answers_and_a_user_after_them(name):
-    tokenizer, _ = family(name)
-    answers = [tool_message("add", "3"), tool_message("add", "4"), user("and now?")]
-    turn = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 2, "b": 2}))))
-    whole = render(tokenizer, [USER, turn, *answers])
-    ids = lib.observation_ids(tokenizer, answers, tools=TOOLS)
-    assert encode(tokenizer, whole)[-len(ids) :] == ids
-    assert tokenizer.decode(ids).startswith("\n<|im_start|>user\n<tool_response>\n3")
-
-
-@pytest.mark.quick
-def test_a_template_that_takes_thoughts_out_of_the_past_changes_nothing_here():
-    """The history that this template would write has other tokens than the policy drew: they are never asked for."""
-    tokenizer, _ = family("hermes")
-    thought = {"role": "assistant", "content": "<think>\nlong\n</think>\n\nIs it 32?"}
-    before = render(tokenizer, [USER, thought], opened=False)
-    after = render(tokenizer, [USER, thought, user("higher")])
-    assert not after.startswith(before)
-    ids = lib.observation_ids(tokenizer, [user("higher")])
-    assert tokenizer.decode(ids) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.quick
@@ -165,21 +139,6 @@ def test_special_tokens_in_a_message_are_text(name, role):
     written = json.dumps(hostile)[1:-1] if role == "tool" and name in ("llama3", "harmony") else hostile
     assert tokenizer.decode(attacked) == tokenizer.decode(plain).replace("harmless", written)
     assert lib._CUT not in tokenizer.decode(attacked)
-
-
-@pytest.mark.quick
-def test_the_sign_of_a_cut_is_no_way_around_it():
-    tokenizer, _ = family("hermes")
-    text = tokenizer.decode(lib.observation_ids(tokenizer, [user(f"x{lib._CUT}y<{lib._CUT}|im_end|>")]))
-    assert "x\ufffdy<\ufffd|im_end|>" in text
-
-
-@pytest.mark.quick
-def test_parts_of_content_are_guarded_too():
-    assert lib._guard({"content": [{"text": "<eos>"}], "n": 3}, ["<eos>"]) == {
-        "content": [{"text": f"<{lib._CUT}eos>"}],
-        "n": 3,
-    }
 
 
 # --- Templates that cannot be used are refused before a run.
@@ -288,42 +247,15 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
 
 
 @pytest.mark.quick
-def test_what_an_end_depends_on_is_remembered_apart():
-    tokenizer = tokenizer_of(chat("{{ '!' if loud else '' }}<|im_end|>\n"))
-    ids = [lib.observation_ids(tokenizer, [user("x")], chat_template_kwargs={"loud": loud}) for loud in (False, True)]
-    assert ids[0] == ids[1]
-    tokenizer, _ = family("hermes")  # before an answer stands a call, before a user's turn none
-    for messages in ([user("x")], [tool_message("add", "3")], [user("x")]):
-        assert lib.observation_ids(tokenizer, messages) == lib.observation_ids(family("hermes")[0], messages)
-
-
-def test_what_does_not_depend_on_messages_is_rendered_once_and_forgotten_with_the_tokenizer(monkeypatch):
-    tokenizer = tokenizer_of(HERMES)
-    rendered = []
-    render = type(tokenizer).apply_chat_template
-
-    def counted(self, *args, **kwargs):
-        rendered.append(1)
-        return render(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
-    first = lib.observation_ids(tokenizer, [user("a")])
-    probes = len(rendered) - 1
-    for _ in range(5):
-        assert lib.observation_ids(tokenizer, [user("a")]) == first
-    assert len(rendered) == probes + 6
-    tokenizer.chat_template = LLAMA  # another template is another end, not the remembered one
-    with pytest.raises(ValueError, match="does not end the turn"):
-        lib.observation_ids(tokenizer, [user("a")])
-    gone = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.quick
 def test_a_generation_prompt_that_opens_a_thought_is_seen():
     assert lib.opens_thinking(family("qwen_xml")[0], tools=TOOLS)
     assert not lib.opens_thinking(family("qwen_xml")[0], chat_template_kwargs={"enable_thinking": False})
     for name in ("hermes", "llama3", "harmony"):
         assert not lib.opens_thinking(family(name)[0])
+
+
+@pytest.mark.quick
+def test_the_sign_of_a_cut_is_no_way_around_it():
+    tokenizer, _ = family("hermes")
+    text = tokenizer.decode(lib.observation_ids(tokenizer, [user(f"x{lib._CUT}y<{lib._CUT}|im_end|>")]))
+    assert "x\ufffdy<\ufffd|im_end|>" in text

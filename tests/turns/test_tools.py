@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from grpo_jax.turns.tools import Tool, as_text, bind_arguments, call_within, environment_tools, read_tools
+from grpo_jax.turns.tools import as_text, bind_arguments, call_within, environment_tools, read_tools
 
 
 def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:
@@ -55,7 +55,6 @@ class Base:
 class World(Base):
     """An environment with one of each kind of attribute."""
 
-    limit = 3
     helper = len  # callable, but no method
     Inner = Base
 
@@ -63,17 +62,13 @@ class World(Base):
         self.count = 0
         self.on_change = lambda: None
 
-    def reset(self, **row):
-        return "start"
+    def reset(self, **row): ...
 
-    def get_reward(self):
-        return 1.0
+    def get_reward(self): ...
 
-    def respond(self, text):
-        return None
+    def respond(self, text): ...
 
-    def _private(self):
-        return None
+    def _private(self): ...
 
     @property
     def state(self):
@@ -162,6 +157,8 @@ def test_every_problem_is_named_in_one_error():
             a: described
         """
 
+    with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
+        read_tools(multiply)
     with pytest.raises(ValueError, match="tools has 11 errors") as caught:
         read_tools([3, silent, careless, positional, strange, lambda: 0, World, now, now])
     said = str(caught.value)
@@ -183,13 +180,6 @@ def test_every_problem_is_named_in_one_error():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("tools", [multiply, "multiply", {"multiply": multiply}])
-def test_tools_are_a_list(tools):
-    with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
-        read_tools(tools)
-
-
-@pytest.mark.quick
 def test_an_environment_has_its_public_methods_as_tools():
     world = World()
     tools = environment_tools(world)
@@ -207,20 +197,6 @@ def test_an_environment_has_its_public_methods_as_tools():
     assert {name: tool.schema for name, tool in of_class.items()} == {n: t.schema for n, t in tools.items()}
     for tool in tools.values():
         assert not {"self", "this", "cls"} & set(tool.schema["function"]["parameters"]["properties"])
-
-
-@pytest.mark.quick
-def test_an_environment_with_an_undescribed_method_is_refused():
-    class Careless:
-        def step(self, action): ...
-
-        def close(self): ...
-
-    with pytest.raises(ValueError, match="environment Careless has 3 errors") as caught:
-        environment_tools(Careless())
-    assert "Careless.step: argument 'action' has no type hint" in str(caught.value)
-    assert "Careless.close: it has no docstring" in str(caught.value)
-    assert "begin its name with '_', if it is no tool" in str(caught.value)
 
 
 TOOL = read_tools([multiply])["multiply"]
@@ -322,36 +298,11 @@ def test_values_are_made_to_fit_the_schema_or_the_policy_is_told(name, value, wa
         assert (bound, type(bound[name])) == ({name: wanted}, type(wanted))
 
 
-@pytest.mark.quick
-def test_bound_arguments_are_a_fresh_dict_and_a_text_stays_short():
-    arguments = {"a": 1}
-    assert bind_arguments(TOOL, arguments) is not arguments
-    nested = {"pairs": [1, {"b": 2}]}
-    bound = bind_arguments(read_tools([of_types])["of_types"], nested)
-    bound["pairs"].pop()["b"] = 3
-    assert nested == {"pairs": [1, {"b": 2}]}, "the conversation tells of the call as it was made"
-    many = bind_arguments(TOOL, {f"{n}" * 300: n for n in range(1000)})
-    assert many.endswith("995 more unknown arguments; missing argument 'a'")
-    assert len(many) < 1000
-    assert bind_arguments(Tool("now", now, read_tools([now])["now"].schema), None) == {}
-
-
 class Hostile:
     def __str__(self):
         raise SystemExit("no text of me")
 
     __repr__ = __str__
-
-
-class Sly(str):
-    def __getitem__(self, index):
-        raise RuntimeError("not sliced")
-
-    def __len__(self):
-        return 0
-
-    def encode(self, *_):
-        raise RuntimeError("not encoded")
 
 
 CIRCLE: list = []
@@ -382,20 +333,12 @@ for _ in range(100_000):
         ({"half": "\ud83d"}, '{"half": "?"}'),
         (Hostile(), "[Hostile that cannot be written as text: SystemExit]"),
         ([Hostile()], "[list that cannot be written as text: SystemExit]"),
+        ("x" * 20_001, "x" * 20_000 + "\n[1 more characters were left out]"),
         (DEEP, "[list that cannot be written as text: RecursionError]"),
     ],
 )
 def test_whatever_a_tool_returns_becomes_text(value, text):
     assert as_text(value) == text
-
-
-@pytest.mark.quick
-def test_long_text_is_cut_with_a_note():
-    assert as_text("x" * 20_000) == "x" * 20_000
-    assert as_text("x" * 20_001) == "x" * 20_000 + "\n[1 more characters were left out]"
-    assert as_text(b"y" * 10**6, limit=3) == "yyy\n[999997 more characters were left out]"
-    assert type(as_text(Sly("abc"))) is str
-    assert as_text(Sly("abc"), limit=1) == "a\n[2 more characters were left out]"
 
 
 @pytest.mark.quick
@@ -430,45 +373,3 @@ def test_one_that_hangs_is_left_behind():
             call_within(0.05, function)
     assert time.monotonic() - begun < 60
     free.set()
-
-
-@pytest.mark.quick
-def test_many_at_a_time_on_one_loop():
-    """Async calls wait together: each waits for one that another thread begins."""
-    both = threading.Barrier(3, timeout=60)
-
-    async def meet():
-        await asyncio.to_thread(both.wait)
-        return 1
-
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(call_within(60.0, meet))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1, 1, 1]
-
-
-@pytest.mark.quick
-def test_a_promise_that_hangs_is_cancelled_and_says_so_whoever_notices_first(monkeypatch):
-    """The thread that waits for the promise may see the end of the time before its caller does."""
-    cancelled = threading.Event()
-
-    async def forever():
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    async def late():
-        raise TimeoutError("of its own")
-
-    join = threading.Thread.join
-    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: join(self, 10))
-    with pytest.raises(TimeoutError, match=r"longer than 0\.05 s"):
-        call_within(0.05, forever)
-    assert cancelled.wait(10)
-    with pytest.raises(TimeoutError, match="of its own"):
-        call_within(5.0, late)

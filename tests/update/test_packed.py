@@ -98,22 +98,6 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
     assert_same_step(*both(*tiny_model(), batch(), config))
 
 
-@pytest.mark.parametrize("on_policy", [True, False])
-def test_tokens_are_chosen_by_covariance_among_those_of_the_whole_minibatch(on_policy):
-    """By the sampler's log-probs on-policy, else by a pass before the first sequence."""
-    model, params = tiny_model()
-    common = {"max_completion_length": T, "max_grad_norm": 0, "num_iterations": 2, "beta": 0.1}
-    for settings in (
-        {"loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.2},
-        {"loss_type": "kl_cov", "kl_cov_ratio": 0.1},
-    ):
-        config = GRPOConfig(**common, **settings)
-        plain, packed_step = both(model, params, batch(), config, on_policy=on_policy)
-        assert_same_step(plain, packed_step)
-        chosen, tokens = float(plain[1]["cov_share"] * plain[1]["tokens"]), float(plain[1]["tokens"])
-        assert chosen == pytest.approx(tokens // 10, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -224,30 +208,6 @@ def test_what_stands_behind_the_end_of_a_row_is_never_seen():
     chex.assert_trees_all_equal(one, two)
 
 
-def test_on_a_cpu_a_packed_sequence_begins_when_the_one_before_is_through(monkeypatch):
-    """XLA's CPU backend gives a program its memory when it is dispatched: of all sequences at once otherwise."""
-    nothing = lambda x: 0 * jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)[0, 0]
-    slowly = jax.jit(lambda tree: jax.tree.map(lambda x: x + nothing(jnp.eye(128)).astype(x.dtype), tree))
-    begun = []
-    for name in ("add_gradients", "add_scores"):
-        program = getattr(packed, name)
-
-        def call(first, *args, program=program, name=name, **how):
-            begun.append((name, all(leaf.is_ready() for leaf in jax.tree.leaves(first))))
-            result = program(first, *args, **how)
-            return slowly(result) if name == "add_scores" else (slowly(result[0]), result[1])
-
-        monkeypatch.setattr(packed, name, call)
-    model, params = tiny_model()
-    b, config = batch(), GRPOConfig()
-    updater = choose_updater(model, config, micro=(4, G))
-    updater.score(params, b.prompts, b.tokens, b.mask)
-    state = create_state(params, OPTIMIZER, jax.random.key(0))
-    updater.gradients(state, b)
-    assert all(ready for _, ready in begun)
-    assert min(sum(name == other for other, _ in begun) for name in ("add_gradients", "add_scores")) > 4
-
-
 @pytest.mark.parametrize("wide", [False, True])
 def test_sequences_are_as_long_as_the_products_of_the_model_ask_for(monkeypatch, wide):
     monkeypatch.setattr(packed, "WIDE_TOKENS", 32)
@@ -256,34 +216,27 @@ def test_sequences_are_as_long_as_the_products_of_the_model_ask_for(monkeypatch,
     assert updater.shapes(params, (4, G, T))[0].size == (32 if wide else 16)
 
 
-@pytest.mark.parametrize(("tokens", "reach"), [(24, 0), (16, 2)])
-def test_an_update_of_full_rows_is_that_of_train_step(monkeypatch, tokens, reach):
-    """Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing."""
+# Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing. Of short
+# rows, 28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all.
+FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "half", "lengths", "reach", "padding"),
+    [(24, None, FULL, 0, 0), (16, None, FULL, 2, 1 - T / 16), (24, 12, SHORT, 5, 1 - 22 / 24)],
+    ids=["full", "a row each", "halves"],
+)
+def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half, lengths, reach, padding):
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-    b = batch(mask=jnp.ones((4, G, T), bool))
-    updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
-    assert {
-        sequence.segments.reach
-        for sequence in packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, b.mask.shape))
-    } == {reach}
-    plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
-    assert float(packed_step[1].pop("padding_share")) == pytest.approx(0 if tokens % T == 0 else 1 - T / tokens)
-    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
-    chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
-
-
-def test_an_update_in_half_sequences_is_that_of_train_step(monkeypatch):
-    """28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all."""
-    monkeypatch.setattr(packed, "CPU_TOKENS", 24)
-    monkeypatch.setattr(packing, "HALF", 12)
-    lengths = np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
+    if half is not None:
+        monkeypatch.setattr(packing, "HALF", half)
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
     updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
     sequences = packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, b.mask.shape))
-    assert [sequence.tokens.shape for sequence in sequences] == [(1, 12)] * 2
-    assert {sequence.segments.reach for sequence in sequences} == {5}
+    assert {sequence.tokens.shape[1] for sequence in sequences} == {half or tokens}
+    assert {sequence.segments.reach for sequence in sequences} == {reach}
     plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
-    assert float(packed_step[1].pop("padding_share")) == pytest.approx(1 - 22 / 24)
+    assert float(packed_step[1].pop("padding_share")) == pytest.approx(padding)
     chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
     chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 

@@ -123,17 +123,13 @@ def move(state, grads, ok=True, *, optimizer):
 
 @pytest.mark.quick
 def test_updates_below_the_resolution_of_the_params_add_up():
-    """From 1 down the next bfloat16 is 1 − 2⁻⁸, about 0.996: steps of 0.0005 are lost, unless there are masters."""
+    """From 1 down the next bfloat16 is 1 − 2⁻⁸, about 0.996: without masters, steps of 0.0005 would be lost."""
     optimizer, grads = optax.sgd(0.0005), {"b": jnp.ones(64, jnp.bfloat16)}
-    held, lost = (
-        create_state({"b": HALF["b"]}, optimizer, jax.random.key(0), keep_masters=keep) for keep in (True, False)
-    )
-    assert lost.master_params is None
+    held = create_state({"b": HALF["b"]}, optimizer, jax.random.key(0))
     for _ in range(8):
-        held, lost = (move(state, grads, optimizer=optimizer) for state in (held, lost))
+        held = move(held, grads, optimizer=optimizer)
     np.testing.assert_allclose(held.master_params["b"], 0.996, atol=1e-6)
     np.testing.assert_array_equal(held.params["b"].astype(jnp.float32), 1 - 2**-8)
-    np.testing.assert_array_equal(lost.params["b"].astype(jnp.float32), 1.0)
 
 
 def test_params_are_the_rounded_params_of_a_float32_run():

@@ -1,4 +1,4 @@
-"""The teacher in an update: the gradient of divergences of whole logits, whatever the layout, prompts and models."""
+"""The teacher in an update: the gradient of divergences of whole logits, whatever the layout and the models."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ from grpo_jax import Batch, GRPOConfig, from_pretrained, make_prompts, save_pret
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models import packing, scoring
 from grpo_jax.models.quantized import Quantized, is_quantized
-from grpo_jax.types import Prompts, as_argument
+from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.programs import update_programs
-from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
-from grpo_jax.update.teaching import Teacher
+from grpo_jax.update.teaching import Teacher, compare_padded
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 B, G, T, V = 4, 2, 12, 24
@@ -47,24 +47,15 @@ class Bare:
 
 
 def batch(**changes) -> Batch:
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0))
     given = {
         "prompts": make_prompts(LISTS),
         "tokens": jax.random.randint(keys[1], (B, G, T), 0, V),
         "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[0], (B, G, 1), 0, T + 1),
         "advantages": jnp.zeros((B, G)),
         "sampling_log_probs": jnp.full((B, G, T), -3.0),
-        "distillation_weights": jax.random.uniform(keys[2], (B, G)),
     }
     return Batch(**{**given, **changes})
-
-
-# A teacher that knows more: a prompt of its own for every completion, each of another length.
-OWN = [[[2, 11, 3], [5]], [[7, 8, 9, 10], [4, 4]], [[1], [2, 3]], [[6, 6, 6], [9, 8, 7, 6]]]
-OWN_PROMPTS = Prompts(
-    jnp.array([[row + [0] * (4 - len(row)) for row in rows] for rows in OWN], jnp.int32),
-    jnp.array([[len(row) for row in rows] for rows in OWN], jnp.int32),
-)
 
 
 def distributions(model, params, prompts, tokens):
@@ -88,7 +79,7 @@ FORMULAS = {
 }
 
 
-def expected(kind, own, teacher):
+def expected(kind, teacher):
     """Loss and gradient by whole logits, row by row."""
     model, params = tiny_model()
     b = batch()
@@ -98,9 +89,9 @@ def expected(kind, own, teacher):
 
     def loss(params):
         p = distributions(model, params, asked, tokens)
-        q = distributions(*teacher, [prompt for rows in OWN for prompt in rows] if own else asked, tokens)
+        q = distributions(*teacher, asked, tokens)
         far = jnp.where(b.mask, FORMULAS[kind](p, q), 0)
-        return 0.7 * jnp.sum(b.distillation_weights[..., None] * far) / b.mask.sum()
+        return 0.7 * jnp.sum(far) / b.mask.sum()
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -112,13 +103,12 @@ def larger():
 
 
 # The divergences differ in the loss alone, and the layouts in the forward pass alone.
-CASES = [("packed", kind, own) for kind in FORMULAS for own in (False, True)]
-CASES += [("padded", "jsd", False), ("padded", "jsd", True)]
-CASES += [("padded student", "jsd", False), ("padded teacher", "jsd", False)]
+CASES = [("packed", kind) for kind in FORMULAS]
+CASES += [(layout, "jsd") for layout in ("padded", "padded student", "padded teacher")]
 
 
-@pytest.mark.parametrize(("layout", "kind", "own"), CASES)
-def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions(layout, kind, own):
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions(layout, kind):
     model, params = tiny_model()
     alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
@@ -131,9 +121,8 @@ def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions
         student = as_argument(Bare(model) if "student" in layout else model)
         updater = PaddedUpdater(student, config, micro, SGD, teacher=teacher)
     assert isinstance(updater, PackedUpdater if layout == "packed" else PaddedUpdater)
-    b = batch(teacher_prompts=OWN_PROMPTS if own else None)
-    grads, sums = updater.gradients(create_state(params, SGD, jax.random.key(0)), b)
-    loss, gradient = expected(kind, own, (theirs, held))
+    grads, sums = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch())
+    loss, gradient = expected(kind, (theirs, held))
     np.testing.assert_allclose(sums.sums["distillation_loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(sums.sums["loss"], loss, rtol=1e-5)
     chex.assert_trees_all_close(grads, gradient, atol=1e-5)
@@ -143,14 +132,14 @@ BASE = batch()
 
 
 def student_by_whole_logits():
-    """The policy's distributions [B, G, T, V] as a function of its params, and the batch's mask and weights."""
+    """The policy's distributions [B, G, T, V] as a function of its params."""
     tokens = np.asarray(BASE.tokens).reshape(-1, T)
     asked = [prompt for prompt in LISTS for _ in range(G)]
     return lambda params: distributions(tiny_model()[0], params, asked, tokens)
 
 
 def reduced(far):
-    return 0.7 * jnp.sum(BASE.distillation_weights[..., None] * jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
+    return 0.7 * jnp.sum(jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
 
 
 def drawn(p):
@@ -195,6 +184,17 @@ def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(params), atol=1e-5)
 
 
+@pytest.mark.quick
+def test_the_tokens_that_a_scorer_names_are_compared_and_the_rest_as_one():
+    assert compare_padded(None, BASE, CONFIG) is None
+    told = batch(teacher_top_ids=TOP_IDS, teacher_top_log_probs=TOP_LOG_PROBS)
+    logits = np.random.default_rng(0).normal(size=(B, G, T, V)).astype(np.float32)
+    found = compare_padded(None, told, CONFIG)
+    p = np.take_along_axis(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), np.asarray(TOP_IDS), -1)
+    p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, np.exp(TOP_LOG_PROBS)))
+    np.testing.assert_allclose(found.function(logits, *found.beside), np.sum(p * np.log(p / q), -1), atol=1e-5)
+
+
 def test_on_a_mesh_the_gradient_is_that_of_one_device():
     model, params = tiny_model()
     theirs, held = larger()
@@ -206,7 +206,7 @@ def test_on_a_mesh_the_gradient_is_that_of_one_device():
         teacher = Teacher(as_argument(teacher_there), place(held, here))
         updater = PackedUpdater(model_there, CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
         state = place(create_state(params, SGD, jax.random.key(0)), here)
-        grads.append(updater.gradients(state, batch(teacher_prompts=OWN_PROMPTS))[0])
+        grads.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)
 
 
@@ -228,20 +228,6 @@ def test_a_quantized_teacher_is_the_weights_that_it_stands_for(tmp_path):
         found.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(*found, atol=1e-6)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(found[0])) > 1e-3
-
-
-@pytest.mark.quick
-def test_the_policy_as_its_own_teacher_is_what_the_state_keeps_or_else_the_present_one():
-    params = {"w": jnp.array([1.0, 2.0])}
-    states = [create_state(params, SGD, jax.random.key(0), keep_teacher=keep) for keep in (True, False)]
-    moved = [
-        finish_update(x, {"w": jnp.ones(2)}, jnp.array(True), SGD, teach_every=1, teach_alpha=0.25) for x in states
-    ]
-    held = [Teacher("model").held(state).params["w"].tolist() for state in moved]
-    assert held == [[0.75, 1.75], [0.0, 1.0]]
-    stays = finish_update(states[0], {"w": jnp.ones(2)}, jnp.array(True), SGD)
-    assert Teacher("model").held(stays).params["w"].tolist() == [1.0, 2.0]
-    assert Teacher("model", {"w": 7}).held(stays).params == {"w": 7}
 
 
 def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk(monkeypatch):

@@ -43,19 +43,6 @@ def test_what_is_packed(bare, devices, kind):
     assert choose_updater(model, GRPOConfig(num_iterations=2), micro=(4, G)).on_policy is False
 
 
-def test_both_kinds_have_the_same_numbers():
-    model, params = tiny_model()
-    b, results = batch(), []
-    for one in (model, Bare(model)):
-        updater = choose_updater(one, CONFIG, micro=(4, G), optimizer=OPTIMIZER, on_policy=False)
-        scores = updater.score(params, b.prompts, b.tokens, b.mask)
-        state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0), keep_reference=True)
-        state, metrics = updater.update(state, b)
-        results.append((scores, state.params, {k: v for k, v in metrics.items() if k != "padding_share"}))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *results)
-    assert "padding_share" not in metrics, "nothing is packed there"
-
-
 @pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
 def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
     """As if it had not been there, but for the steps: no momentum, no decay, no step of the entropy's controller."""

@@ -1,16 +1,12 @@
 """What is shown is right in a log, in a terminal, and not at all when quiet."""
 
 import io
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
-import grpo_jax
-from grpo_jax.watch.display import Display, completions_table, format_metrics
+from grpo_jax.watch.display import Display, format_metrics
 
 METRICS = {
     "reward": 0.5,
@@ -42,20 +38,19 @@ def test_the_numbers_in_words():
 
 
 @pytest.mark.quick
-def test_outside_a_terminal_there_is_one_line_a_logged_step_with_the_time_left():
+def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
     now = [0.0]
-    out = console()
+    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
     with Display(console=out, clock=lambda: now[0]) as display:
-        display.start(total_steps=100, step=10)
-        now[0] = 40.0
-        display(20, METRICS)
-        now[0] = 320.0
-        display(90, {"reward": 0.75})
-        display(100, {"reward": 1.0})
+        display.start(total_steps=1000, step=10)
+        display(10, {"eval/accuracy": 0.1})
+        for now[0], step, metrics in ((40.0, 20, METRICS), (320.0, 90, {"reward": 0.75}), (400.0, 1000, {})):
+            display(step, metrics)
     assert out.file.getvalue().splitlines() == [
-        f"step  20/100 · {NUMBERS} · {SECONDS}",  # of which the most may be compiling
-        "step  90/100 · reward 0.750 · 0:00:40 left",  # 10 steps of 280 s / 70 each
-        "step 100/100 · reward 1.000",
+        "step   10/1000 · held-out accuracy 0.100",
+        f"step   20/1000 · {NUMBERS} · {SECONDS}",  # most of this time may be compilation
+        "step   90/1000 · reward 0.750 · 1:00:40 left",  # 910 steps of 280 s / 70 each
+        "step 1000/1000",
     ]
 
 
@@ -84,33 +79,6 @@ def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
 
 
 @pytest.mark.quick
-def test_hours_left_and_nothing_done_yet():
-    now = [0.0]
-    out = console()
-    display = Display(console=out, clock=lambda: now[0])
-    display.start(total_steps=1000)
-    display(0, {"eval/accuracy": 0.1})
-    now[0] = 60.0
-    display(10, {})
-    now[0] = 120.0
-    display(20, {})
-    assert out.file.getvalue().splitlines() == [
-        "step    0/1000 · held-out accuracy 0.100",
-        "step   10/1000",
-        "step   20/1000 · 1:38:00 left",
-    ]
-
-
-@pytest.mark.quick
-def test_a_long_line_is_not_broken():
-    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
-    display = Display(console=out)
-    display.start(total_steps=5)
-    display(5, METRICS)
-    assert out.file.getvalue().count("\n") == 1
-
-
-@pytest.mark.quick
 def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     out = console(terminal=True)
 
@@ -136,37 +104,15 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
 
 
 @pytest.mark.quick
-def test_a_narrow_terminal_gets_one_line_a_row():
-    out = Console(file=io.StringIO(), force_terminal=True, width=30, force_jupyter=False, color_system=None)
-    with Display(console=out) as display:
-        display.start(total_steps=4)
-        display(2, METRICS)
-    assert "\n  reward 0.500 · KL 0.00123 ·…\n  5.0 s: rollout 2.1, update …\n" in out.file.getvalue()
-
-
-@pytest.mark.quick
-def test_quiet_shows_nothing(capsys):
-    with Display(quiet=True) as display:
-        display.start(total_steps=4)
-        display(1, METRICS)
-        display.say("text")
-        display.completions([])
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.quick
-def test_standard_output_stays_the_programs_own():
-    code = (
-        "from grpo_jax.watch.display import Display\n"
-        "with Display() as display:\n"
-        "    display.start(total_steps=1)\n"
-        "    display(1, {'reward': 0.5})\n"
-        "print('{}')\n"
-    )
-    root = pathlib.Path(grpo_jax.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout == "{}\n"
-    assert done.stderr == "step 1/1 · reward 0.500\n"
+def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
+    for quiet in (False, True):
+        with Display(quiet=quiet) as display:
+            display.start(total_steps=4)
+            display(1, {"reward": 0.5})
+            display.completions([])
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert ("step 1/4 · reward 0.500" in printed.err) is not quiet
 
 
 def rows():
@@ -183,51 +129,44 @@ def rows():
 
 
 @pytest.mark.quick
-def test_completions_are_shown_as_they_are_side_by_side():
+def test_completions_are_shown_unchanged_side_by_side():
     out = console()
     Display(console=out).completions(rows())
-    text = out.file.getvalue()
-    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[0] in "│┃"]
-    assert cells == [
+    lines = out.file.getvalue().splitlines()
+    assert [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines if line[0] in "│┃"] == [
         ["prompt", "completion", "accuracy", "judge", "advantage"],
         ["[b]3 1 2", "<answer>0[/b]</answer>", "0.00", "–", "0.70"],
         ["", "<answer>1[/b]</answer>", "1.00", "–", "-0.70"],
         ["", "<answer>2[/b]</answer> …", "0.00", "–", "0.70"],
         ["user: hi", "ho", "–", "–", "–"],
     ]
-
-
-@pytest.mark.quick
-def test_as_many_completions_as_asked_for():
     out = console()
     Display(console=out).completions(rows(), limit=2)
-    assert "<answer>1" in out.file.getvalue()
-    assert "<answer>2" not in out.file.getvalue()
-    assert completions_table([]).row_count == 0
+    assert ["<answer>1" in out.file.getvalue(), "<answer>2" in out.file.getvalue()] == [True, False]
 
 
 TURNS = [{"by": "policy", "text": "is it 32?"}, {"by": "environment", "text": "higher"}, {"by": "policy", "text": "48"}]
 
 
 @pytest.mark.quick
-def test_of_several_turns_it_is_said_who_spoke():
-    told = [{**rows()[2], "turns": TURNS}, {**rows()[1], "turns": 3}]
+def test_turns_are_shown_with_their_speakers():
+    played = [{**rows()[2], "turns": TURNS}, {**rows()[1], "turns": 3}]
     plain, colours = console(), Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
-    Display(console=plain).completions(told)
+    Display(console=plain).completions(played)
     for line in ("policy: is it 32?", "environment: higher", "policy: 48 …", "<answer>1[/b]</answer>"):
         assert re.search(rf"│ *{re.escape(line)} *│", plain.file.getvalue()), line
-    Display(console=colours).completions(told)
+    Display(console=colours).completions(played)
     assert "\x1b[2menvironment: higher\x1b[0m" in colours.file.getvalue()
     assert "\x1b[2mpolicy" not in colours.file.getvalue()
 
 
 @pytest.mark.quick
-def test_no_text_drives_the_terminal():
-    nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800[red]c[/red]"
+def test_untrusted_text_neither_drives_the_terminal_nor_reorders_it():
+    nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
     row = {**rows()[0], "turns": [{"by": "environment", "text": nasty}]}
     for some in (row, {**row, "turns": None, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
         out = console()
         Display(console=out).completions([some])
         text = out.file.getvalue()
-        assert "a␛[2J␛]0;title␇\ufffd31m␍␈b\ufffd[red]c[/red]" in re.sub(r"[\s│]", "", text)
-        assert not set(text) & set(map(chr, (*range(10), *range(11, 32), *range(127, 160))))
+        assert r"a␛[2J␛]0;title␇\x9b31m␍␈b\ud800\u202ec\u2066[red]d[/red]" in re.sub(r"[\s│]", "", text)
+        assert not set(text) & set(map(chr, (*range(10), *range(11, 32), *range(127, 160), 0x202E, 0x2066)))

@@ -24,7 +24,7 @@ def lines(run_dir, name="metrics.jsonl"):
 
 
 @pytest.mark.quick
-def test_lines_go_to_files_and_callbacks_alike(tmp_path):
+def test_lines_go_to_files_and_callbacks(tmp_path):
     seen = []
     with Monitor(tmp_path, CONFIG, callbacks=[lambda step, m: seen.append((step, m))], quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
@@ -56,25 +56,22 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
 
 
 @pytest.mark.quick
-def test_completions_are_shown_at_the_first_step_where_that_is_logged(tmp_path, capsys):
-    row = {"prompt": "what", "completion": "this", "rewards": {"r": 1.0}, "advantage": 0.0}
-    for first in (False, True):
-        config = GRPOConfig(log_completions=True, logging_first_step=first)
-        with Monitor(None, config) as monitor:
-            monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
-            capsys.readouterr()
-            monitor.completions(1, [row])
-            assert ("this" in capsys.readouterr().err) == first
-
-
-@pytest.mark.quick
 def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
-        monitor.log(1, {"num_tokens": 60})
         monitor.end(1, 4, hurry=True)
     assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.png").exists()
+
+
+@pytest.mark.quick
+def test_a_complete_run_ends_without_a_directory_as_with_one(capsys):
+    """Of several processes, all but one have no directory."""
+    with Monitor(None, CONFIG) as monitor:
+        monitor.start(STATE, Progress(step=4), total_steps=4, num_rows=4, num_dropped=7, resumed=True)
+    shown = capsys.readouterr().err
+    assert "7 rows are left out" in shown
+    assert "complete: 4 of 4 steps" in shown
 
 
 @pytest.mark.quick
@@ -99,7 +96,6 @@ def cut_off(monitor, steps):
 
 @pytest.mark.quick
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
-    """It was killed before its first one, or somebody has removed them."""
     monkeypatch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
 
     def begin(*steps):
@@ -140,35 +136,26 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
 
 
 @pytest.mark.quick
-def test_warnings_of_a_run_are_shown_as_ever_and_kept_once(tmp_path):
-    slow, texts = "a reward is slow", [f"a number {i}" for i in range(2 * MOST_WARNINGS)]
+def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
+    texts = ["an early warning", *["a slow reward"] * 3, *[f"a number {i}" for i in range(2 * MOST_WARNINGS)]]
     with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", message="a ")
+        warnings.filterwarnings("always", message="an? ")
         outside = warnings.showwarning
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
-            warnings.warn("a checkpoint was put aside", RuntimeWarning, stacklevel=1)
+            warnings.warn(texts[0], RuntimeWarning, stacklevel=1)  # before the files are cut back
             monitor.start(STATE, Progress(step=5), total_steps=9, num_rows=4)
             monitor.completions(6, [])
-            for _ in range(3):
-                warnings.warn(slow, UserWarning, stacklevel=1)
+            for text in texts[1:3]:
+                warnings.warn(text, UserWarning, stacklevel=1)
         assert warnings.showwarning is outside
-        assert slow in (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert texts[1] in (tmp_path / "report.html").read_text(encoding="utf-8")
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
             monitor.start(STATE, Progress(step=6), total_steps=9, num_rows=4, resumed=True)
-            for text in [slow, *texts]:
+            for text in texts[3:]:
                 warnings.warn(text, UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in caught] == ["a checkpoint was put aside", *[slow] * 4, *texts]
+    assert [str(warning.message) for warning in caught] == texts
     first, second, third, *more = lines(tmp_path, "warnings.jsonl")
-    assert first == {"step": 5, "category": "RuntimeWarning", "message": "a checkpoint was put aside"}
-    assert second == {"step": 6, "category": "UserWarning", "message": slow}
+    assert first == {"step": 5, "category": "RuntimeWarning", "message": texts[0]}
+    assert second == {"step": 6, "category": "UserWarning", "message": texts[1]}
     assert third == {"step": 6, "category": "UserWarning", "message": "a number 0"}
     assert len(more) == MOST_WARNINGS - 3
-
-
-@pytest.mark.quick
-def test_a_note_for_what_was_left_out_and_where_it_goes_on(capsys):
-    with Monitor(None, CONFIG) as monitor:
-        monitor.start(STATE, Progress(step=3), total_steps=9, num_rows=4, num_dropped=7, resumed=True)
-    shown = capsys.readouterr().err
-    assert "7 rows are left out" in shown
-    assert "going on after step 3" in shown

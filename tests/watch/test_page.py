@@ -2,7 +2,6 @@
 
 import html.parser
 import json
-from pathlib import Path
 
 import pytest
 from browsing import browser, no_browser
@@ -11,8 +10,8 @@ from grpo_jax import GRPOConfig
 from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report, write_pictures
 from grpo_jax.watch.writer import RunWriter, read_lines
 
-NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 %TITLE% %DATA% 数字"
-HEALTHY = Path(__file__).with_name("healthy_runs.jsonl")
+NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
+SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "␀").replace("\u202e", "\\u202e")
 
 
 class Parsed(html.parser.HTMLParser):
@@ -84,11 +83,11 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
         for group in step["groups"]
         for row in group["rows"]
     ]
-    assert rows == list(read_lines(run_dir / "completions.jsonl"))
+    assert rows == escaped(list(read_lines(run_dir / "completions.jsonl")))
     assert [[len(group["rows"]) for group in step["groups"]] for step in data["steps"]] == [[2, 2]] * 3
     assert data["rewards"] == ["right", "short"]
     assert data["extras"] == ["verdict"]
-    assert data["warnings"] == [{"step": 2, "category": "UserWarning", "message": NASTY}]
+    assert data["warnings"] == [{"step": 2, "category": "UserWarning", "message": SHOWN}]
     panels = {panel["title"]: panel for panel in data["panels"]}
     assert panels["Reward"]["x"] == [1, 2, 3]
     curves = {curve["label"]: curve["y"] for curve in panels["Reward"]["curves"]}
@@ -96,12 +95,10 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     assert (panels["KL divergence"]["x"], panels["KL divergence"]["curves"][0]["y"]) == ([1, 3], [0.01, 0.03])
     assert (panels["Held-out prompts"]["x"], panels["Held-out prompts"]["curves"][0]["y"]) == ([0], [0.25])
     assert data["seconds"] == [["rollout", 12.0], ["update", 3.0], ["other", 1.5]]
-    # One colour for one meaning, and the sentence of the run before everything else, also where no script runs.
     assert [curve["colour"] for curve in panels["Reward"]["curves"]] == ["policy", data["functions"]["right"]]
-    assert data["phases"]["update"] == "policy"
+    # The headline comes first, and is in the HTML itself.
     body = html_report(run_dir).partition("<main>")[2]
-    assert body.index("run &lt;i&gt;") < body.index("% of the time in rollouts.</p>") < body.index('id="warnings"')
-    assert body.index('id="warnings"') < body.index('id="tiles"') < body.index("Curves")
+    assert body.index("run &lt;i&gt;") < body.index("Right on held-out prompts 0.25 in 3 steps.</p>")
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     (_, config, changed), (_, versions, _), _ = data["settings"]
     assert (config, versions) == (about["config"], about["versions"])
@@ -109,8 +106,15 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     assert "epsilon" not in changed
 
 
+def escaped(value):
+    """A value of the files with `NASTY` as the page shows it."""
+    if isinstance(value, dict):
+        return {name: escaped(item) for name, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else SHOWN if value == NASTY else value
+
+
 @pytest.mark.quick
-def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
+def test_nothing_from_data_is_markup_and_nothing_is_requested(run_dir):
     parsed = Parsed(html_report(run_dir))
     tags = [tag for tag, _ in parsed.tags]
     assert tags.count("script") == 2
@@ -120,7 +124,7 @@ def test_nothing_from_data_is_markup_and_nothing_is_asked_for(run_dir):
     assert policy.startswith("default-src 'none'")
 
 
-def told(*texts):
+def dialogue(*texts):
     who = ("policy", "environment")
     return [{"by": who[i % 2], "text": text} for i, text in enumerate(texts)]
 
@@ -130,26 +134,26 @@ def played(tmp_path_factory):
     """Completions of several turns, as text and as messages; what the environment says tries to break out."""
     writer = RunWriter(tmp_path_factory.mktemp("played"))
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
-    rows = [completion(i, turns=told(f"{i} is first", NASTY, "the last")) for i in range(3)]
+    rows = [completion(i, turns=dialogue(f"{i} is first", NASTY, "the last")) for i in range(3)]
     rows[1]["completion"] = [{"role": "tool", "content": NASTY}]
     rows[2]["turn_rewards"] = {"near": [0.5, 1.0]}
-    writer.completions(1, [*rows, completion(3, turns=told("alone"))])
+    writer.completions(1, [*rows, completion(3, turns=dialogue("alone"))])
     return writer.run_dir
 
 
 @pytest.mark.quick
-def test_turns_are_embedded_in_the_place_of_their_text(played):
+def test_turns_replace_the_text_of_their_completion(played):
     data = embedded(played)
     rows = [row for group in data["steps"][0]["groups"] for row in group["rows"]]
-    assert [row["turns"] for row in rows] == [row["turns"] for row in read_lines(played / "completions.jsonl")]
+    assert [row["turns"] for row in rows] == escaped([row["turns"] for row in read_lines(played / "completions.jsonl")])
     assert not any("completion" in row for row in rows)
     assert data["extras"] == []
     assert {tag for tag, _ in Parsed(html_report(played)).tags if tag in ("b", "i", "img")} == set()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("turns", [3, [], "ab", [{"by": "policy"}], None])
-def test_a_reward_functions_own_turns_are_a_column(tmp_path, turns):
+@pytest.mark.parametrize("turns", [3, [], [{"by": "policy"}]])
+def test_a_column_named_turns_of_a_reward_function_is_shown(tmp_path, turns):
     RunWriter(tmp_path).completions(1, [completion(0, turns=turns)])
     data = embedded(tmp_path)
     assert data["extras"] == ["turns"]
@@ -187,172 +191,92 @@ def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_run_with_nothing_in_it_has_a_page(tmp_path):
+def test_empty_and_torn_files(tmp_path):
     assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
-
-
-@pytest.mark.quick
-def test_a_torn_last_line_is_left_out(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.completions(1, [completion(0)])
+    RunWriter(tmp_path).completions(1, [completion(0)])
     with open(tmp_path / "completions.jsonl", "ab") as file:
         file.write(b'{"step": 2, "prom')
     assert [step["step"] for step in embedded(tmp_path)["steps"]] == [1]
 
 
-@pytest.mark.quick
-@pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
-def test_the_page_in_a_real_browser(run_dir, tmp_path):
-    page = tmp_path / "report.html"
-    page.write_bytes(html_report(run_dir).encode("utf-8", "backslashreplace"))
+@pytest.fixture
+def chrome(tmp_path):
+    """`open(page, fragment)` writes HTML to a file and shows it in a browser; `run(script)` returns a value from it."""
+    if no_browser:
+        pytest.skip("no Chromium with its driver (Debian: chromium, chromium-driver)")
     with browser(tmp_path) as session:
+        run = lambda script: session("POST", "execute/sync", script=f"return {script}", args=[])
 
-        def run(script):
-            return session("POST", "execute/sync", script=f"return {script}", args=[])
+        def show(page, fragment=""):
+            path = tmp_path / "report.html"
+            path.write_bytes(page.encode("utf-8", "backslashreplace"))
+            session("POST", "url", url="about:blank")
+            session("POST", "url", url=path.as_uri() + fragment)
 
-        def column(name):
-            at = run(f"[...document.querySelectorAll('#rows th')].findIndex(th => th.dataset.column === {name!r})")
-            return run(
-                f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent.toWellFormed())"
-            )
-
-        def click(name):
-            run(f"document.querySelector(`#rows th[data-column={json.dumps(name)}]`).click()")
-
-        session("POST", "url", url=page.as_uri())
-        assert run("document.title") == "run <i>& · GRPO run"
-        # Curves: one a metric, in view, and the reward climbs from step to step (y grows downwards).
-        titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
-        assert titles == ["Reward", "Held-out prompts", "KL divergence", "Time"]
-        assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1 + 2
-        path = run("document.querySelector('.panel path.curve').getAttribute('d')")
-        heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
-        assert len(heights) == 3
-        assert heights[0] > heights[1] > heights[2]
-        assert run("document.querySelector('.panel svg').getBoundingClientRect().height") > 100
-        assert "NaN" not in run("document.getElementById('panels').innerHTML")
-        # One iteration in time: the engine's lane and the trainer's, of the last line's 6 + 1 + 0.5 seconds.
-        lanes = run(
-            "[...document.querySelectorAll('#strip .row')].map(row => [row.firstChild.textContent,"
-            " ...[...row.querySelectorAll('.span')].map(span => span.title)])"
-        )
-        assert lanes == [["engine", "rollout 6.0 s"], ["trainer", "update 1.0 s", "other 0.5 s"]]
-        widths = run("[...document.querySelectorAll('#strip .span')].map(span => span.getBoundingClientRect().width)")
-        assert widths == pytest.approx([w / 7.5 * sum(widths) for w in (6.0, 1.0, 0.5)], rel=0.01)
-        # A phone: nothing is wider than it, and numbers have their names beside them.
-        phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-        session("POST", "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=phone)
-        assert run("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
-        named = "getComputedStyle(document.querySelector('#rows td.number:last-of-type, #rows td.number'), '::before')"
-        assert run(f"{named}.content") == '"step "'
-        session("POST", "goog/cdp/execute", cmd="Emulation.clearDeviceMetricsOverride", params={})
-        # The table: as it was, then sorted by a click, down and up, then as it was.
-        before = column("advantage")
-        assert before == ["-0.5", "0.5"] * 6
-        assert column("prompt")[:4] == ["prompt 0", "", "prompt 1", ""]
-        click("advantage")
-        assert column("advantage") == ["0.5"] * 6 + ["-0.5"] * 6
-        click("advantage")
-        assert column("advantage") == ["-0.5"] * 6 + ["0.5"] * 6
-        assert run("document.querySelector('th[aria-sort=ascending]').innerText") == "advantage"
-        click("advantage")
-        assert column("advantage") == before
-        click("rewards/short")
-        assert column("rewards/short") == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3  # missing ones last
-        # Filters, by the address and by hand.
-        session("POST", "url", url=page.as_uri() + "#step=2&by=rewards/right&min=1")
-        assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
-        run("document.getElementById('clear').click()")
-        run(
-            "(n => { n.value = 'COMPLETION 1'; n.dispatchEvent(new Event('input')); })(document.getElementById('text'))"
-        )
-        assert column("completion") == ["completion 1"] * 3
-        run("document.getElementById('clear').click()")
-        # Hostile text is shown as text, in the table and among the warnings.
-        assert column("completion")[2] == NASTY.replace("\ud800", "\ufffd")  # half a character is not JSON
-        assert "</script>" in run("document.querySelector('.warning').textContent.toWellFormed()")
-        assert run("document.querySelectorAll('script').length") == 2
-        assert run("document.querySelectorAll('#settings b').length") > 2
-        # A real run's numbers: the demonstration of the README.
-        writer = RunWriter(tmp_path / "sort_digits")
-        for line in HEALTHY.read_text().splitlines():
-            line = json.loads(line)
-            if line.pop("run") == "sort_digits":
-                writer.metrics(line.pop("step"), line)
-        demo = tmp_path / "demo.html"
-        demo.write_text(html_report(writer.run_dir), encoding="utf-8")
-        session("POST", "url", url=demo.as_uri())
-        titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
-        assert {
-            "Reward",
-            "KL divergence",
-            "Entropy of the policy",
-            "Groups that teach nothing, completions cut off",
-            "Time",
-        } == set(titles)
-        curves = "[...document.querySelectorAll('.panel path.curve')]"
-        points = run(f"{curves}.map(path => path.getAttribute('d').split('L').length)")
-        assert len(points) == 3 + 1 + 1 + 2 + 5
-        assert min(points) >= 24
-        assert "NaN" not in run("document.body.innerHTML")
-        # Nothing went wrong on either page, and nothing was asked for but the pages (the rest is the browser's own).
-        errors = [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"]
-        assert errors == []
+        yield show, run
+        assert [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"] == []
         events = [json.loads(e["message"])["message"] for e in session("POST", "se/log", type="performance")]
         sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
         ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(tmp_path.as_uri())}
-        assert ours == {page.as_uri(), demo.as_uri()}
+        assert ours == {(tmp_path / "report.html").as_uri()}, "the page requests nothing but itself"
 
 
-@pytest.mark.quick
-@pytest.mark.skipif(no_browser, reason="no Chromium with its driver (Debian: chromium, chromium-driver)")
-def test_a_dialogue_in_a_real_browser(played, tmp_path):
-    page = tmp_path / "report.html"
-    page.write_bytes(html_report(played).encode("utf-8", "backslashreplace"))
-    with browser(tmp_path) as session:
+def test_the_page_in_a_real_browser(run_dir, chrome):
+    show, run = chrome
 
-        def run(script):
-            return session("POST", "execute/sync", script=f"return {script}", args=[])
+    def column(name):
+        at = run(f"[...document.querySelectorAll('#rows th')].findIndex(th => th.dataset.column === {name!r})")
+        return run(f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent)")
 
-        session("POST", "url", url=page.as_uri())
-        turns = "[...document.querySelectorAll('#rows tbody tr')].map(tr => [...tr.querySelectorAll('.turn')]"
-        texts = run(f"{turns}.map(turn => turn.lastChild.data.toWellFormed()))")
-        hostile = NASTY.replace("\ud800", "\ufffd")
-        assert texts == [[f"{i} is first", hostile, "the last"] for i in range(3)] + [["alone"]]
-        kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
-        assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
-        names = (
-            "[...document.querySelectorAll('#rows tbody tr')[2].querySelectorAll('.turn b')].map(b => b.textContent)"
-        )
-        assert run(names) == ["policy · near 0.5", "environment", "policy · near 1"]
-        assert run("[...document.querySelectorAll('#tables td')].map(cell => cell.textContent)") == [
-            *("1", "1", "0.5"),
-            *("2", "1", "1"),
-        ]
-        # In full, a line each: no box inside the table scrolls, and who spoke stands before the words.
-        boxes = "[...document.querySelectorAll('.dialogue')].map(box => box.scrollHeight > box.clientHeight)"
-        assert not any(run(boxes))
-        assert run("getComputedStyle(document.querySelector('.turn b')).display") == "inline"
-        # Told apart by more than the words, in the light and in the dark.
-        for scheme in ("light", "dark"):
-            media = [{"name": "prefers-color-scheme", "value": scheme}]
-            session("POST", "goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": media})
-            look = "(({borderLeftColor, backgroundColor}) => borderLeftColor + backgroundColor)"
-            sampled, given = run(
-                f"['sampled', 'given'].map(c => {look}(getComputedStyle(document.querySelector('.' + c))))"
-            )
-            assert sampled != given
-        # Nothing of it is markup, and the filter finds what was said between the turns.
-        assert run("document.title") == f"{played.name} · GRPO run"
-        assert run("document.querySelectorAll('script').length") == 2
-        assert run("document.querySelectorAll('.turn *:not(b)').length") == 0
-        for text, found in (("IS FIRST", 3), ("broken", 3), ("alone", 1), ("nowhere", 0)):
-            address = f"#text={text.replace(' ', '+')}"
-            session("POST", "url", url=page.as_uri() + address)
-            assert run("document.querySelectorAll('#rows tbody tr').length") == found, text
-        rewards = run("[...document.querySelectorAll('#rows thead th')].map(th => th.innerText)")
-        assert rewards == ["step", "group", "prompt", "completion", "right", "short", "advantage", "ended"]
-        assert [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"] == []
+    show(html_report(run_dir))
+    assert run("document.title") == "run <i>& · GRPO run"
+    titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
+    assert titles == ["Reward", "Held-out prompts", "KL divergence"]
+    assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1
+    assert (
+        run("[...document.querySelectorAll('.panel text.label')].map(node => node.textContent)")
+        == ["optimizer step"] * 3
+    )
+    # The reward rises from step to step (y grows downwards).
+    path = run("document.querySelector('.panel path.curve').getAttribute('d')")
+    heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+    assert len(heights) == 3
+    assert heights[0] > heights[1] > heights[2]
+    assert "NaN" not in run("document.body.innerHTML")
+    cells = run("[...document.querySelectorAll('#times td')].map(cell => cell.textContent)")
+    assert cells == ["rollout", "12.0 s", "72.7 %", "update", "3.0 s", "18.2 %", "other", "1.5 s", "9.1 %"]
+    # The table: in the order of the run, then sorted by clicks, descending and ascending, missing values last.
+    before = column("advantage")
+    assert before == ["-0.5", "0.5"] * 6
+    assert column("prompt")[:4] == ["prompt 0", "", "prompt 1", ""]
+    for expected in (["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, before):
+        run("document.querySelector('#rows th[data-column=advantage]').click()")
+        assert column("advantage") == expected
+    run("document.querySelector('#rows th[data-column=\"rewards/short\"]').click()")
+    assert column("rewards/short") == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
+    # Untrusted text is shown as text, escaped, in the table and among the warnings.
+    show(html_report(run_dir))
+    assert column("completion")[2] == SHOWN
+    assert SHOWN in run("document.querySelector('.warning').textContent")
+    assert run("document.querySelectorAll('script').length") == 2
+    # Filters, by the address and by hand.
+    run("document.getElementById('text').value = 'COMPLETION 1'")
+    run("document.getElementById('text').dispatchEvent(new Event('input'))")
+    assert column("completion") == ["completion 1"] * 3
+    show(html_report(run_dir), "#step=2&by=rewards/right&min=1")
+    assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
+
+
+def test_a_dialogue_in_a_real_browser(played, chrome):
+    show, run = chrome
+    show(html_report(played))
+    turns = "[...document.querySelectorAll('#rows tbody tr')].map(tr => [...tr.querySelectorAll('.turn')]"
+    texts = run(f"{turns}.map(turn => turn.lastChild.data))")
+    assert texts == [[f"{i} is first", SHOWN, "the last"] for i in range(3)] + [["alone"]]
+    kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
+    assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+    assert [name for _, name in kinds[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
+    assert run("document.querySelectorAll('.turn *:not(b)').length") == 0
 
 
 @pytest.mark.quick

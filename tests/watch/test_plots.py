@@ -1,14 +1,28 @@
-"""The picture shows what was logged: every panel, gaps, long runs, hostile names."""
+"""The picture and the panels show what was logged: gaps, long runs, hostile names, one colour for one meaning."""
 
 import io
-import time
+import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.image import imread
 
-from grpo_jax.watch.colours import DARK, LIGHT, colour
-from grpo_jax.watch.plots import draw_report, save_figure, smooth
+from grpo_jax.watch.plots import (
+    COLOURS,
+    DARK,
+    LIGHT,
+    as_css,
+    colour,
+    draw_report,
+    find_panels,
+    reward_colours,
+    save_figure,
+    smooth,
+)
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def run(steps=40):
@@ -18,6 +32,7 @@ def run(steps=40):
         line = {
             "step": step,
             "reward": 0.02 * step,
+            "reward_std": 0.4,
             "rewards/accuracy/mean": 0.01 * step,
             "rewards/accuracy/std": 0.3,
             "rewards/format/mean": 0.01 * step + 0.1,
@@ -33,8 +48,9 @@ def run(steps=40):
             "clip_fraction_low": 0.01,
             "clip_fraction_high": 0.02,
             "grad_norm": 0.5,
+            "learning_rate": 1e-6,
+            "turns/mean": 2.0,
             "seconds/rollout": 2.0,
-            "seconds/update": 1.0,
             "seconds/total": 3.5,
         }
         if step % 10 == 0:
@@ -43,16 +59,13 @@ def run(steps=40):
     return lines
 
 
-def panels(figure):
-    """Title → labels of its legend, without the last values."""
-    return {
-        axes.get_title(loc="left"): [text.get_text().rsplit("  ", 1)[0] for text in axes.get_legend().get_texts()]
-        for axes in figure.axes
-    }
+def labels(lines):
+    """Title of each panel → labels of its curves."""
+    return {panel.title: [curve.label for curve in panel.curves] for panel in find_panels(lines)}
 
 
-def curve(figure, title, label):
-    """x and y of a labelled curve."""
+def drawn(figure, title, label):
+    """x and y of a labelled curve in the picture."""
     axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
     line = next(line for line in axes.get_lines() if str(line.get_label()).startswith(f"{label}  "))
     return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
@@ -64,42 +77,61 @@ def png(figure):
     return buffer.getvalue()
 
 
-def test_every_panel_of_a_full_run_is_there_with_its_curves():
-    figure = draw_report(run(), title="demo")
-    assert panels(figure) == {
+def test_every_panel_of_a_full_run_is_drawn_with_its_curves():
+    expected = {
         "Reward": ["weighted sum", "accuracy", "format"],
+        "Reward standard deviation": ["mean over groups"],
         "Held-out prompts": ["accuracy"],
         "KL divergence": ["to the reference", "to the initial policy"],
-        "Entropy of the policy": ["all tokens"],
+        "Entropy": ["policy"],
         "Completion length": ["mean", "longest", "shortest"],
-        "Clipped ratios": ["too low", "too high"],
-        "Groups that teach nothing, completions cut off": ["groups with equal rewards", "completions cut off"],
+        "Truncated completions": ["truncated"],
+        "Zero-signal groups": ["equal rewards"],
+        "Clip fraction": ["below the range", "above the range"],
         "Gradient norm": ["all parameters"],
-        "Time": ["update", "rollout"],
+        "Learning rate": ["optimizer"],
     }
-    told = "demo: accuracy on held-out prompts 0.1 → 0.9 in 40 steps; 57 % of the time in rollouts"
-    assert figure.get_suptitle() == told
-    assert all(axes.get_ylabel() for axes in figure.axes)
+    figure = draw_report(run(), title="demo")
+    legends = {
+        axes.get_title(loc="left"): [text.get_text().rsplit("  ", 1)[0] for text in axes.get_legend().get_texts()]
+        for axes in figure.axes
+    }
+    assert labels(run()) == legends == expected
+    assert figure.get_suptitle() == "demo: accuracy on held-out prompts 0.1 → 0.9 in 40 steps"
+    assert all(axes.get_xlabel() == "optimizer step" for axes in figure.axes)
     assert png(figure).startswith(b"\x89PNG")
+    for axes in figure.axes:  # laid out: each legend is above its panel
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 3
 
 
 @pytest.mark.quick
-def test_curves_hold_the_values_at_their_steps():
-    figure = draw_report(run())
-    steps, values = curve(figure, "Held-out prompts", "accuracy")
+def test_the_caption_mentions_pale_lines_only_if_there_are_any():
+    assert "pale lines are raw values" in draw_report(run(40)).get_supxlabel()
+    assert "pale" not in draw_report(run(5)).get_supxlabel()
+
+
+@pytest.mark.quick
+def test_curves_hold_the_values_at_their_steps_and_gaps_are_left_out():
+    lines = run()
+    lines[5]["reward"] = None
+    del lines[6]["reward"]
+    lines[7]["reward"] = float("nan")
+    lines[8]["reward"] = "text"
+    figure = draw_report(lines)
+    steps, values = drawn(figure, "Held-out prompts", "accuracy")
     np.testing.assert_array_equal(steps, [0, 10, 20, 30, 40])
     np.testing.assert_allclose(values, [0.1, 0.3, 0.5, 0.7, 0.9])
-    steps, values = curve(figure, "KL divergence", "to the initial policy")
+    steps, values = drawn(figure, "KL divergence", "to the initial policy")
     np.testing.assert_array_equal(steps, np.arange(1, 41))
-    np.testing.assert_allclose(values[10:30], 0.002 * np.arange(11, 31), atol=1e-12)  # a line stays one inside
-    steps, values = curve(figure, "Clipped ratios", "too high")
-    np.testing.assert_allclose(values, 0.02)
+    np.testing.assert_allclose(values[10:30], 0.002 * np.arange(11, 31), atol=1e-12)  # smoothing keeps a straight line
+    steps, values = drawn(figure, "Reward", "weighted sum")
+    np.testing.assert_array_equal(steps, [step for step in range(1, 41) if step not in (5, 6, 7, 8)])
+    assert np.isfinite(values).all()
 
 
 @pytest.mark.quick
 def test_raw_values_lie_under_the_smoothed_curve():
-    rng = np.random.default_rng(0)
-    rewards = rng.normal(size=100)
+    rewards = np.random.default_rng(0).normal(size=100)
     figure = draw_report([{"step": step, "reward": value} for step, value in enumerate(rewards)])
     raw, smoothed = figure.axes[0].get_lines()
     np.testing.assert_array_equal(raw.get_ydata(), rewards)
@@ -107,132 +139,61 @@ def test_raw_values_lie_under_the_smoothed_curve():
     assert np.std(smoothed.get_ydata()) < 0.6 * np.std(rewards)
 
 
-@pytest.mark.quick
-def test_gaps_and_missing_metrics_leave_a_run_readable():
-    lines = run()
-    lines[5]["reward"] = None
-    del lines[6]["reward"]
-    lines[7]["reward"] = float("nan")
-    lines[8]["reward"] = "text"
-    steps, values = curve(draw_report(lines), "Reward", "weighted sum")
-    np.testing.assert_array_equal(steps, [step for step in range(1, 41) if step not in (5, 6, 7, 8)])
-    assert np.isfinite(values).all()
-    assert list(panels(draw_report([{"step": 3, "entropy": 0.5}]))) == ["Entropy of the policy"]
-
-
-def test_no_lines_no_metrics_and_one_line_are_pictures_too():
+def test_short_and_empty_runs_are_pictures():
     assert draw_report([], title="x").get_suptitle() == "x: nothing was logged"
     assert draw_report([{"step": 1}]).get_suptitle() == "1 step"
-    for lines in ([], [{"step": 1}], [{"step": 1, "reward": None}], run(1), run(2)):
+    for lines in ([], [{"step": 1, "reward": None}], run(1)):
         assert png(draw_report(lines)).startswith(b"\x89PNG")
 
 
-@pytest.mark.quick
-def test_a_sum_that_is_its_only_reward_is_shown_once():
-    lines = [{"step": step, "reward": 0.1 * step, "rewards/accuracy/mean": 0.1 * step} for step in range(5)]
-    assert panels(draw_report(lines)) == {"Reward": ["accuracy"]}
-    lines = [{**line, "reward": 2 * line["reward"]} for line in lines]
-    assert panels(draw_report(lines)) == {"Reward": ["weighted sum", "accuracy"]}
+REWARDS = [{"step": step, "reward": 0.1 * step, "rewards/accuracy/mean": 0.1 * step} for step in range(5)]
 
 
 @pytest.mark.quick
-def test_a_run_without_a_reference_has_no_kl_panel():
-    lines = [{**line, "kl": 0.0, "kl_initial": None} for line in run()]
-    assert "KL divergence" not in panels(draw_report(lines))
-
-
-@pytest.mark.quick
-def test_ratios_that_nothing_clips_leave_no_empty_panel():
-    lines = [{**line, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0} for line in run()]
-    assert "Clipped ratios" not in panels(draw_report(lines))
-    lines[7]["clip_fraction_high"] = 0.01
-    assert panels(draw_report(lines))["Clipped ratios"] == ["too low", "too high"]
-    # What is all zero and says something stays.
-    assert "Reward" in panels(draw_report([{**line, "reward": 0.0} for line in run()]))
-
-
-@pytest.mark.parametrize("count", [1, 5, 8])
-def test_panels_fill_their_rows_and_legends_lie_off_the_curves(count):
-    names = list(panels(draw_report(run())))[:count]
-    figure = draw_report(run(), title="demo", only=names)
-    png(figure)  # laid out
-    width = figure.bbox.width
-    rows: dict[int, float] = {}
-    for axes in figure.axes:
-        box, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
-        assert legend.y0 >= box.y1 - 3
-        assert legend.x1 <= width
-        row = axes.get_subplotspec().rowspan.start
-        rows[row] = rows.get(row, 0) + len(axes.get_subplotspec().colspan)
-    assert set(rows.values()) == {6}
-    assert len(figure.axes) == count
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_meaning_has_one_colour_in_every_panel(dark):
-    figure = draw_report(run(), dark=dark)
-    drawn = {
-        (axes.get_title(loc="left"), str(line.get_label()).rsplit("  ", 1)[0]): line.get_color()
-        for axes in figure.axes
-        for line in axes.get_lines()
-    }
-    assert drawn["Reward", "accuracy"] == drawn["Held-out prompts", "accuracy"] == colour("reward0", dark=dark)
-    assert drawn["Reward", "format"] == colour("reward1", dark=dark)
-    assert drawn["KL divergence", "to the reference"] == colour("reference", dark=dark)
-    times = {str(a.get_label()).rsplit("  ", 1)[0]: a.get_facecolor()[0] for a in figure.axes[-1].collections}
-    assert to_hex(times["update"]) == colour("policy", dark=dark)
-    assert to_hex(figure.get_facecolor()) == (DARK if dark else LIGHT).page
-
-
-@pytest.mark.quick
-def test_times_are_seconds_of_one_step_without_those_that_compiled():
-    lines = [{"step": 0, "eval/accuracy": 0.1}]
-    lines += [{"step": 10 * i, "seconds/rollout": 20.0, "seconds/update": 10.0} for i in range(1, 31)]
-    lines[1]["seconds/rollout"] = 500.0
-    axes = draw_report(lines).axes[-1]
-    top = axes.collections[-1].get_paths()[0].vertices
-    assert top[:, 0].min() == 20  # the first line compiled
-    np.testing.assert_allclose(top[:, 1].max(), 3.0)  # (20 + 10) / 10 steps
-    np.testing.assert_allclose(top[:, 1].min(), 2.0)
-    # The first line counts from step 0.
-    axes = draw_report([{"step": step, "seconds/update": 8.0} for step in (4, 8)]).axes[-1]
-    corners = axes.collections[-1].get_paths()[0].vertices
-    assert {tuple(corner) for corner in corners.round(9)} == {(4, 0), (4, 2), (8, 2), (8, 0)}
+@pytest.mark.parametrize(
+    ("lines", "panels"),
+    [
+        # The weighted sum of a single function repeats it.
+        (REWARDS, {"Reward": ["accuracy"]}),
+        ([{**line, "reward": 2 * line["reward"]} for line in REWARDS], {"Reward": ["weighted sum", "accuracy"]}),
+        # Without a reference the KL is 0, and without a second update no ratio is clipped.
+        ([{"step": 1, "kl": 0.0, "kl_initial": None, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}], {}),
+        (
+            [{"step": 1, "clip_fraction_low": 0.0, "clip_fraction_high": 0.01}],
+            {"Clip fraction": ["below the range", "above the range"]},
+        ),
+        ([{"step": 1, "reward": 0.0}], {"Reward": ["weighted sum"]}),
+        # The loss is shown in SFT only.
+        ([{"step": 1, "loss": 2.0, "eval/loss": 2.5}], {"Loss": ["training", "held out"]}),
+        ([{"step": 1, "loss": 0.0, "reward": 1.0}], {"Reward": ["weighted sum"]}),
+        ([{"step": 3, "entropy": 0.5, "unknown": 1.0, "sums/long": 0.5}], {"Entropy": ["policy"]}),
+    ],
+)
+def test_which_panels_are_shown(lines, panels):
+    assert labels(lines) == panels
 
 
 @pytest.mark.parametrize("name", ["_private", "__", "a$b$", "奖励函数", "<lambda>", "x" * 60, r"$\frac{$", "{x}"])
 def test_any_name_of_a_reward_function_is_drawn(name):
     lines = [{"step": step, "reward": 0.0, f"rewards/{name}/mean": 0.1 * step} for step in range(3)]
-    figure = draw_report(lines, title=name)
+    figure = draw_report(lines, title=name, only=["Reward"])
     assert png(figure).startswith(b"\x89PNG")
-    assert len(panels(figure)["Reward"]) == 2
+    assert len(figure.axes[0].get_legend().get_texts()) == 2
 
 
 @pytest.mark.quick
-def test_a_long_run_is_drawn_in_seconds():
-    rng = np.random.default_rng(0)
-    lines = [
-        {
-            "step": step,
-            "reward": step / 5e4 + rng.normal(),
-            "seconds/update": 1.0,
-            "eval/a": 0.5 if step == 777 else None,
-        }
-        for step in range(50_000)
-    ]
-    start = time.process_time()
+def test_a_long_run_is_thinned_and_keeps_its_mean():
+    noise = np.random.default_rng(0).normal(size=50_000)
+    lines = [{"step": i, "reward": i / 5e4 + x, "eval/a": 0.5 if i == 777 else None} for i, x in enumerate(noise)]
     figure = draw_report(lines)
-    png(figure)
-    assert time.process_time() - start < 10
     assert all(len(line.get_xdata()) <= 2000 for axes in figure.axes for line in axes.get_lines())
-    steps, values = curve(figure, "Reward", "weighted sum")
-    np.testing.assert_allclose(values[500:1500], steps[500:1500] / 5e4, atol=0.12)  # the mean stays where it is
-    assert curve(figure, "Held-out prompts", "a")[0] == [777]  # a lone value is not thinned out
+    steps, values = drawn(figure, "Reward", "weighted sum")
+    np.testing.assert_allclose(values[500:1500], steps[500:1500] / 5e4, atol=0.12)
+    assert drawn(figure, "Held-out prompts", "a")[0] == [777]  # a single value is not thinned out
 
 
 @pytest.mark.quick
-def test_smoothing_by_another_road():
+def test_smoothing_equals_a_weighted_mean():
     rng = np.random.default_rng(0)
     values = rng.normal(size=30)
     values[[3, 4, 29]] = np.nan
@@ -248,8 +209,61 @@ def test_smoothing_by_another_road():
 
 @pytest.mark.quick
 def test_pyplot_is_left_alone(monkeypatch):
-    import sys
-
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # another package may have imported it
     draw_report(run())
     assert "matplotlib.pyplot" not in sys.modules
+
+
+# Colours --------------------------------------------------------------------------------------------------------------
+
+
+def rgb(text):
+    return np.array([int(text[i : i + 2], 16) for i in (1, 3, 5)])
+
+
+def contrast(one, other):
+    """WCAG's contrast ratio."""
+
+    def luminance(text):
+        share = rgb(text) / 255
+        return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_are_distinct_and_visible_on_their_page(dark):
+    page = (DARK if dark else LIGHT).page
+    assert min(contrast(colour(meaning, dark=dark), page) for meaning in COLOURS) >= 3
+    shown = {meaning: rgb(colour(meaning, dark=dark)) for meaning in COLOURS}
+    assert all(np.abs(shown[a] - shown[b]).sum() >= 45 for a, b in itertools.combinations(shown, 2))
+    assert f"--policy: {colour('policy', dark=dark)};" in as_css(dark=dark)
+
+
+@pytest.mark.quick
+def test_a_function_has_one_colour_in_training_and_on_held_out_prompts():
+    line = {"step": 1, "reward": 1.0, "rewards/a/mean": 1.0, "rewards/b/mean": 0.0, "eval/b": 0.5, "eval/c": 0.5}
+    assert reward_colours(line) == {"reward": "policy", "a": "reward0", "b": "reward1", "c": "reward2"}
+    found = {(panel.title, curve.label): curve.colour for panel in find_panels([line]) for curve in panel.curves}
+    assert found["Reward", "b"] == found["Held-out prompts", "b"] == "reward1"
+    many = reward_colours(f"rewards/f{i}/mean" for i in range(30))
+    assert set(many.values()) <= set(COLOURS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("picture", "dark", "meanings"),
+    [
+        ("sort_digits", False, ("policy",)),
+        ("guess", False, ("policy", "start", "high")),
+        ("kl_estimators", False, ("policy", "start", "high", "low")),
+        ("old_and_new_policy", False, ("policy", "high")),
+        ("reference_sync", False, ("policy", "high")),
+    ],
+)
+def test_the_pictures_of_the_docs_have_these_colours(picture, dark, meanings):
+    pixels = np.round(255 * imread(DOCS / f"{picture}.png")[..., :3]).astype(int).reshape(-1, 3)
+    for meaning in meanings:
+        assert (pixels == rgb(colour(meaning, dark=dark))).all(axis=1).sum() > 100, meaning

@@ -4,7 +4,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,11 +51,14 @@ def test_plain_makes_json_of_what_jax_and_numpy_hold():
 
 
 @pytest.mark.quick
-def test_a_line_is_on_disk_when_the_call_returns_and_is_strict_json(tmp_path):
+def test_lines_are_strict_json_of_any_text(tmp_path):
     writer = RunWriter(tmp_path / "new" / "run")
     writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf")})
-    text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    text = writer.path("metrics.jsonl").read_text(encoding="utf-8")
     assert text == '{"step": 3, "reward": 0.5, "kl": null, "ratio_max": null}\n'
+    row = {"prompt": [{"role": "user"}], "completion": "数字 \ud800 \x00\n", "rewards": {"a": None}, "ended": False}
+    writer.completions(7, [row, {"ended": np.True_}])
+    assert lines_of(writer, "completions.jsonl") == [{"step": 7, **row}, {"step": 7, "ended": True}]
 
 
 @pytest.mark.quick
@@ -78,32 +80,7 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_cut(tmp_path, evalua
 
 
 @pytest.mark.quick
-def test_completions_keep_any_text(tmp_path):
-    writer = RunWriter(tmp_path)
-    rows = [
-        {
-            "prompt": "3 1 2\n",
-            "completion": "数字 \ud800 \x00",
-            "rewards": {"a": None, "b": float("nan")},
-            "ended": False,
-        },
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": "", "rewards": {"a": 1.0}, "ended": np.True_},
-    ]
-    writer.completions(7, rows)
-    first, second = lines_of(writer, "completions.jsonl")
-    assert first == {
-        "step": 7,
-        "prompt": "3 1 2\n",
-        "completion": "数字 \ud800 \x00",
-        "rewards": {"a": None, "b": None},
-        "ended": False,
-    }
-    assert second == {"step": 7, **rows[1]}
-    assert len(writer.path("completions.jsonl").read_bytes().splitlines()) == 2
-
-
-@pytest.mark.quick
-def test_truncate_drops_later_lines_of_both_files_and_keeps_the_rest_as_they_are(tmp_path):
+def test_truncate_drops_later_lines_of_all_files(tmp_path):
     writer = RunWriter(tmp_path)
     for step in (0, 5, 10, 15):
         writer.metrics(step, {"reward": step / 10})
@@ -135,42 +112,18 @@ def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
 
 
 @pytest.mark.quick
-def test_lines_that_are_no_metrics_end_the_file(tmp_path):
+def test_lines_that_are_not_metrics_end_the_file(tmp_path):
     for text in (b"null\n", b"[1]\n", b'{"reward": 1}\n', b'{"step": "1"}\n', b"\xff\xfe\n", b"\x00\x00\x00"):
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text + b'{"step": 2}\n')
         writer = RunWriter(tmp_path)
         assert lines_of(writer) == [{"step": 1}]
         writer.truncate(5)
         assert writer.path("metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+    assert list(read_lines(tmp_path / "nothing.jsonl")) == []
 
 
 @pytest.mark.quick
-def test_a_killed_writer_leaves_a_file_that_goes_on(tmp_path):
-    code = (
-        "import sys; from grpo_jax.watch.writer import RunWriter\n"
-        "writer = RunWriter(sys.argv[1])\n"
-        "for step in range(10**9):\n"
-        "    writer.metrics(step, {'reward': 0.5})\n"
-        "    if step == 20: print('ready', flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
-    assert process.stdout.readline() == b"ready\n"
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    writer = RunWriter(tmp_path)
-    writer.truncate(10)
-    writer.metrics(11, {})
-    assert [line["step"] for line in lines_of(writer)] == list(range(12))
-
-
-@pytest.mark.quick
-def test_reading_a_run_that_has_not_begun(tmp_path):
-    assert list(read_lines(tmp_path / "metrics.jsonl")) == []
-
-
-@pytest.mark.quick
-def test_run_json_says_what_ran_and_comes_back(tmp_path):
+def test_run_json_round_trips(tmp_path):
     config = GRPOConfig(beta=0.04, reward_weights=[1, 2])
     writer = RunWriter(tmp_path)
     writer.config(config, parameters=123, dtype=np.float32(1.5))
@@ -179,9 +132,7 @@ def test_run_json_says_what_ran_and_comes_back(tmp_path):
     assert content["parameters"] == 123
     assert content["argv"] == sys.argv
     assert content["versions"]["jax"]
-    assert content["versions"]["python"].count(".") == 2
     assert content["started"].endswith("+00:00")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
 
 
 @pytest.mark.quick
@@ -220,23 +171,9 @@ def test_the_modules_import_neither_matplotlib_nor_rich_nor_jax():
 
 
 @pytest.mark.quick
-def test_two_writers_in_threads_do_not_tear_each_others_lines(tmp_path):
-    writer = RunWriter(tmp_path)
-    rows = [{"completion": "x" * 500}] * 20
-    threads = [threading.Thread(target=lambda: [writer.completions(1, rows) for _ in range(20)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(lines_of(writer, "completions.jsonl")) == 1600
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "address", ["gs://bucket/runs", "s3://b/r", "S3://b/r", "az://b/r", pathlib.Path("gs://bucket/runs")]
-)
-def test_an_object_store_is_no_run_directory(address, tmp_path, monkeypatch):
-    """By `train` and `sft` before they look at anything else; nothing is made under that name here."""
+@pytest.mark.parametrize("address", ["gs://bucket/runs", "S3://b/r", pathlib.Path("az://bucket/runs")])
+def test_an_object_store_is_refused_as_a_run_directory(address, tmp_path, monkeypatch):
+    """By `train` and `sft` before they look at anything else."""
     monkeypatch.chdir(tmp_path)
     for refuse in (
         lambda: refuse_bucket(address),

@@ -16,7 +16,7 @@ WEIGHTS = {"forward_kl": 0.0, "jsd": 0.3, "reverse_kl": 1.0}
 
 
 def inputs():
-    """Logits of policy and teacher, drawn tokens, the mask, and which rows SDPO has a teacher's prompt for."""
+    """Logits of policy and teacher, drawn tokens, the mask, and which rows SDPO compares."""
     rng = np.random.default_rng(0)
     return {
         "logits": rng.normal(0, 1.5, (B, T, V)).astype(np.float32),

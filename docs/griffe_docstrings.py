@@ -14,7 +14,7 @@ def _joined(section: re.Match[str]) -> str:
     return "Returns:\n" + first + "".join(x if re.match(r"  (\w+:| )", x) else "  " + x for x in rest)
 
 
-class House(griffe.Extension):
+class Docstrings(griffe.Extension):
     def on_instance(self, *, obj, **kwargs):
         if obj.docstring:
             text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")

@@ -1,0 +1,59 @@
+"""Messages that name the metric, prompt and completion that made an update not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.devices.sharding import fetch
+from grpo_jax.maths.checks import clean
+from grpo_jax.messages import show
+from grpo_jax.types import Batch, Params
+from grpo_jax.update.packed import Updater
+
+
+def name_not_finite(
+    updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
+) -> str:
+    """Return the first value of a skipped update that is not finite, with its prompt and completion.
+
+    The inputs of the loss are searched in the order in which they are computed: advantages, then log-probs of the
+    sampler, of the old policy, of the references and of `params`. If all of them are finite, the first metric that is
+    not is named. On several processes, all of them call this together.
+
+    Args:
+      params: of the policy before the update, which are its params after it too.
+      metrics: of the update.
+      tokenizer: decodes prompt and completion; None leaves the texts out.
+    """
+    batch = fetch(batch)
+    inputs = {
+        "the advantage": batch.advantages,
+        "the sampler's log-prob": batch.sampling_log_probs,
+        "the old log-prob": batch.old_log_probs,
+        "the reference's log-prob": batch.ref_log_probs,
+        "the initial policy's log-prob": batch.initial_log_probs,
+        "the policy's log-prob": fetch(updater.score(params, batch.prompts, batch.tokens, batch.mask)),
+    }
+    for name, values in inputs.items():
+        if values is None:
+            continue
+        array = np.asarray(values if values.ndim == 2 else clean(values, batch.mask))
+        if not np.isfinite(array).all():
+            at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+            where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))
+            return f"{name} is {array[at]} at {where} of the batch{_texts(batch, at[0], at[1], tokenizer)}"
+    names = ("policy_loss", "kl_in_loss", "loss", "grad_norm")
+    bad = next(name for name in names if not np.isfinite(metrics.get(name, 0.0)))
+    return f"the metric {bad} is {metrics[bad]}, and every advantage and log-prob of the batch is finite"
+
+
+def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
+    """Return prompt and completion of that place, decoded."""
+    if tokenizer is None:
+        return ""
+    read = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]
+    drawn = batch.tokens[prompt, completion][batch.mask[prompt, completion]]
+    return f" (prompt {show(tokenizer.decode(read))}, completion {show(tokenizer.decode(drawn))})"

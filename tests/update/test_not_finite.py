@@ -1,0 +1,134 @@
+"""A skipped update: what was not finite is named with its place, params stay, and too many in a row end the run."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_policy
+
+from grpo_jax import Batch, GRPOConfig, Prompts, train
+from grpo_jax.run import collect
+from grpo_jax.update.not_finite import name_not_finite
+from grpo_jax.update.packed import PackedUpdater, choose_updater
+from grpo_jax.update.state import create_state
+from grpo_jax.watch.writer import read_lines
+
+B, G, T, V = 2, 2, 3, 7
+NAN, INF = np.nan, np.inf
+FINE = "and every advantage and log-prob of the batch is finite"
+
+
+class Bigram:
+    """Logits by the last token alone. The root has no derivative at 0, where a NaN gradient comes from."""
+
+    def apply(self, variables, tokens):
+        params = variables["params"]
+        return params["table"][tokens] + params["bias"] + 0.0 * jnp.sqrt(params["root"])
+
+
+def state_of(root=1.0, bias=0.0):
+    table = jax.random.normal(jax.random.key(0), (V, V))
+    params = {"bias": jnp.full((1, 1, V), bias), "root": jnp.asarray(root)[None, None, None], "table": table}
+    return create_state(params, optax.sgd(0.1), jax.random.key(0))
+
+
+def batch(**changes):
+    tokens = jax.random.randint(jax.random.key(1), (B, G, T), 0, V)
+    arrays = {
+        "tokens": tokens,
+        "mask": np.arange(T) < np.array([[2, 3], [3, 1]])[..., None],
+        "advantages": np.array([[1.0, -1.0], [0.5, -0.5]], np.float32),
+        "sampling_log_probs": np.full((B, G, T), -2.0, np.float32),
+        "ref_log_probs": np.full((B, G, T), -2.0, np.float32),
+    }
+    for name, (at, value) in changes.items():
+        arrays[name] = arrays[name].copy()
+        arrays[name][at] = value
+    return Batch(prompts=Prompts(tokens[:, 0], np.array([3, 2])), **{k: jnp.asarray(x) for k, x in arrays.items()})
+
+
+CONFIG = GRPOConfig(num_generations=G, beta=0.1, kl_estimator="k2")
+UPDATER = choose_updater(Bigram(), CONFIG, micro=(B, G), optimizer=optax.sgd(0.1), on_policy=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "of_params", "words"),
+    [
+        ({"advantages": ((1, 0), NAN)}, {}, "the advantage is nan at prompt 1, completion 0 of the batch"),
+        (
+            {"sampling_log_probs": ((0, 1, 2), NAN), "ref_log_probs": ((0, 0, 0), NAN)},
+            {"bias": NAN},
+            "the sampler's log-prob is nan at prompt 0, completion 1, token 2 of the batch",
+        ),
+        ({"ref_log_probs": ((1, 0, 1), INF)}, {}, "the reference's log-prob is inf at prompt 1, completion 0, token 1"),
+        ({}, {"bias": NAN}, "the policy's log-prob is nan at prompt 0, completion 0, token 0 of the batch"),
+        ({"ref_log_probs": ((1, 0, 2), 1e30)}, {}, f"the metric kl_in_loss is inf, {FINE}"),
+        ({"advantages": ((slice(None), 1), -3e38)}, {}, f"the metric policy_loss is inf, {FINE}"),
+        ({}, {"root": 0.0}, f"the metric grad_norm is nan, {FINE}"),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_named(changes, of_params, words):
+    given = batch(**changes)
+    after, metrics = UPDATER.update(state_of(**of_params), given)
+    assert metrics["update_skipped"] == 1
+    assert words in name_not_finite(UPDATER, after.params, given, jax.device_get(metrics))
+
+
+@pytest.mark.quick
+def test_masked_and_bounded_values_skip_nothing():
+    fine = batch(sampling_log_probs=((0, 0, 2), NAN), ref_log_probs=((0, 0, 1), -INF))
+    assert UPDATER.update(state_of(), fine)[1]["update_skipped"] == 0
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run_with_nothing_lost(tmp_path, monkeypatch):
+    """Two passes over each batch; all of the second and third iteration are bad."""
+    calls, advantages, states = itertools.count(1), collect._jit_advantages, []
+    update = PackedUpdater.update
+
+    def spoilt(rewards, **settings):
+        a = advantages(rewards, **settings)
+        return a.at[0, 3].set(NAN) if next(calls) in (2, 3) else a
+
+    def watched(updater, state, batch):
+        state, metrics = update(updater, state, batch)
+        states.append(jax.tree.map(np.array, (state.params, state.opt_state)))
+        return state, metrics
+
+    monkeypatch.setattr(collect, "_jit_advantages", spoilt)
+    monkeypatch.setattr(PackedUpdater, "update", watched)
+    config = GRPOConfig(
+        num_generations=4,
+        per_device_train_batch_size=8,
+        max_completion_length=4,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        gradient_checkpointing=False,
+        max_steps=7,
+        num_iterations=2,
+        max_skipped_updates=3,
+    )
+    rows = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
+    learn = functools.partial(train, dataset=rows, reward_fns=lambda completions: map(len, completions), config=config)
+    cause = r"the advantage is nan at prompt 0, completion 3 of the batch \(prompt '.+', completion '.*'\)"
+    words = f"step 5: 3 updates in a row were skipped .*{cause}"
+    with (
+        pytest.warns(RuntimeWarning, match=f"step 3 was skipped.*{cause}") as warned,
+        pytest.raises(FloatingPointError, match=words),
+    ):
+        learn(tiny_policy(), run_dir=tmp_path)
+    assert len(warned) == 1, "one warning"
+    assert [line["update_skipped"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 0, 1, 1, 1]
+    for after in states[2:]:
+        chex.assert_trees_all_equal(after, states[1])
+
+    # Resumed: the second pass over the bad batch, then a good one.
+    del states[:]
+    with pytest.warns(RuntimeWarning, match="step 6 was skipped"):
+        state = learn(tiny_policy(), run_dir=tmp_path)
+    assert (int(state.step), int(state.skipped), len(states)) == (7, 4, 2)
