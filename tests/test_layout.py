@@ -320,7 +320,6 @@ TESTED_ELSEWHERE = {
     "planning.compiled": "planning/test_targets.py",
     "planning.loaded": "planning/test_estimate.py",
     "planning.report": "planning/test_estimate.py",
-    "cli.pictures": "cli/test_commands.py",
     "rewards.combine": "rewards/test_shipped.py",
     "rewards.contract": "rewards/test_calls.py",
     "rollout.layout": "rollout/test_generate.py",

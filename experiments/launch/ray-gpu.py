@@ -1,4 +1,4 @@
-"""Run by Ray's JaxTrainer: python FILE, on a host of the cluster. Made by grpo-jax launch."""
+"""Run by Ray's JaxTrainer: python FILE, on a host of the cluster."""
 
 import os
 
@@ -11,9 +11,9 @@ def work():
     """Run the command in this worker, a process of which JaxTrainer has made one of several."""
     from grpo_jax.cli import main
 
-    os.chdir('/workspace')
+    os.chdir("/workspace")
     try:
-        main(['train', 'gsm8k.yaml', '--run_dir', '/mnt/runs/runs/gsm8k'])
+        main(["train", "gsm8k.yaml", "--run_dir", "/mnt/runs/runs/gsm8k"])
     except SystemExit as error:  # Ray takes it for the end of the worker, whatever its status
         if error.code:
             raise RuntimeError(str(error.code)) from error
@@ -22,13 +22,13 @@ def work():
 if __name__ == "__main__":
     trainer = JaxTrainer(
         work,
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={'CPU': 16, 'GPU': 8}, use_gpu=True),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 16, "GPU": 8}, use_gpu=True),
         jax_config=JaxConfig(use_gpu=True),
         run_config=RunConfig(
-            name='gsm8k',
-            storage_path='/mnt/runs/ray',
+            name="gsm8k",
+            storage_path="/mnt/runs/ray",
             failure_config=FailureConfig(max_failures=3),
-            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": 'cuda'}},
+            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cuda"}},
         ),
     )
     trainer.fit()

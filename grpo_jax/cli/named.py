@@ -17,28 +17,19 @@ from grpo_jax.engines import Engine, EngineScorer, vllm, vllm_scorer
 from grpo_jax.messages import nearest
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import is_suite, suite_of
-from grpo_jax.text.columns import Columns, Template
-from grpo_jax.text.examples import load_examples
-from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
-from grpo_jax.types import RewardFn, Row
+from grpo_jax.types import RewardFn
 
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
-    "accuracy_reward": rewards.accuracy_reward,
-    "number_reward": rewards.number_reward,
-    "formula_reward": rewards.formula_reward,
-    "format_reward": rewards.format_reward,
-    "tag_reward": rewards.tag_reward,
-    "get_repetition_penalty_reward": rewards.get_repetition_penalty_reward,
-    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment,
+    name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
-"""Factories that come with the package, each of which makes a reward function of its arguments."""
+"""Factories of the package, each of which returns a reward function for its arguments."""
 
 _FORM = "write module:name or file.py:name"
 
 
 def is_reference(text: object) -> TypeGuard[str]:
-    """Return whether a text names something in a module or in a file of Python.
+    """Return whether a text names an object of a module or of a Python file.
 
     Example:
       >>> [is_reference(text) for text in ("my.rewards:right", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
@@ -52,17 +43,17 @@ def find(text: object, folder: Path) -> Any:
 
     Args:
       text: the reference.
-      folder: what files are named from, and where modules are looked for behind those that are installed.
+      folder: files are relative to it; modules are looked up in it after the installed ones.
 
     Raises:
-      ValueError: no such form, file, module or name; or the module fails when it is imported.
+      ValueError: the text is not a reference, the module or name does not exist, or the import fails.
     """
     if not is_reference(text):
-        raise ValueError(f"names nothing in a module: {_FORM}")
+        raise ValueError(f"is not a reference: {_FORM}")
     where, _, name = text.rpartition(":")
     try:
         module = _import_file(folder / where) if where.endswith(".py") else _import_name(where, folder)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module raises when it is imported
         raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
     try:
         return operator.attrgetter(name)(module)
@@ -80,10 +71,10 @@ def _import_name(module: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Return the module of a file, by its own name, so that worker processes find it, unless another has that name."""
+    """Return the module of a file, under its own name for worker processes, unless another module has that name."""
     path = path.resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+        raise FileNotFoundError(f"{path} does not exist")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     found = sys.modules.get(path.stem)
@@ -93,7 +84,7 @@ def _import_file(path: Path) -> ModuleType:
         return found
     name = f"_of_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "it is a file of Python"
+    assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -104,37 +95,36 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
     """Return the reward function of an entry of `rewards`.
 
     Args:
-      entry: a reference or a shipped name; or `{either: arguments}`, which calls it: a mapping is keywords, a list
-        arguments in their order, anything else the one argument.
+      entry: a reference or a shipped name; or `{name: arguments}`, which calls it: a mapping gives keywords, a list
+        positional arguments, anything else is the only argument.
       folder: as in `find`.
 
     Raises:
-      ValueError: the fault of the entry.
+      ValueError: the entry does not give a function.
 
     Example:
       >>> reward_function({"number_reward": "solution"}, Path())(completions=["4", "5"], solution=["4", "4"])
       [1.0, 0.0]
     """
-    if isinstance(entry, dict):
-        if len(entry) != 1:
-            raise ValueError("names more than one function; write each as an entry of its own, behind a dash")
-        ((name, given),) = entry.items()
-        made = _call(_function(name, folder), name, given)
-    elif isinstance(entry, str) and entry in SHIPPED:
-        try:
-            made = SHIPPED[entry]()
-        except TypeError as error:
-            raise ValueError(f"{error}; write its arguments behind it, as {{{entry}: ...}}") from error
-    else:
-        made = _function(entry, folder)
+    if isinstance(entry, dict) and len(entry) != 1:
+        raise ValueError("names more than one function; write each as a list entry of its own")
+    name, given = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+    shipped = SHIPPED.get(str(name))
+    if shipped is None and not is_reference(name):
+        close = nearest(name, SHIPPED)
+        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
+        raise ValueError(f"no such reward function; {hint}")
+    made: Any = shipped or find(name, folder)
+    if shipped or isinstance(entry, dict):
+        made = _call(made, name, given)
     if not callable(made):
-        raise ValueError(f"is a {type(made).__name__}, and no function")
+        raise ValueError(f"is a {type(made).__name__}, not a function")
     function: RewardFn = made
     return function
 
 
 def _call(factory: Callable[..., object], name: object, given: object) -> object:
-    """Return what a factory makes of the arguments behind its name."""
+    """Call a factory with the arguments that follow its name."""
     try:
         if isinstance(given, dict):
             return factory(**given)
@@ -143,27 +133,8 @@ def _call(factory: Callable[..., object], name: object, given: object) -> object
         raise ValueError(f"{name} refuses its arguments ({error})") from error
 
 
-def _function(name: object, folder: Path) -> Callable[..., object]:
-    """Return a shipped function, or the one that a reference names."""
-    if isinstance(name, str) and name in SHIPPED:
-        return SHIPPED[name]
-    if not is_reference(name):
-        close = nearest(name, SHIPPED)
-        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
-        raise ValueError(f"no such reward function; {hint}")
-    found: Callable[..., object] = find(name, folder)
-    return found
-
-
 def sampler_of(entry: object, folder: Path) -> Sampler:
-    """Return the engine of an entry of `sampler`.
-
-    Args:
-      entry: `{vllm: {base_url: ...}}`, or a reference.
-      folder: as in `find`.
-
-    Raises:
-      ValueError: the fault of the entry.
+    """Return the engine of an entry of `sampler`: `{vllm: {base_url: ...}}`, or a reference.
 
     Example:
       >>> sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000"}}, Path())
@@ -172,7 +143,7 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
     if is_reference(entry):
         found: Sampler = find(entry, folder)
         return found
-    if not isinstance(entry, dict) or len(entry) != 1 or not {*entry} <= {"vllm"}:
+    if not isinstance(entry, dict) or [*entry] != ["vllm"]:
         raise ValueError("write {vllm: {base_url: http://HOST:PORT}}, or module:name")
     made = _call(vllm, "vllm", _server_arguments(entry))
     assert isinstance(made, Engine)
@@ -189,7 +160,7 @@ def scorer_of(entry: object) -> EngineScorer | None:
     if not isinstance(entry, dict) or "vllm" not in entry:
         return None
     if len(entry) != 1:
-        raise ValueError("vllm stands alone: a server decides how its model is held")
+        raise ValueError("vllm takes no keys next to it: the server decides how its model is stored")
     made = _call(vllm_scorer, "vllm_scorer", _server_arguments(entry))
     assert isinstance(made, EngineScorer)
     return made
@@ -199,12 +170,14 @@ def _server_arguments(entry: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments under `vllm`, which may be the address alone."""
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
     if "api_key" in arguments:
-        raise ValueError("a key does not belong into a file: put it into the environment, VLLM_API_KEY or api_key_env")
+        raise ValueError(
+            "api_key: keep keys out of files; set VLLM_API_KEY in the environment, or name it by api_key_env"
+        )
     return arguments
 
 
 def teacher_model(given: object) -> tuple[object, str | None]:
-    """Return the model that an entry of `teacher` names, and how it is held.
+    """Return the model that an entry of `teacher` names, and how it is quantized.
 
     Example:
       >>> teacher_model("Qwen/Qwen3-8B"), teacher_model({"model": "Qwen/Qwen3-8B", "quantize": "int8"})
@@ -213,51 +186,12 @@ def teacher_model(given: object) -> tuple[object, str | None]:
     if not isinstance(given, Mapping):
         return given, None
     if "model" not in given or not given.keys() <= {"model", "quantize"}:
-        raise ValueError("a mapping has model and may have quantize, or has vllm alone")
+        raise ValueError("give a mapping of model and quantize, or of vllm alone")
     return given["model"], given.get("quantize")
 
 
-def rows_of(
-    source: object,
-    folder: Path,
-    *,
-    argument: str = "data",
-    columns: Columns | None = None,
-    prompt: Template | None = None,
-) -> list[Row]:
-    """Return the rows of a source, as `train` takes them.
-
-    Args:
-      source: the value under `data`: whatever `load_rows` reads, or a reference to it, or to a function of it, or a
-        suite of tasks.
-      folder: what files and modules are named from.
-      argument: the key, for the messages.
-      columns, prompt: as in `load_rows`.
-
-    Raises:
-      ValueError: as `find` and `load_rows`.
-      FileNotFoundError: no such file.
-    """
-    return load_rows(_source(source, folder, argument), columns=columns, prompt=prompt, argument=argument)
-
-
-def examples_of(
-    source: object,
-    folder: Path,
-    *,
-    argument: str,
-    columns: Columns | None = None,
-    prompt: Template | None = None,
-    text_field: str = "text",
-) -> list[Row]:
-    """Return the rows of a source, as `sft` takes them; arguments and errors as in `rows_of`."""
-    return load_examples(
-        _source(source, folder, argument), text_field=text_field, columns=columns, prompt=prompt, argument=argument
-    )
-
-
-def _source(source: object, folder: Path, argument: str) -> Any:
-    """Return a source with its file or reference found, or the rows of a suite of tasks."""
+def resolve_source(source: object, folder: Path, argument: str) -> Any:
+    """Return the value of a key such as `data` for `load_rows`: paths made absolute, references and suites loaded."""
     if is_suite(source):
         return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:
@@ -267,8 +201,8 @@ def _source(source: object, folder: Path, argument: str) -> Any:
     return _located(source, folder, argument)
 
 
-def _located(source: Any, folder: Path, argument: str) -> Any:
-    """Return what a reference names, or the path of a file named from the folder; anything else as it is."""
+def _located(source: object, folder: Path, argument: str) -> object:
+    """Return the rows that a reference names, or the path of a file; anything else unchanged."""
     if is_reference(source):
         try:
             found = find(source, folder)

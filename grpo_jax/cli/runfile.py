@@ -1,4 +1,4 @@
-"""A RUN.yaml: read, with what the command line sets, and checked before anything expensive; all faults together."""
+"""A RUN.yaml: read together with the command line, and checked before anything expensive; all errors at once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, reward_function, rows_of, sampler_of, scorer_of, teacher_model
+from grpo_jax.cli.named import find, is_reference, resolve_source, reward_function, sampler_of, scorer_of, teacher_model
 from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
-from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
+from grpo_jax.cli.yaml12 import dump_yaml, parse_value, pick_fields, read_file
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.fields import unknown_field
+from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
 from grpo_jax.config.settings import hints
-from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.hub.huggingface import find_checkpoint
-from grpo_jax.hub.quantize import check_method
+from grpo_jax.hub.quantize import METHODS, check_method
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
@@ -25,64 +24,51 @@ from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.columns import check_templates
+from grpo_jax.text.rows import load_rows
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import refuse_bucket
 
 NAME = "run.yaml"
-"""Under this name a run directory keeps what its run was started with."""
+"""File in a run directory that holds the RUN.yaml of its run."""
 
 SUITE = "suite"
-"""The entry of `rewards` that stands for those of the suite under `data`."""
+"""Entry of `rewards` that stands for the reward functions of the suite under `data`."""
 
-_FILES_IN = {
-    "model": ("config", "tokenizer"),
-    "data": ("path",),
-    "eval_data": ("path",),
-    "rewards": (),
-    "tools": (),
-    "environment_factory": (),
-    "advantage_fn": (),
-    "surrogate": (),
-    "teacher": ("model",),
+_PATHS = ("model", "data", "eval_data", "teacher", "path", "tokenizer", "config")
+# Keys, of a run or of a mapping in it, whose text may be a path.
+_KINDS = {
+    "run_dir": str,
+    "param_dtype": Literal["float32", "bfloat16"],
+    "quantize": Literal[METHODS],
+    "quantize_embeddings": bool,
 }
-# Keys whose value may name a file, and where in a mapping it stands; () for everywhere.
+# Keys that are plain values, as annotations that `config.fields.read` checks.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+Wanted = Literal["model", "data", "rewards"]
 
 
 class Lora(NamedTuple):
     """Adapters, in the arguments of `add_lora`."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Count = 16
+    alpha: Positive = 32.0
     targets: str = TARGETS
-    dropout: float = 0.0
+    dropout: Annotated[float, In("[0, 1)", "0.0 turns it off")] = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """A run as it was asked for, in the arguments of `train`; that one exists means that it was checked.
+    """A checked run, in the arguments of `train`.
 
     Attributes:
-      values: key → value, as in the file and on the command line.
-      folder: what files and modules are named from.
-      config: the settings.
-      run_dir: of the run, None for none.
-      model: the value of that key, None where it is missing.
+      values: key → value, of the file and the command line.
+      folder: the directory that files and modules are relative to.
       lora: adapters to train, None for all weights.
-      param_dtype: dtype that params are loaded in.
-      quantize: how the base under the adapters is held, as in `from_pretrained`.
-      quantize_embeddings: whether its embedding and head are quantized too.
-      rows: to train on; empty where they were not asked for, and so are the others.
-      eval_rows: to evaluate on, None for none.
-      rewards: reward functions.
-      tools: functions that the policy may call, None for none.
-      environment_factory: what makes environments, None for none.
-      sampler: the engine that samples, None for the built-in one.
-      advantage_fn, surrogate: functions in the place of the config's, None for those.
-      teacher: the value of that key, None for none.
-      stages: what is done, in this order: "sft", "grpo".
-      sft: the first of them, None where it is none or was not asked for.
+      rows, eval_rows, rewards and all below: as in `train`; only what the caller wanted is loaded.
+      teacher: the value of that key.
+      stages: "sft", "grpo", in the order in which they run.
+      sft: the first stage, None without one.
     """
 
     values: Json
@@ -94,6 +80,9 @@ class RunFile:
     param_dtype: str
     quantize: str | None
     quantize_embeddings: bool
+    teacher: str | Json | None
+    stages: tuple[str, ...]
+    sft: SFTStage | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     eval_rows: list[Row] | None = None
     rewards: list[RewardFn] = dataclasses.field(default_factory=list)
@@ -102,12 +91,9 @@ class RunFile:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
-    teacher: str | Json | None = None
-    stages: tuple[str, ...] = ("grpo",)
-    sft: SFTStage | None = None
 
     def text(self) -> str:
-        """Return the file that starts the same run from anywhere."""
+        """Return a file that starts the same run from any directory."""
         return dump_yaml({**self.values, "folder": str(self.folder)})
 
 
@@ -115,10 +101,10 @@ class _Problems(list[str]):
     """The error lines of a run that is being read."""
 
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
-        """Return a function's result; None, and its fault noted, with the key and value in front, if it refuses.
+        """Return a function's result; if it raises, record the error with key and value in front and return None.
 
-        The value is the first argument; without a key the message names its own. That of a server is not
-        repeated, since somebody may have written a password into it.
+        The value is the first argument; without a key the message names it itself. The address of a server is not
+        repeated, since it may contain a password.
         """
         try:
             return function(*args, **keywords)
@@ -129,59 +115,55 @@ class _Problems(list[str]):
             return None
 
 
-Wanted = Literal["model", "data", "rewards"]
-
-
 def read_run(
     path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Sequence[Wanted] = ()
 ) -> RunFile:
     """Read a run and check what can be checked without its model's weights.
 
     Args:
-      path: of the file; None: the command line says all, and files are named from the current directory.
-      overrides: keys and values, as texts, that the command line sets; files are named from the current directory.
-      wanted: what the caller needs; what is not wanted is not read.
-
-    Returns:
-      A `RunFile`.
+      path: of the file; None: the command line alone, with files relative to the current directory.
+      overrides: keys and values, as texts, of the command line; their files are relative to the current directory.
+      wanted: what the caller needs; nothing else is loaded.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: with one line per fault: the key, what came, and what to do.
+      FileNotFoundError: the file does not exist.
+      ValueError: with one line per error: the key, its value, and the fix.
     """
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    set_here = {name: parse_value(name, text) for name, text in (overrides or {}).items()}
-    values |= {name: _from_here(name, value) if name in _FILES_IN else value for name, value in set_here.items()}
+    values |= {name: _from_here(parse_value(name, text), name) for name, text in (overrides or {}).items()}
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.of("", read_stages, stated) or ("grpo",)
-    with_data = "data" in wanted
+    with_sft = "data" in wanted and "sft" in stages and "sft" in stated
     wanted = wanted if "grpo" in stages else [name for name in wanted if name == "model"]
     problems += _key_problems(values, wanted)
+    run_dir = values.get("run_dir", f"runs/{path.stem}")
+    problems.of("", refuse_bucket, run_dir)
     run = RunFile(
         values=values,
         folder=folder,
         config=problems.of("", _config, values) or GRPOConfig(),
-        run_dir=problems.of("", _run_dir, values.get("run_dir", f"runs/{path.stem}")),
+        run_dir=None if run_dir is None else Path(str(run_dir)).expanduser(),
         model=stated.get("model"),
         teacher=stated.get("teacher"),
         lora=problems.of("lora", read_lora, stated.get("lora")),
-        param_dtype=problems.of("param_dtype", _param_dtype, stated.get("param_dtype", "float32")) or "",
+        param_dtype=stated.get("param_dtype", "float32"),
         quantize=stated.get("quantize"),
         quantize_embeddings=stated.get("quantize_embeddings", False),
         stages=stages,
-        sft=problems.of("", read_sft, stated, folder) if with_data and "sft" in stages and "sft" in stated else None,
+        sft=problems.of("", read_sft, stated, folder) if with_sft else None,
     )
-    problems.of("", _check_quantize, run.quantize, run.quantize_embeddings, run.model)
-    if "model" in wanted and "model" in stated:
-        problems.of("model", _check_model, stated["model"], folder)
-    suites = _suites(stated, problems) if {*wanted} & {"data", "rewards"} else {}
-    if "model" in wanted and "teacher" in stated:
-        problems.of("teacher", _check_teacher, stated["teacher"], folder)
+    if "model" in wanted:
+        for name, check in (("model", _check_model), ("teacher", _check_teacher)):
+            if name in stated:
+                problems.of(name, check, stated[name], folder)
+    data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
+    used = {*wanted} & {"data", "rewards"}
+    suites = {key: problems.of("", suite_of, source, key) for key, source in data.items() if used}
     if "rewards" in wanted:
-        run = _with_functions(run, stated, suites.get("data"), problems)
+        run = _with_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
     if "data" in wanted:
         run = _with_rows(run, stated, suites, problems)
     alone = not run.rewards and run.teacher is not None
@@ -192,39 +174,25 @@ def read_run(
     return run
 
 
-def _suites(stated: Json, problems: _Problems) -> dict[str, Suite | None]:
-    """Return the suites of tasks under `data` and `eval_data`; None for one that is refused."""
-    data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
-    return {key: problems.of("", suite_of, source, key) for key, source in data.items()}
-
-
-def _with_functions(run: RunFile, stated: Json, suite: Suite | None, problems: _Problems) -> RunFile:
-    """Find the reward functions, the tools and the environments; what is not stated is the suite's own."""
-    suite = suite or Suite(rows=[])
+def _with_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> RunFile:
+    """Load the reward functions, tools and other objects; the suite's where the run names none."""
     tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(stated.get("tools"))]
     rewards: list[RewardFn | None] = []
     for i, entry in enumerate(_listed(stated.get("rewards", SUITE if suite.rows else None))):
         of_suite = entry == SUITE and suite.rows
         rewards += suite.reward_fns if of_suite else [problems.of(f"rewards[{i}]", reward_function, entry, run.folder)]
-    environments: Environments | None = suite.environment_factory
-    if "environment_factory" in stated:
-        environments = problems.of("environment_factory", _environments, stated["environment_factory"], run.folder)
-    sampler = problems.of("sampler", sampler_of, stated["sampler"], run.folder) if "sampler" in stated else None
-    own = {
-        name: problems.of(name, find, stated[name], run.folder)
-        for name in ("advantage_fn", "surrogate")
-        if name in stated
-    }
+    readers = {"environment_factory": _environments, "sampler": sampler_of, "advantage_fn": find, "surrogate": find}
+    named: dict[str, Any] = {"environment_factory": suite.environment_factory}
+    named |= {name: problems.of(name, readers[name], stated[name], run.folder) for name in readers if name in stated}
+    config = run.config
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
-        run = dataclasses.replace(run, config=dataclasses.replace(run.config, reward_weights=suite.reward_weights))
+        config = dataclasses.replace(config, reward_weights=suite.reward_weights)
     return dataclasses.replace(
         run,
-        sampler=sampler,
-        advantage_fn=own.get("advantage_fn"),
-        surrogate=own.get("surrogate"),
+        config=config,
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
-        environment_factory=environments,
+        **named,
     )
 
 
@@ -234,70 +202,52 @@ def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
-        columns, prompt = None, "any"  # what is wrong with the data itself is said at the same time
+        columns, prompt = None, "any"  # so that errors of the data itself are reported together with the template's
+
+    def read_rows(source: object, key: str) -> list[Row]:
+        return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
+
     sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
     sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
-    rows = {
-        key: problems.of("", rows_of, source, run.folder, argument=key, columns=columns, prompt=prompt)
-        for key, source in sources.items()
-    }
+    rows = {key: problems.of("", read_rows, source, key) for key, source in sources.items()}
     return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(given: object) -> list[object]:
     """Return one or several as a list."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
-    """Yield the error lines of keys that do not exist, and of those that are missing."""
+    """Yield an error line for each unknown, each missing and each wrong plain key."""
     for name in values:
         if name not in GROUPS:
             yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
+    for name, kind in _KINDS.items():
+        if values.get(name) is not None and (fault := read(kind, values[name])[1]):
+            yield f"{name} = {show(values[name])}: {fault}"
+    if values.get("quantize_embeddings") and values.get("quantize") is None:
+        yield "quantize_embeddings = True: quantize is missing; give quantize: nf4 or int8"
+    if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
+        yield "quantize: model makes new weights, which cannot be quantized; leave it out"
+    optional = is_suite(values.get("data")) or any(
+        values.get(x) is not None for x in ("environment_factory", "teacher")
+    )
     for name in wanted:
-        others = [values.get(other) is not None for other in ("environment_factory", "teacher")]
-        if values.get(name) in (None, []) and not (name == "rewards" and any([*others, is_suite(values.get("data"))])):
+        if values.get(name) in (None, []) and not (name == "rewards" and optional):
             yield f"{name}: is missing; give {OWN[name]}"
 
 
 def _config(values: Json) -> GRPOConfig:
-    """Return the config of a file's fields."""
-    fields = {name: value for name, value in values.items() if name in FIELDS}
-    if isinstance(fields.get("mesh"), str):
-        fields["mesh"] = parse_mesh(fields["mesh"])
-    return GRPOConfig(**fields)
+    return GRPOConfig.from_dict(pick_fields(values, FIELDS))
 
 
-def _environments(given: Any, folder: Path) -> Environments:
+def _environments(given: object, folder: Path) -> Environments:
     """Return one factory, or several by name."""
     if isinstance(given, dict):
         return {name: find(one, folder) for name, one in given.items()}
     found: EnvironmentFactory = find(given, folder)
     return found
-
-
-def _run_dir(name: object) -> Path | None:
-    if name is None or isinstance(name, str):
-        refuse_bucket(name)
-        return None if name is None else Path(name).expanduser()
-    raise ValueError(f"run_dir = {show(name)}: give the path of a directory, or null for none")
-
-
-def _param_dtype(name: object) -> str:
-    if isinstance(name, str) and name in ("float32", "bfloat16"):
-        return name
-    raise ValueError("use float32 or bfloat16")
-
-
-def _check_quantize(method: str | None, embeddings: object, model: object) -> None:
-    """Refuse a base that is held in no way that is known, or that is not loaded."""
-    if embeddings not in (True, False):
-        raise ValueError(f"quantize_embeddings = {show(embeddings)}: use true or false")
-    check_method(method, bool(embeddings))
-    if method is not None and isinstance(model, Mapping):
-        raise ValueError(
-            f"quantize = {method!r}: model makes new weights, and none that could be held so; leave it out"
-        )
 
 
 def read_lora(given: object) -> Lora | None:
@@ -309,34 +259,25 @@ def read_lora(given: object) -> Lora | None:
     """
     if given is None:
         return None
-    asked = {"rank": given} if isinstance(given, int) else given
-    if not isinstance(asked, dict) or not asked.keys() <= set(Lora._fields):
+    stated = {"rank": given} if isinstance(given, int) else given
+    if not isinstance(stated, dict) or not stated.keys() <= set(Lora._fields):
         raise ValueError(f"give a rank, or a mapping of {', '.join(Lora._fields)}")
-    default = Lora()
-    for name, kind in (("rank", int), ("alpha", float), ("targets", str), ("dropout", float)):
-        value = asked.get(name)
-        if name in asked and (
-            isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind)
-        ):
-            raise ValueError(f"{name} = {show(value)} is no {kind.__name__}")
-    rank = asked.get("rank", default.rank)
-    return Lora(
-        rank=rank,
-        alpha=asked.get("alpha", 2.0 * rank),
-        targets=asked.get("targets", default.targets),
-        dropout=asked.get("dropout", default.dropout),
-    )
+    kinds = get_type_hints(Lora, include_extras=True)
+    faults = {name: read(kinds[name], value)[1] for name, value in stated.items()}
+    raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
+    alpha = 2.0 * stated.get("rank", Lora().rank)
+    return Lora._make({**Lora()._asdict(), "alpha": alpha, **stated}.values())
 
 
 def _check_model(given: object, folder: Path) -> None:
-    """Refuse a model that is not there, or that is asked for in no form that there is."""
+    """Refuse a model that does not exist, or a value that names none."""
     if isinstance(given, dict):
-        unknown = sorted(set(given) - {"config", "tokenizer", "seed"}, key=str)
+        unknown = given.keys() - {"config", "tokenizer", "seed"}
         if unknown or not {"config", "tokenizer"} <= given.keys():
             raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
         config_of(given, folder)
         if not isinstance(given["tokenizer"], str) or not isinstance(given.get("seed") or 0, int):
-            raise ValueError("the tokenizer of new weights is a name or a directory, and their seed a whole number")
+            raise ValueError("new weights take a name or directory as tokenizer, and a whole number as seed")
     elif is_reference(given):
         find(given, folder)
     elif isinstance(given, str):
@@ -346,7 +287,7 @@ def _check_model(given: object, folder: Path) -> None:
 
 
 def _check_teacher(given: object, folder: Path) -> None:
-    """Refuse a teacher that is asked for in no form that there is."""
+    """Refuse a teacher that does not exist, or a value that names none."""
     if scorer_of(given) is None:
         model, method = teacher_model(given)
         check_method(method)
@@ -354,7 +295,7 @@ def _check_teacher(given: object, folder: Path) -> None:
 
 
 def config_of(model: Json, folder: Path) -> Json:
-    """Return the config of new weights, which stands in the file itself or in a config.json."""
+    """Return the config of new weights, which is a mapping in the file or the path of a config.json."""
     stated = model.get("config")
     if isinstance(stated, Mapping):
         return stated
@@ -362,33 +303,27 @@ def config_of(model: Json, folder: Path) -> Json:
         config: Json = json.loads((folder / str(stated)).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"config = {show(stated)} is no file of JSON ({one_line(error)}); give a config.json, or what one holds"
+            f"config = {show(stated)} is not a JSON file ({one_line(error)}); give a config.json"
         ) from error
     return config
 
 
 def in_folder(name: str, folder: Path) -> str:
-    """Return a path in the folder, if there is such a one; else the name as it stands, which is the hub's."""
+    """Return the path of a name in the folder if it exists, else the name, which is the hub's."""
     path = folder / Path(name).expanduser()
     return str(path) if path.exists() else name
 
 
-def _from_here(name: str, value: Any) -> Any:
-    """Return a value of the command line, in which files are named from the current directory."""
+def _from_here(value: object, name: str = "") -> object:
+    """Return a value of the command line with the files that exist in the current directory as absolute paths."""
     if isinstance(value, list):
-        return [_from_here(name, item) for item in value]
-    if isinstance(value, dict) and name == "rewards":
-        return {_here(function): arguments for function, arguments in value.items()}
+        return [_from_here(item, name) for item in value]
     if isinstance(value, dict):
-        named = _FILES_IN[name] or value
-        return {key: _here(inner) if key in named else inner for key, inner in value.items()}
-    return _here(value)
-
-
-def _here(text: object) -> object:
-    """Return the path of a file or directory of the current one, `file.py:name` too; anything else as it is."""
-    if not isinstance(text, str):
-        return text
-    file, colon, rest = text.partition(".py:")
-    path = Path(file + ".py" if colon else text).expanduser()
-    return str(path.resolve()) + (f":{rest}" if colon else "") if path.exists() else text
+        return {_from_here(key): _from_here(inner, str(key)) for key, inner in value.items()}
+    file, reference, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
+    if not isinstance(file, str) or not (file.endswith(".py") if reference else name in _PATHS):
+        return value
+    path = Path(file).expanduser()
+    if not path.exists() or (name == "config" and path.is_dir()):  # the config of a dataset is a name
+        return value
+    return f"{path.resolve()}{reference}{attribute}"

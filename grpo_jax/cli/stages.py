@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_jax.cli.named import examples_of
+from grpo_jax.cli.named import resolve_source
+from grpo_jax.cli.yaml12 import pick_fields
 from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.messages import problems_of, raise_all, show
+from grpo_jax.text.examples import load_examples
 from grpo_jax.types import Json, Row
-
-NAMES = ("sft", "grpo")
 
 _OWN = ("data", "eval_data", "columns", "prompt")
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
@@ -47,30 +46,29 @@ def read_stages(stated: Json) -> tuple[str, ...]:
 
 
 def read_sft(stated: Json, folder: Path) -> SFTStage:
-    """Read the stage before GRPO.
+    """Read the SFT stage.
 
     Args:
-      stated: the keys of the run, `sft` among them.
-      folder: what files are named from.
+      stated: the keys of the run.
+      folder: files are relative to it.
 
     Raises:
-      ValueError: with one line per fault.
+      ValueError: with one line per error.
     """
-    asked: dict[str, object] = dict(stated["sft"])
     config, problems = _read_config(stated)
+    own = stated["sft"]
     rows = dict[str, list[Row]]()
-    if asked.get("data") is None:
+    if own.get("data") is None:
         problems.append("sft.data: is missing; give a file, the name of a dataset, or module:name")
     for name in ("data", "eval_data"):
         try:
-            if asked.get(name) is not None:
-                rows[name] = examples_of(
-                    asked[name],
-                    folder,
-                    argument=f"sft.{name}",
-                    columns=stated["sft"].get("columns"),
-                    prompt=stated["sft"].get("prompt"),
+            if own.get(name) is not None:
+                rows[name] = load_examples(
+                    resolve_source(own[name], folder, f"sft.{name}"),
                     text_field=config.dataset_text_field,
+                    columns=own.get("columns"),
+                    prompt=own.get("prompt"),
+                    argument=f"sft.{name}",
                 )
         except (ValueError, OSError) as error:
             problems += problems_of(error)
@@ -79,24 +77,19 @@ def read_sft(stated: Json, folder: Path) -> SFTStage:
 
 
 def read_sft_config(stated: Json) -> SFTConfig:
-    """Read the settings of the stage before GRPO and leave its data alone; errors as in `read_sft`."""
+    """Read the settings of the SFT stage without its data; errors as in `read_sft`."""
     config, problems = _read_config(stated)
     raise_all("sft", problems)
     return config
 
 
 def _read_config(stated: Json) -> tuple[SFTConfig, list[str]]:
-    """The settings of the stage, those of the run where it has none of its own, and the faults that were found."""
-    asked: dict[str, object] = dict(stated["sft"])
+    """Return the settings of the stage, with the run's `_SHARED` ones as defaults, and the error lines."""
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
-    problems = [
-        f"sft.{unknown_field(name, fields | {*_OWN}, {})}" for name in asked if name not in fields and name not in _OWN
-    ]
-    settings = {name: stated[name] for name in _SHARED if name in stated}
-    settings |= {name: value for name, value in asked.items() if name in fields}
-    if isinstance(settings.get("mesh"), str):
-        settings["mesh"] = parse_mesh(settings["mesh"])
+    known = fields | {*_OWN}
+    problems = [f"sft.{unknown_field(name, known, {})}" for name in stated["sft"] if name not in known]
     try:
+        settings = pick_fields(stated, _SHARED) | pick_fields(stated["sft"], fields)
         return SFTConfig.from_dict(settings), problems
     except ValueError as error:
         return SFTConfig(), [*problems, *(f"sft.{line}" for line in problems_of(error))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the scalars of YAML 1.2, and refuses a key that stands there twice."""
+    """Reads the scalars of YAML 1.2, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         twice = sorted({str(name) for name in names if names.count(name) > 1})
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} stands there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice[0]}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as it was: text that looks like one of its scalars is quoted."""
+    """Writes what `_Loader` reads back unchanged: text that looks like one of its scalars is quoted."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -53,7 +54,7 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a text in YAML.
+    """Return the value of a YAML text.
 
     Example:
       >>> parse_yaml("{learning_rate: 1e-6, eval_steps: None, run_name: off}")
@@ -63,15 +64,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return the value that a key has on the command line: YAML, or the text where the key takes only that.
+    """Return the value of a key on the command line: YAML, or the text if the key only takes text.
 
     Example:
-      >>> parse_value("learning_rate", "1e-6"), parse_value("run_name", "7"), parse_value("mesh", "data=2,fsdp=4")
-      (1e-06, '7', {'data': 2, 'fsdp': 4})
+      >>> parse_value("learning_rate", "1e-6"), parse_value("run_name", "7"), parse_value("prompt", "Q: {question}")
+      (1e-06, '7', 'Q: {question}')
     """
-    if name == "mesh" and "=" in text:
-        return parse_mesh(text)
-    if name == "prompt" and not text.startswith("["):  # a colon in a template makes no mapping
+    if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
         value = parse_yaml(text)
@@ -83,19 +82,27 @@ def parse_value(name: str, text: str) -> Any:
     return text if read(kind, value)[1] and not read(kind, text)[1] else value
 
 
+def pick_fields(values: Json, names: Container[str]) -> dict[str, Any]:
+    """Return the values of some names, a mesh such as "data=2,fsdp=4" as a mapping."""
+    picked = {name: value for name, value in values.items() if name in names}
+    if isinstance(picked.get("mesh"), str):
+        picked["mesh"] = parse_mesh(picked["mesh"])
+    return picked
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return the keys and values of a file.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: no YAML, or no mapping.
+      FileNotFoundError: the file does not exist.
+      ValueError: it is not YAML, or not a mapping.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; give a RUN.yaml")
+        raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {show(values)}, and not keys with values, such as model: Qwen/Qwen3-0.6B")
+        raise ValueError(f"{path} contains {show(values)}; give keys with values, such as model: Qwen/Qwen3-0.6B")
     return {str(name): value for name, value in values.items()}

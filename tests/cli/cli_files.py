@@ -15,14 +15,27 @@ from grpo_jax.cli.main import main
 REWARDS = """
 from grpo_jax.rewards import from_row
 
-
 @from_row
 def early(completion, row):
     return sum(character < "n" for character in completion) / 4
 
-
 def broken(completions, **columns):
     raise KeyError("of the user's")
+"""
+VALUES = """
+model: model
+data: rows.jsonl
+eval_data: {path: rows.jsonl, rows: 2}
+prompt: 'say {question}: '
+rewards: ['judging.py:early', {accuracy_reward: answer}]
+num_generations: 2
+per_device_train_batch_size: 2
+max_completion_length: 4
+max_steps: 2
+learning_rate: 0.01
+lr_scheduler_type: constant
+logging_steps: 1
+seed: 0
 """
 
 
@@ -34,22 +47,7 @@ def write_run(folder: Path, **changes) -> Path:
     questions = [{"question": letter * n, "answer": letter} for letter in "ab" for n in (1, 2)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     (folder / "judging.py").write_text(REWARDS)
-    values = {
-        "model": "model",
-        "data": "rows.jsonl",
-        "eval_data": {"path": "rows.jsonl", "rows": 2},
-        "prompt": "say {question}: ",
-        "rewards": ["judging.py:early", {"accuracy_reward": "answer"}],
-        "run_dir": str(folder / "run"),
-        "num_generations": 2,
-        "per_device_train_batch_size": 2,
-        "max_completion_length": 4,
-        "max_steps": 2,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "seed": 0,
-    } | changes
+    values = yaml.safe_load(VALUES) | {"run_dir": str(folder / "run")} | changes
     path = folder / "my_run.yaml"
     path.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
     return path

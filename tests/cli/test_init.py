@@ -1,4 +1,4 @@
-"""The folder that `grpo-jax init` writes is a run that works at once; it is never written over another."""
+"""The folder that `grpo-jax init` writes is a run that works at once; existing files are not overwritten."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,14 @@ from grpo_jax.cli.init import write_start
 from grpo_jax.watch.writer import read_lines
 
 
-def test_a_first_run_works_at_once_and_is_resumed_talked_to_and_exported(tmp_path, monkeypatch):
+def test_a_first_run_works_at_once_without_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run("init", "first").splitlines()[-1] == f"begin: grpo-jax train {Path('first/my_run.yaml')}"
-    few = ["--max_steps", "4", "--logging_steps", "1", "--run_dir", "runs/a"]
-    run("train", "first/my_run.yaml", *few)
+    assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
+    run("train", "first/my_run.yaml", "--max_steps", "2", "--logging_steps", "1", "--run_dir", "runs/a")
     lines = list(read_lines(tmp_path / "runs/a/metrics.jsonl"))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [1, 2]
     assert all(0 < line["reward"] < 1 for line in lines), "there is something to learn from the first step on"
-    run("export", "runs/a", "out")
-    assert run("chat", "runs/a", "--say", "cat: ").startswith("> cat: ")
     with pytest.raises(SystemExit, match=r"my_run.yaml is there already: give a new folder, or move it away"):
         run("init", "first")
 
@@ -32,10 +29,8 @@ def test_an_instruct_model_gets_messages_and_sums(tmp_path):
     assert [path.name for path in files] == ["my_run.yaml", "rows.jsonl", "rewards.py"]
     assert not (tmp_path / "model").exists()
     stated = yaml.safe_load(files[0].read_text())
-    assert stated["model"] == "Qwen/Qwen3-0.6B"
-    assert stated["prompt"][0]["role"] == "user"
-    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
-    assert len(rows) == 10
+    assert (stated["model"], stated["prompt"][0]["role"]) == ("Qwen/Qwen3-0.6B", "user")
+    assert len([json.loads(line) for line in files[1].read_text().splitlines()]) == 10
     names: dict = {}
     exec(files[2].read_text(), names)
     texts = [[{"role": "assistant", "content": text}] for text in ("42", " 42\n", "It is 42", "17 + 25 = 43")]

@@ -1,95 +1,107 @@
-"""The description of a launch: what it is read as, and what is refused before anything is handed to a cluster."""
+"""The examples of experiments/launch: the commands in them, and Ray's program on the CPUs of this machine."""
 
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from cli_files import write_run
 
-from grpo_jax.cli.launch import Accelerator, read_launch
+from grpo_jax.cli.main import main
 from grpo_jax.cli.runfile import read_run
+from grpo_jax.watch.writer import read_lines
 
-GOOD = {"hosts": 2, "accelerator": "H100-8", "storage": "/mnt/runs", "image": "i:1", "claim": "runs", "zone": "z"}
-
-
-def job(folder, platform="slurm", *, keys=None, instead=None, **changes):
-    """The job of a file with that launch, changed; `run` changes its other keys."""
-    values = {"mesh": {"data": 16}} | changes.pop("run", {})
-    launch = {name: value for name, value in (GOOD | changes).items() if value is not None}
-    path = folder / "My run.yaml"
-    path.write_text(yaml.safe_dump({**values, "launch": launch}))
-    return read_launch(read_run(path, keys), path, platform, keys, instead)
-
-
-@pytest.mark.quick
-def test_what_a_file_says_and_what_follows_from_it(tmp_path):
-    found = job(tmp_path)
-    launch = found.launch
-    assert (launch.name, launch.hosts, launch.workdir, launch.restarts) == ("my-run", 2, str(tmp_path), 3)
-    assert found.arguments == ["train", "My run.yaml", "--run_dir", "/mnt/runs/runs/My run"]
-    assert found.command == "grpo-jax train 'My run.yaml' --run_dir '/mnt/runs/runs/My run'"
-    # A slice says how many hosts it has; what the command line sets goes into the command.
-    found = job(tmp_path, "jobset", hosts=None, accelerator="v5e-16", keys={"beta": "0.1", "run_dir": "here"})
-    assert found.launch.hosts == 4
-    assert found.arguments == ["train", "My run.yaml", "--run_dir", "/mnt/runs/here", "--beta", "0.1"]
-    found = job(tmp_path, instead={"hosts": 1, "accelerator": "A100-4"}, keys={"mesh": "data=4"})
-    assert (found.launch.hosts, found.launch.device) == (1, Accelerator("A100", 4))
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "experiments" / "launch"
+PYTHON = os.environ.get("GRPO_JAX_RAY_PYTHON")
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "per_host", "hosts", "topology"),
-    [
-        ("v5e-1", 1, 1, "1x1"),
-        ("v5e-8", 8, 1, "2x4"),
-        ("v6e-16", 4, 4, "4x4"),
-        ("v6e-256", 4, 64, "16x16"),
-        ("v5p-4", 4, 1, "2x2x1"),
-        ("v4-64", 4, 16, "4x4x4"),
-    ],
+    "name", ["slurm.sh", "tpu-vm.sh", "jobset-cpu.yaml", "jobset-gpu.yaml", "jobset-tpu.yaml", "kubeflow.yaml"]
 )
-def test_slices(name, per_host, hosts, topology):
-    device = Accelerator.read(name)
-    assert (device.per_host, device.hosts, device.topology) == (per_host, hosts, topology)
-    sides = [int(side) for side in topology.split("x")]
-    product = 1
-    for side in sides:
-        product *= side
-    assert product == per_host * hosts == int(name.split("-")[1])
+def test_the_command_of_an_example_is_one_of_the_command_line(name, monkeypatch):
+    text = (FILES / name).read_text()
+    if name.endswith(".yaml"):
+        assert all("kind" in document for document in yaml.safe_load_all(text))
+    else:
+        subprocess.run(["bash", "-n", FILES / name], check=True)
+    (command,) = re.findall(r"(?<=grpo-jax )train [^&'\n]*", text)
+    seen = []
+    monkeypatch.setattr("grpo_jax.cli.commands.train", seen.append)
+    main([part if not part.startswith("$") else "1" for part in shlex.split(command)])
+    (asked,) = seen
+    run = read_run(FILES / asked.run, asked.keys)
+    assert str(run.run_dir) == "/mnt/runs/runs/gsm8k"
+    assert (asked.distributed == "auto") != (asked.num_processes is not None)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("platform", "changes", "said"),
-    [
-        ("slurm", {"hostes": 3}, r"launch.hostes: no such field; did you mean hosts\?"),
-        ("slurm", {"hosts": 0}, "launch.hosts = 0: must be at least 1; use a whole number from 1 up"),
-        ("slurm", {"hours": "8"}, "launch.hours = '8': must be a number, not str"),
-        ("slurm", {"accelerator": "H10-8"}, r"launch.accelerator = 'H10-8': did you mean H100\? give one of cpu, T4,"),
-        ("slurm", {"accelerator": "H100-9"}, "launch.accelerator = 'H100-9': .*GPUs of a host .up to 8."),
-        ("jobset", {"accelerator": "v5e-12"}, "launch.accelerator = 'v5e-12': v5e has slices of 1, 4, 8, 16, 32, 64"),
-        ("jobset", {"accelerator": "v5e-16", "hosts": 3}, "launch.hosts = 3: a slice v5e-16 has 4; leave it out"),
-        ("slurm", {"accelerator": "v5e-16", "hosts": 4}, "Slurm has no TPUs here; use jobset or tpu-vm"),
-        ("tpu-vm", {}, "launch.accelerator = 'H100-8': tpu-vm takes a slice, such as v5e-16"),
-        ("jobset", {"image": None}, "launch.image: is missing; jobset needs it"),
-        ("kubeflow", {"claim": None}, "launch.claim: is missing; kubeflow needs it"),
-        ("slurm", {"partition": "a\n#SBATCH --b"}, "launch.partition = .*: use letters, digits and"),
-        ("slurm", {"name": "Big_Run"}, "launch.name = 'Big_Run': use up to 40 small letters"),
-        ("slurm", {"storage": None}, "launch.storage = '': give a directory that all hosts share"),
-        ("slurm", {"storage": "gs://b/runs"}, "launch.storage = 'gs://b/runs': is in an object store, .*gcloud"),
-        ("slurm", {"run": {"run_dir": None, "mesh": {"data": 16}}}, "run_dir: null keeps nothing, and a restart"),
-        ("slurm", {"run": {"run_dir": "/home/x"}}, "run_dir = '/home/x': is not in launch.storage"),
-        ("slurm", {"run": {"mesh": {"data": 8}}}, "mesh = .*: takes 8 of the 16 devices of launch; give mesh: data=16"),
-        ("slurm", {"run": {"mesh": None}}, "mesh: is missing; the run takes 1 of the 16 devices"),
-    ],
-)
-def test_what_is_refused(tmp_path, platform, changes, said):
-    with pytest.raises(ValueError, match=said):
-        job(tmp_path, platform, **changes)
+SLOWLY = """
+import os, pathlib, time
+
+def slowly(completions, **columns):
+    with open(pathlib.Path(__file__).with_name("pids"), "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(0.5)
+    return [float(len(text)) for text in completions]
+"""
+ON_LOOPBACK = """
+import runpy, sys, ray
+ray.init(_node_ip_address="127.0.0.1", num_cpus=3, include_dashboard=False, log_to_driver=True)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 
-@pytest.mark.quick
-def test_a_file_without_a_description(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("beta: 0.1")
-    with pytest.raises(ValueError, match=r"^launch = None: give a mapping, such as \{hosts: 2,"):
-        read_launch(read_run(path), Path(path), "slurm")
+def on_cpus(folder, run_file, store):
+    """The example for GPUs, edited as docs/launch.md says: for two workers with a CPU each, in that folder."""
+    text = (FILES / "ray-gpu.py").read_text()
+    for example, here in {
+        "/workspace": str(folder),
+        "gsm8k.yaml": run_file.name,
+        "/mnt/runs": str(store),
+        '{"CPU": 16, "GPU": 8}': '{"CPU": 1}',
+        "use_gpu=True": "use_gpu=False",
+        '"cuda"': '"cpu"',
+        "max_failures=3": "max_failures=1",
+    }.items():
+        assert example in text
+        text = text.replace(example, here)
+    return text
+
+
+@pytest.mark.skipif(not PYTHON, reason="GRPO_JAX_RAY_PYTHON names no Python that has ray[train]")
+def test_ray_resumes_a_run_after_a_worker_was_killed(tmp_path):
+    """Two workers of one run; one is killed after the second step, and JaxTrainer gives the command again."""
+    how = {"rewards": ["slow.py:slowly"], "mesh": "data=2", "per_device_train_batch_size": 4}
+    path = write_run(tmp_path, run_dir=None, eval_data=None, max_steps=5, save_steps=1, **how)
+    (tmp_path / "slow.py").write_text(SLOWLY)
+    (tmp_path / "go.py").write_text(on_cpus(tmp_path, path, tmp_path / "store"))
+    (tmp_path / "loopback.py").write_text(ON_LOOPBACK)
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)  # the tests' four devices on one CPU
+    log, run_dir = tmp_path / "log", tmp_path / "store" / "runs" / "gsm8k"
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [PYTHON, "loopback.py", "go.py"], cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + 300
+        while not (run_dir / "checkpoints" / "2").exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        os.kill(int((tmp_path / "pids").read_text().split()[-1]), signal.SIGKILL)
+        assert process.wait(timeout=300) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert len(set((tmp_path / "pids").read_text().split())) == 4, "two workers, and two that replaced them"
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert np.isfinite([line["reward"] for line in lines]).all()

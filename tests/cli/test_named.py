@@ -1,16 +1,18 @@
-"""Functions by their names: modules, files, shipped reward functions, and what is said where there is no such thing."""
+"""Functions by their names: modules, files, shipped reward functions, and errors for names that do not exist."""
 
 import json
 import pickle
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import SHIPPED, find, reward_function, rows_of, sampler_of
-from grpo_jax.rewards import isolated
+from grpo_jax.cli.named import find, resolve_source, reward_function, sampler_of
+from grpo_jax.text.rows import load_rows
 
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+SERVER = "http://127.0.0.1:8000"
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
 
@@ -20,7 +22,6 @@ def folder(tmp_path):
     (tmp_path / "my_own_judges.py").write_text(CODE)
     (tmp_path / "json.py").write_text(CODE)
     (tmp_path / "broken_judges.py").write_text("1 / 0")
-    (tmp_path / "empty_judges.py").write_text("None.right")
     (tmp_path / "rows_of_my_own.py").write_text(f"ROWS = {ROWS!r}\ndef make():\n    yield from ROWS\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     yield tmp_path
@@ -34,72 +35,54 @@ def test_a_function_of_a_module_and_of_a_file(folder):
     right = find("my_own_judges.py:right", folder)
     assert right(["a", "b"], ["a", "a"]) == [1.0, 0.0]
     assert find("my_own_judges:right", folder) is right
-    assert pickle.loads(pickle.dumps(right)) is right
+    assert pickle.loads(pickle.dumps(right)) is right, "a worker process finds it"
     assert find("grpo_jax.rewards.shipped:format_reward", folder).__name__ == "format_reward"
-
-
-@pytest.mark.quick
-def test_a_file_does_not_hide_a_module_of_its_name(folder):
+    # A file does not hide an installed module of its name.
     assert find("json.py:right", folder)(["a"], ["a"]) == [1.0]
-    assert sys.modules["json"] is json
     assert find("json:dumps", folder) is json.dumps
 
 
-def test_a_function_of_a_file_runs_in_a_worker(folder):
-    right = isolated(find("my_own_judges.py:right", folder), timeout=60.0)
-    assert right(completions=["a", "b"], answer=["a", "a"]) == [1.0, 0.0]
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("right", "names nothing in a module: write module:name or file.py:name"),
-        ("my_own_judges:rihgt", "my_own_judges has no rihgt; did you mean right?"),
-        ("nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
-        ("nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py is no file"),
-        ("empty_judges:right", r"empty_judges cannot be imported \(AttributeError: 'NoneType' object has no"),
-        ("broken_judges:right", r"broken_judges cannot be imported \(ZeroDivisionError: division by zero\)"),
-    ],
-)
-def test_what_is_not_there_is_said(folder, text, said):
-    with pytest.raises(ValueError, match=said):
-        find(text, folder)
-
-
-@pytest.mark.quick
-def test_shipped_functions_are_made_of_what_follows_them(folder):
+def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow_them(folder):
     made = reward_function({"accuracy_reward": {"column": "truth", "extract": "<a>(.*?)</a>"}}, folder)
     assert made(completions=["<a>4</a>", "4"], truth=["4", "4"]) == [1.0, 0.0]
     assert reward_function({"tag_reward": ["think", "answer"]}, folder)(completions=["<think></think>"]) == [0.5]
     assert reward_function("number_reward", folder)(completions=["it is 4"], answer=["4"]) == [1.0]
     assert reward_function("my_own_judges:right", folder)(["a"], ["b"]) == [0.0]
-
-
-@pytest.mark.quick
-def test_shipped_names_are_all_factories_of_the_room():
-    from grpo_jax.rewards import shipped
-
-    factories = {name for name in vars(shipped) if name.endswith(("_reward", "_punishment"))}
-    assert set(SHIPPED) == factories | {"number_reward", "formula_reward"}
+    made = sampler_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, folder)
+    assert repr(made) == repr(sampler_of({"vllm": SERVER}, folder))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("read", "entry", "said"),
     [
-        ("nubmer_reward", r"no such reward function; did you mean number_reward\?"),
-        ("tag_reward", "tags is empty"),
-        ("get_soft_overlong_punishment", "missing 2 required positional arguments.*write its arguments behind it"),
-        ({"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
-        ({"a:b": 1, "c:d": 2}, "names more than one function"),
-        ("os:sep", "is a str, and no function"),
-        (["number_reward"], r"no such reward function; did you mean number_reward\?"),
+        (find, "right", "is not a reference: write module:name or file.py:name"),
+        (find, "my_own_judges:rihgt", r"my_own_judges has no rihgt; did you mean right\?"),
+        (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
+        (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
+        (find, "broken_judges:right", r"broken_judges cannot be imported \(ZeroDivisionError: division by zero\)"),
+        (reward_function, "nubmer_reward", r"no such reward function; did you mean number_reward\?"),
+        (reward_function, "tag_reward", "tags is empty"),
+        (reward_function, "get_soft_overlong_punishment", r"refuses its arguments \(.*missing 2 required"),
+        (reward_function, {"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
+        (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),
+        (reward_function, "os:sep", "is a str, not a function"),
+        (reward_function, ["number_reward"], r"no such reward function; did you mean number_reward\?"),
+        (sampler_of, {"sglang": {}}, "write {vllm: {base_url"),
+        (sampler_of, SERVER, "write {vllm: {base_url"),
+        (sampler_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
+        (sampler_of, {"vllm": {"base_url": SERVER, "api_key": "x"}}, "set VLLM_API_KEY in the environment"),
+        (sampler_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm refuses its arguments .*patient"),
     ],
 )
-def test_entries_that_make_no_function_are_refused(folder, entry, said):
+def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):
     with pytest.raises(ValueError, match=said):
-        reward_function(entry, folder)
+        read(entry, folder)
+
+
+def rows_of(source, folder: Path, **columns):
+    return load_rows(resolve_source(source, folder, "data"), argument="data", **columns)
 
 
 @pytest.mark.quick
@@ -111,38 +94,18 @@ def test_rows_are_those_of_a_file_in_the_folder_or_of_a_reference(folder, source
     assert rows_of(source, folder, columns={"prompt": "question"}) == wanted
     described = source if isinstance(source, dict) else {"path": source}
     assert rows_of({**described, "rows": 1}, folder, columns={"prompt": "question"}) == wanted[:1]
-
-
-@pytest.mark.quick
-def test_a_name_of_the_hub_is_no_file_of_the_folder(folder, monkeypatch):
-    hub = SimpleNamespace(load_dataset=lambda *names, split: [{"prompt": f"{names} {split}"}])
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    monkeypatch.chdir(folder)
-    (folder / "squad").mkdir()
-    (folder / "project").mkdir()
-    assert rows_of("squad", folder / "project") == [{"prompt": "('squad', None) train"}]
-    with pytest.raises(FileNotFoundError, match=r"data is '.*squad', which is a directory"):
-        rows_of("squad", folder)
-    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is no file"):
-        rows_of({"path": "none"}, folder)
-
-
-@pytest.mark.quick
-def test_a_reference_to_rows_that_are_not_there_is_said(folder):
     with pytest.raises(ValueError, match=r"data = 'rows_of_my_own.py:mke': .* has no mke; did you mean make\?"):
         rows_of("rows_of_my_own.py:mke", folder)
 
 
 @pytest.mark.quick
-def test_a_sampler_is_a_server_by_its_address_or_a_reference(folder):
-    made = sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000/v1", "tolerance": 0.05}}, folder)
-    assert repr(made) == repr(sampler_of({"vllm": "http://127.0.0.1:8000"}, folder))
-    for entry, said in (
-        ({"sglang": {}}, "write {vllm: {base_url"),
-        ("http://127.0.0.1:8000", "write {vllm: {base_url"),
-        ({"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
-        ({"vllm": {"base_url": "http://a:1", "api_key": "x"}}, "put it into the environment"),
-        ({"vllm": {"base_url": "http://a:1", "patient": 3}}, "vllm refuses its arguments .*patient"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            sampler_of(entry, folder)
+def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
+    hub = SimpleNamespace(load_dataset=lambda *names, split: [{"prompt": f"{names} {split}"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.chdir(folder)
+    (folder / "squad").mkdir()
+    assert rows_of("squad", folder / "project") == [{"prompt": "('squad', None) train"}]
+    with pytest.raises(FileNotFoundError, match=r"data is '.*squad', which is a directory"):
+        rows_of("squad", folder)
+    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is no file"):
+        rows_of({"path": "none"}, folder)

@@ -1,4 +1,4 @@
-"""A vLLM server of the command line: it samples for a RUN.yaml and for `evaluate`, or teaches; its key is nowhere."""
+"""A vLLM server of the command line: it samples for `train` and `evaluate`, and teaches; its key is nowhere."""
 
 import json
 
@@ -18,42 +18,34 @@ def server():
         yield one
 
 
-@pytest.mark.quick
-def test_a_server_samples_for_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
+def test_a_server_samples_and_teaches_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    file = write_run(tmp_path, sampler={"vllm": {"base_url": server.url}}, save_steps=1)
+    vllm = {"vllm": {"base_url": server.url}}
+    teacher = {"vllm": {"base_url": server.url, "top_k": 5}}
+    top = {"distillation_coef": 1.0, "distillation_mode": "topk_logits", "distillation_topk": 5}
+    file = write_run(tmp_path, sampler=vllm, teacher=teacher, save_steps=1, **top)
     printed = run("train", file)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 2
     assert all(line["sampler/log_prob_difference_max"] < 1e-4 for line in lines)
+    assert all(abs(line["distillation"]) < 1e-6 for line in lines), "it serves the policy's own weights"
     assert len([body for _, body in server.drawn if body["max_tokens"] == 4]) == 2 * 2
-    seen = printed + "".join(capsys.readouterr())
+    assert 5 in {body.get("prompt_logprobs") for _, body in server.drawn}
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert KEY not in seen
     assert {"run.yaml", "run.json", "metrics.jsonl"} <= {path.name for path in kept}
+    assert KEY not in printed + "".join(capsys.readouterr())
     assert not [path for path in kept if KEY.encode() in path.read_bytes()]
 
     greedy = ["evaluate", file, "--temperature_eval", "0"]
-    asked = len(server.drawn)
+    drawn = len(server.drawn)
     expected = json.loads(run(*greedy))
-    assert len(server.drawn) == asked, "evaluations take an engine from the command line alone"
+    assert len(server.drawn) == drawn, "evaluations take an engine from the command line only"
     found = json.loads(run(*greedy, "--sampler", f"{{vllm: {{base_url: {server.url}}}}}"))
-    assert len(server.drawn) > asked
+    assert len(server.drawn) > drawn
     assert found == expected
 
 
-def test_a_server_teaches_a_run_in_a_file_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    teacher = {"vllm": {"base_url": server.url, "top_k": 5}}
-    top = {"distillation_coef": 1.0, "distillation_mode": "topk_logits", "distillation_topk": 5}
-    printed = run("train", write_run(tmp_path, rewards=[], eval_data=None, teacher=teacher, **top))
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert all(line["distillation"] > 0 for line in lines)
-    assert {body["prompt_logprobs"] for _, body in server.drawn} == {5}
-    assert KEY not in printed + "".join(capsys.readouterr())
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("key", ["sampler", "teacher"])
 def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path, key):
     for engine in ({"base_url": server.url, "api_key": KEY}, {"base_url": f"http://me:{KEY}@127.0.0.1:1"}):
