@@ -40,7 +40,9 @@ from experiments.common import (
 from experiments.countdown import expression_value
 from grpo_jax import GRPOConfig, Policy, add_lora, evaluate, from_pretrained, init_policy, merge_lora, save_pretrained
 from grpo_jax import train as train_grpo
-from grpo_jax.turns import observation_ids, read_tools, tool_message
+from grpo_jax.rollout.tools import read_tools
+from grpo_jax.text.calls import tool_message
+from grpo_jax.text.templates import observation_ids
 
 STORIES = (
     ("Ann has {a} boxes of {b} pens. How many pens?", "*"),

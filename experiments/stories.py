@@ -40,8 +40,8 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, engines, from_pretrained, save_pretrained, train
-from grpo_jax.keep.kept_programs import user_cache
 from grpo_jax.rewards.combine import from_row
+from grpo_jax.run.kept_programs import user_cache
 
 # fmt: off
 WORDS = ("cat", "dog", "ball", "tree", "bird", "cake", "hat", "car", "fish", "sun", "box", "toy", "bed", "boat", "bear",

@@ -40,7 +40,7 @@ def blocks_of_code(page: Path) -> list[str]:
 @functools.cache
 def words_of_the_code() -> set[str]:
     """Every word in the sources: of the package and of the experiments."""
-    sources = [*(ROOT / "grpo_jax").rglob("*.py"), *(ROOT / "experiments").glob("*.py"), ROOT / "tests/conftest.py"]
+    sources = [*(ROOT / "grpo_jax").rglob("*.py"), *(ROOT / "experiments").rglob("*.py"), ROOT / "tests/conftest.py"]
     return {word for source in sources for word in re.findall(r"\w+", source.read_text())}
 
 

@@ -16,13 +16,15 @@ PACKAGE = Path(grpo_jax.__file__).parent
 FLOORS = [
     {"types", "messages"},
     {"policy", "config"},
-    {"maths", "devices", "text", "rewards"},
-    {"models", "turns"},
-    {"rollout", "update", "suites"},
+    {"maths", "devices"},
+    {"models"},
+    {"text"},
+    {"rewards"},
+    {"rollout"},
+    {"update", "suites"},
     {"watch"},
     {"hub"},
     {"engines"},
-    {"keep"},
     {"run"},
     {"compat", "planning"},
     {"cli"},
@@ -30,6 +32,7 @@ FLOORS = [
 ]
 PURE = {"types", "messages", "maths", "devices", "models"}
 COMPOSED = {"rollout", "update"}
+SEVERAL_TURNS = {"ends", "episodes", "interaction", "played", "tools"}  # host code of rollout/, not in its ring
 ROOMS = set.union(*FLOORS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}
@@ -103,6 +106,8 @@ def test_no_module_imports_itself_by_way_of_others():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if room_of(name) in PURE | COMPOSED])
 def test_rings(name):
+    if name.removeprefix("grpo_jax.rollout.") in SEVERAL_TURNS:
+        return
     ring = "pure" if room_of(name) in PURE else "composed"
     # The config is plain dataclasses: the composed ring reads its settings from one.
     inner = PURE if ring == "pure" else PURE | COMPOSED | {"config"}
@@ -270,7 +275,7 @@ TESTED_ELSEWHERE = {
     "config.settings": "config/test_config.py",
     "suites.suite": "suites/test_reasoning_gym.py",
     "rewards.processes": "rewards/test_workers.py",
-    "turns.calls": "turns/test_formats.py",
+    "text.calls": "text/test_formats.py",
     "engines.client": "engines/test_engine.py",
     "engines.row": "engines/test_engine.py",
     "engines.server": "engines/test_engine.py",
@@ -291,7 +296,7 @@ TESTED_ELSEWHERE = {
     "config.fields": "config/test_config.py",
     "config.sizes": "config/test_config.py",
     "compat.trl_fields": "compat/test_migrate.py",
-    "keep.stored": "keep/test_checkpoint.py",
+    "run.stored": "run/test_checkpoint.py",
     "hub.keys": "hub/test_families.py",
     "hub.gguf_config": "hub/test_gguf.py",
     "hub.gguf_tensors": "hub/test_gguf.py",
@@ -306,7 +311,7 @@ TESTED_ELSEWHERE = {
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
     "run.evaluation": "run/test_evaluate.py",
-    "text.pieces": "turns/test_ends.py",
+    "text.pieces": "rollout/test_ends.py",
     "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",

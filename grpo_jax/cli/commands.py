@@ -27,15 +27,15 @@ from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices import distributed
 from grpo_jax.hub.huggingface import save_pretrained
 from grpo_jax.hub.peft import merge_lora, write_policy
-from grpo_jax.keep.run_dir import POLICY
-from grpo_jax.keep.stored import load_params
 from grpo_jax.messages import some
 from grpo_jax.planning.estimate import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.rehearse import rehearse
+from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft
+from grpo_jax.run.stored import load_params
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_pictures
@@ -95,7 +95,7 @@ def _kept_file(run_dir: Path) -> Path:
         raise ValueError(
             f"{run_dir} was started from Python, and its files do not contain the whole policy (adapters are saved"
             " without their base): load the policy in Python, with the params of"
-            " grpo_jax.keep.stored.load_params(run_dir, policy.params)"
+            " grpo_jax.run.stored.load_params(run_dir, policy.params)"
         )
     raise FileNotFoundError(f"{run_dir} holds no run: it has neither {NAME} nor run.json")
 

@@ -15,8 +15,8 @@ from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer
 from grpo_jax.hub.peft import add_lora
 from grpo_jax.hub.policy import init_policy, place_policy
-from grpo_jax.keep.kept_programs import keep_programs
 from grpo_jax.policy import Policy
+from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.types import Json
 

@@ -38,8 +38,8 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
+from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.turns.ends import TurnEnds, stops_of
 from grpo_jax.types import Completions, Params, Prompts, Tokenizer
 
 TOLERANCES = {"float32": 1e-4}

@@ -139,7 +139,7 @@ def decode_settings(
     ids, stops = tuple(map(int, eos_token_ids)), None
     if stop is not None or stop_token_ids is not None:
         # Here and not above: it reads a tokenizer, which nothing else of a rollout does.
-        from grpo_jax.turns.ends import TurnEnds, stops_of
+        from grpo_jax.rollout.ends import TurnEnds, stops_of
 
         ends = TurnEnds.read(stop, stop_token_ids, None)
         ids, stops = ids + ends.stop_token_ids, stops_of(tokenizer, ends.stop) if ends.stop else None

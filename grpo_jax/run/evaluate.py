@@ -17,15 +17,8 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
-from grpo_jax.run.evaluation import EvaluationSettings
-from grpo_jax.run.sample import sample
-from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
-from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
-from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset
-from grpo_jax.turns.ends import TurnEnds
-from grpo_jax.turns.interaction import (
+from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.rollout.interaction import (
     Interaction,
     encode_rows,
     environment_weights,
@@ -33,6 +26,13 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
+from grpo_jax.run.evaluation import EvaluationSettings
+from grpo_jax.run.sample import sample
+from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
+from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.rows import load_rows
+from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Environments, Params, RewardFn, Row
 
 EVALUATION = 2

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.turns.ends import TurnEnds
+from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.types import Json
 
 

@@ -15,21 +15,21 @@ from pathlib import Path
 import jax
 
 from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.keep.checkpoint import RESUME, Checkpoints
-from grpo_jax.keep.kept_programs import keep_programs, where_kept
-from grpo_jax.keep.run_dir import keep_policy, locked
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
+from grpo_jax.run.checkpoint import RESUME, Checkpoints
 from grpo_jax.run.collect import collect, request_of
 from grpo_jax.run.evaluate import evaluate_encoded
 from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.examples import evaluate_examples, next_examples
+from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.run import Run, SFTRun
+from grpo_jax.run.run_dir import keep_policy, locked
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.run.warm_up import compiled_ahead

@@ -22,8 +22,6 @@ from grpo_jax.devices.platform import compute_dtype, memory_of
 from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
-from grpo_jax.keep.kept_programs import keep_programs
-from grpo_jax.keep.resume import describe
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
 from grpo_jax.models.lora import LoraModel
@@ -31,17 +29,8 @@ from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
-from grpo_jax.run.beginning import decide_checkpointing
-from grpo_jax.run.cautions import warn_of_prompts
-from grpo_jax.run.run import Arguments, Run, SFTRun
-from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
-from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
-from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
-from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, is_stream
-from grpo_jax.turns.ends import BY_EOS, TurnEnds
-from grpo_jax.turns.interaction import (
+from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.rollout.interaction import (
     Interaction,
     encode_rows,
     environment_weights,
@@ -49,6 +38,17 @@ from grpo_jax.turns.interaction import (
     reward_columns,
     with_environments,
 )
+from grpo_jax.run.beginning import decide_checkpointing
+from grpo_jax.run.cautions import warn_of_prompts
+from grpo_jax.run.kept_programs import keep_programs
+from grpo_jax.run.resume import describe
+from grpo_jax.run.run import Arguments, Run, SFTRun
+from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
+from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
+from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
+from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.rows import load_rows
+from grpo_jax.text.sources import Dataset, is_stream
 from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater

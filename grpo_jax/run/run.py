@@ -15,13 +15,13 @@ from grpo_jax.config.sizes import Sizes
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
+from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.run.sampler import Sampler, follows
 from grpo_jax.run.seams import OwnAdvantages
 from grpo_jax.run.teacher import Scorer, Teaching
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
 from grpo_jax.text.sources import Dataset
-from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.packed import Updater
 

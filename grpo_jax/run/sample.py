@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.rollout.episodes import Episodes
 from grpo_jax.rollout.generate import generate
+from grpo_jax.rollout.interaction import Interaction, encode_rows
+from grpo_jax.rollout.played import Played, metrics_of, turn_ids
 from grpo_jax.rollout.turns import Answers, generate_turns
 from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts
-from grpo_jax.turns.episodes import Episodes
-from grpo_jax.turns.interaction import Interaction, encode_rows
-from grpo_jax.turns.played import Played, metrics_of, turn_ids
 from grpo_jax.types import Completions, Model, Params, Prompts, Row
 from grpo_jax.update.packed import Updater
 

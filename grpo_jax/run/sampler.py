@@ -27,10 +27,10 @@ from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import parameters_of
+from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
+from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.turns.ends import BY_EOS, TurnEnds
-from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater

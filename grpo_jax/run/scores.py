@@ -14,10 +14,10 @@ from grpo_jax.rewards.calls import compute_parts, reward_stats
 from grpo_jax.rewards.contract import own_copy, reward_names
 from grpo_jax.rewards.extras import Extras
 from grpo_jax.rewards.parts import RewardParts
+from grpo_jax.rollout.played import Played
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.turns.played import Played
 from grpo_jax.types import RewardFn, Tokenizer
 
 

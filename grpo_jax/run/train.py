@@ -9,11 +9,11 @@ from typing import Any
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.keep.resume import as_begun
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.run.loop import run_loop
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.resume import as_begun
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.teacher import Scorer

@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 from grpo_jax.messages import import_extra, show
 from grpo_jax.rewards.calls import event_loop
+from grpo_jax.rollout.tools import as_text
 from grpo_jax.suites.suite import Foreign
-from grpo_jax.turns.tools import as_text
 from grpo_jax.types import Json, Message, Messages
 
 PACKAGE = "verifiers"

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from grpo_jax.messages import import_extra, one_line, show
+from grpo_jax.rollout.tools import as_text
 from grpo_jax.suites.suite import Foreign, Suite, check_whole_number
-from grpo_jax.turns.tools import as_text
 from grpo_jax.types import Json, Messages
 
 _PACKAGE = "openenv-core"

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 
 from grpo_jax.messages import import_extra, show
+from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites.harness import PACKAGE, V1, PolicyAgent, Results, Servers, Talk
 from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.turns.tools import call_within
 from grpo_jax.types import Json, Message, Messages, Row
 
 

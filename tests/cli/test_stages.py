@@ -11,7 +11,7 @@ from tiny import tiny_policy
 from grpo_jax import SFTConfig
 from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
-from grpo_jax.keep.stored import load_params
+from grpo_jax.run.stored import load_params
 from grpo_jax.watch.writer import read_lines
 
 LESSONS = [{"prompt": "say a: ", "completion": "a"}, {"prompt": "say b: ", "completion": "b"}]

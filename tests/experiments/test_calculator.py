@@ -9,7 +9,8 @@ import pytest
 from experiments import calculator
 from experiments.calculator import accuracy, asked, calculate, last_number, make_problems, taught, used_tool
 from experiments.countdown import expression_value
-from grpo_jax.turns import FORMATS, format_of, read_tools
+from grpo_jax.rollout.tools import read_tools
+from grpo_jax.text.formats import FORMATS, format_of
 
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {}}}]}
 

@@ -20,7 +20,7 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.keep.checkpoint import Checkpoints
+from grpo_jax.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 EMPTY = r"policy is empty: train\(..., donate=True\) took its params"

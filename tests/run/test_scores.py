@@ -11,11 +11,11 @@ from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.extras import OWN_COLUMNS, Extras
 from grpo_jax.rewards.parts import RewardParts
+from grpo_jax.rollout.played import EpisodeCounts, Played
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
-from grpo_jax.turns.played import EpisodeCounts, Played
 from grpo_jax.types import Completions
 
 G, T = 3, 4

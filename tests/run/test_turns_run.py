@@ -13,11 +13,11 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
 from grpo_jax.models.scoring import score_completions
+from grpo_jax.rollout.episodes import EnvironmentFault
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
-from grpo_jax.turns.episodes import EnvironmentFault
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.watch.writer import read_lines
 

@@ -37,7 +37,7 @@ def faults(run_dir):
 
     from grpo_jax import GRPOConfig, train
     from grpo_jax.devices.sharding import gather_objects
-    from grpo_jax.keep import checkpoint
+    from grpo_jax.run import checkpoint
 
     first, module = jax.process_index() == 0, sys.modules["grpo_jax.run.loop"]
 

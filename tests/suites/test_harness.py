@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from chat_families import family
 
+from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.interaction import make_interaction
+from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import verifiers
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import Texts
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.turns.episodes import Episode
-from grpo_jax.turns.interaction import make_interaction
-from grpo_jax.turns.tools import call_within
 
 vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, which has the environments")
 SECONDS = 120.0

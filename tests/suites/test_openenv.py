@@ -14,8 +14,8 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
+from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import openenv
-from grpo_jax.turns.tools import call_within
 
 pytest.importorskip(
     "openenv.core", reason="openenv-core is not installed, which has the server and the client", exc_type=ImportError

@@ -2,8 +2,8 @@
 
 import pytest
 
+from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import verifiers
-from grpo_jax.turns.tools import call_within
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed, which has the environments")
 SECONDS = 60.0

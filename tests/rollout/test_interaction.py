@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from chat_families import GLM, HERMES, PLAIN, tokenizer_of
 
-from grpo_jax.turns.episodes import Episode, Texts
-from grpo_jax.turns.formats import FORMATS
-from grpo_jax.turns.interaction import encode_rows, make_interaction
+from grpo_jax.rollout.episodes import Episode, Texts
+from grpo_jax.rollout.interaction import encode_rows, make_interaction
+from grpo_jax.text.formats import FORMATS
 
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
 ALONE = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")

@@ -7,8 +7,8 @@ import time
 import pytest
 from chat_families import FAMILIES, PLAIN, family
 
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.turns.formats import FORMATS, MOST_CALLS, format_of
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
+from grpo_jax.text.formats import FORMATS, MOST_CALLS, format_of
 
 # Strings that a careless reader stumbles over.
 NASTY = [

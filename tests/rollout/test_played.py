@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from grpo_jax.turns.played import EpisodeCounts, Played, turn_ids
+from grpo_jax.rollout.played import EpisodeCounts, Played, turn_ids
 
 
 def record(*lengths):

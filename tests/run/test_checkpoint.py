@@ -15,8 +15,8 @@ import optax
 import pytest
 
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.keep import checkpoint
-from grpo_jax.keep.checkpoint import Checkpoints
+from grpo_jax.run import checkpoint
+from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.types import Params
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.watch.progress import Progress

@@ -7,13 +7,13 @@ import pytest
 from chat_families import FAMILIES, HERMES, LLAMA, family, tokenizer_of
 from tokenizers import normalizers
 
-from grpo_jax.turns import roundtrip as lib
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.turns.episodes import Episode, Texts
-from grpo_jax.turns.formats import FORMATS
-from grpo_jax.turns.interaction import make_interaction
-from grpo_jax.turns.templates import turn_of
-from grpo_jax.turns.tools import read_tools
+from grpo_jax.rollout.episodes import Episode, Texts
+from grpo_jax.rollout.interaction import make_interaction
+from grpo_jax.rollout.tools import read_tools
+from grpo_jax.text import roundtrip as lib
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
+from grpo_jax.text.formats import FORMATS
+from grpo_jax.text.templates import turn_of
 
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
 

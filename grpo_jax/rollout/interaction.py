@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from typing import Any
 
 from grpo_jax.messages import raise_all, show
+from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.rollout.tools import Tool, environment_tools, read_tools, reset_arguments
+from grpo_jax.text.calls import Format
+from grpo_jax.text.formats import FORMATS, format_of
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
+from grpo_jax.text.roundtrip import call_fault, hidden_ids
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.turns.calls import Format
-from grpo_jax.turns.ends import BY_EOS, TurnEnds
-from grpo_jax.turns.formats import FORMATS, format_of
-from grpo_jax.turns.roundtrip import call_fault, hidden_ids
-from grpo_jax.turns.templates import check_template, opens_thinking, template_of
-from grpo_jax.turns.tools import Tool, environment_tools, read_tools, reset_arguments
+from grpo_jax.text.templates import check_template, opens_thinking, template_of
 from grpo_jax.types import EnvironmentFactory, Environments, Json, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")

@@ -8,12 +8,12 @@ from chat_families import FAMILIES, HERMES, PLAIN, family, tokenizer_of
 from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
+from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
+from grpo_jax.rollout.interaction import encode_rows, make_interaction, with_environments
+from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.turns.episodes import EnvironmentFault, Episode, Episodes
-from grpo_jax.turns.interaction import encode_rows, make_interaction, with_environments
-from grpo_jax.turns.played import EpisodeCounts, Played, metrics_of
 
 ROW = {"prompt": "find it: ", "target": 7}
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}

@@ -9,8 +9,8 @@ from test_resume import about
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.keep.checkpoint import Checkpoints
-from grpo_jax.keep.schedule import best_of, kept_of
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.schedule import best_of, kept_of
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.watch.progress import Progress
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.messages import show
+from grpo_jax.text.calls import Format, Parsed, ToolCall, assistant_message, parse_json
 from grpo_jax.text.pieces import special_tokens
-from grpo_jax.turns.calls import Format, Parsed, ToolCall, assistant_message, parse_json
-from grpo_jax.turns.templates import opens_thinking, turn_of
+from grpo_jax.text.templates import opens_thinking, turn_of
 from grpo_jax.types import Json, Tokenizer
 
 Decode = Callable[..., str]

@@ -30,9 +30,9 @@ from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
+from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.turns.interaction import Interaction
 from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
@@ -121,7 +121,7 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 
     Example:
       >>> source_of(differences)["name"]
-      'grpo_jax.keep.resume.differences'
+      'grpo_jax.run.resume.differences'
     """
     bound = ""
     while isinstance(function, functools.partial):

@@ -9,15 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from grpo_jax.keep import kept_programs
-from grpo_jax.keep.kept_programs import keep_programs, user_cache, where_kept
+from grpo_jax.run import kept_programs
+from grpo_jax.run.kept_programs import keep_programs, user_cache, where_kept
 
 COMPILE = """
 import json, sys
 import jax
 if len(sys.argv) > 1:
     jax.config.update(*json.loads(sys.argv[1]))
-from grpo_jax.keep.kept_programs import keep_programs
+from grpo_jax.run.kept_programs import keep_programs
 
 counts = {"compile_requests_use_cache": 0, "cache_hits": 0}
 

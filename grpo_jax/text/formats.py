@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.turns.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
+from grpo_jax.text.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
 from grpo_jax.types import Json
 
 MOST_CALLS = 64

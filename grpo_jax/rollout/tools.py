@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.calls import event_loop
 from grpo_jax.rewards.contract import own_copy
-from grpo_jax.turns.calls import parse_json
+from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
 
 CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")

@@ -6,9 +6,9 @@ from chat_families import family
 from test_completions import FAMILIES, fast
 from tokenizers import Tokenizer, decoders, models
 
+from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.text.pieces import special_tokens, token_bytes
-from grpo_jax.turns.ends import TurnEnds, stops_of
-from grpo_jax.turns.templates import observation_ids
+from grpo_jax.text.templates import observation_ids
 
 TEXTS = ["Once upon a time.", "a café was there", "  a  ", "€ and 日本, ç", "\x00\n\t"]
 

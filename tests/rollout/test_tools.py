@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from grpo_jax.turns.tools import as_text, bind_arguments, call_within, environment_tools, read_tools
+from grpo_jax.rollout.tools import as_text, bind_arguments, call_within, environment_tools, read_tools
 
 
 def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:

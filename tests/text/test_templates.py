@@ -5,9 +5,9 @@ import json
 import pytest
 from chat_families import FAMILIES, GLM, HERMES, PLAIN, SPECIAL, family, tokenizer_of
 
-from grpo_jax.turns import templates as lib
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
-from grpo_jax.turns.tools import read_tools
+from grpo_jax.rollout.tools import read_tools
+from grpo_jax.text import templates as lib
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message
 
 
 def add(a: int, b: int) -> int:

@@ -24,14 +24,14 @@ import numpy as np
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.messages import show
 from grpo_jax.rewards.contract import describe_fault, own_copy
+from grpo_jax.rollout.interaction import Interaction, schemas_of
+from grpo_jax.rollout.played import EpisodeCounts, Played
+from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
+from grpo_jax.text.roundtrip import turn_text
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.turns.calls import Parsed, ToolCall, assistant_message, tool_message
-from grpo_jax.turns.interaction import Interaction, schemas_of
-from grpo_jax.turns.played import EpisodeCounts, Played
-from grpo_jax.turns.roundtrip import turn_text
-from grpo_jax.turns.templates import observation_ids
-from grpo_jax.turns.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
+from grpo_jax.text.templates import observation_ids
 from grpo_jax.types import Messages, Prompts, Row
 
 WORKERS = 64

@@ -19,15 +19,15 @@ from test_stop_run import run as play
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.keep.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import RewardError
+from grpo_jax.rollout.interaction import Interaction
+from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import scores
+from grpo_jax.run.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.turns.interaction import Interaction
-from grpo_jax.turns.tools import environment_tools, read_tools
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines

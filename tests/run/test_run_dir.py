@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from grpo_jax.keep.run_dir import locked
+from grpo_jax.run.run_dir import locked
 
 HOLD = """
 import fcntl, sys, time
@@ -41,7 +41,7 @@ def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("grpo_jax.keep.run_dir.fcntl.flock", unsupported)
+    monkeypatch.setattr("grpo_jax.run.run_dir.fcntl.flock", unsupported)
     with locked(None), locked(tmp_path), locked(tmp_path):
         pass
 
