@@ -94,6 +94,8 @@ def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> 
     if shapes is None:
         return None
     if isinstance(shapes, dict):
-        return kind(**{name: abstract_of(Prompts, field, sharding) for name, field in shapes.items()})
+        known = {field.name for field in dataclasses.fields(kind)}  # fields of earlier versions are None: left out
+        fields = {name: field for name, field in shapes.items() if field is not None or name in known}
+        return kind(**{name: abstract_of(Prompts, field, sharding) for name, field in fields.items()})
     shape, dtype = shapes
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)

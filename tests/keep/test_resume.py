@@ -19,6 +19,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, train
 from grpo_jax.keep.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
+from grpo_jax.keep.stored import abstract_of
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
@@ -26,6 +27,7 @@ from grpo_jax.rewards.contract import RewardError
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.turns.interaction import Interaction
 from grpo_jax.turns.tools import environment_tools, read_tools
+from grpo_jax.types import Completions
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
 
@@ -591,6 +593,13 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
     del saved["config"]["delta"]
     assert differences(saved, about(), step=4) == []
     assert differences(saved, about(delta=2.0), step=4) == ["delta = 2.0: the run has None"]
+
+
+@pytest.mark.quick
+def test_a_batch_with_a_field_of_an_earlier_version_is_read():
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"tokens": [[2, 3], "int32"], "mask": [[2, 3], "bool"], "log_probs": [[2, 3], "float32"], "ended": None}
+    assert abstract_of(Completions, {**shapes, "gone": None}, where) == abstract_of(Completions, shapes, where)
 
 
 @pytest.mark.quick
