@@ -40,7 +40,7 @@ from grpo_jax.config.sft import Config
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.keep.resume import differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.keep.schedule import Retention, best_of, is_scheduled
-from grpo_jax.keep.stored import abstract_of, as_target, shapes_of, tried_by_all
+from grpo_jax.keep.stored import abstract_of, as_kind, as_target, shapes_of, tried_by_all
 from grpo_jax.messages import one_line, raise_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
@@ -317,7 +317,7 @@ class Checkpoints:
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),
             Progress(**about["progress"]),
-            *(fetch(loaded.get(name)) for name in _PENDING),
+            *(fetch(as_kind(kind, loaded.get(name))) for name, kind in _PENDING.items()),
         )
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:

@@ -89,13 +89,20 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
     return [list(tree.shape), tree.dtype.name]
 
 
+def as_kind(kind: type, tree: Params) -> Params:
+    """Return a tree that was read for `abstract_of`, without the unset fields of earlier versions."""
+    if not isinstance(tree, dict):
+        return tree
+    return kind(**{field.name: tree[field.name] for field in dataclasses.fields(kind) if field.name in tree})
+
+
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
     """Return the tree that `shapes_of` described, of abstract arrays: a `kind`, in which another tree is prompts."""
     if shapes is None:
         return None
     if isinstance(shapes, dict):
-        known = {field.name for field in dataclasses.fields(kind)}  # fields of earlier versions are None: left out
-        fields = {name: field for name, field in shapes.items() if field is not None or name in known}
-        return kind(**{name: abstract_of(Prompts, field, sharding) for name, field in fields.items()})
+        fields = {name: abstract_of(Prompts, field, sharding) for name, field in shapes.items()}
+        # With a field of an earlier version it stays a dict, since orbax reads the very structure that was written.
+        return kind(**fields) if fields.keys() <= {field.name for field in dataclasses.fields(kind)} else fields
     shape, dtype = shapes
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)

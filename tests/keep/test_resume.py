@@ -19,7 +19,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, train
 from grpo_jax.keep.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
-from grpo_jax.keep.stored import abstract_of
+from grpo_jax.keep.stored import abstract_of, as_kind
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
@@ -599,7 +599,8 @@ def test_a_field_that_the_run_did_not_know_yet_had_its_default():
 def test_a_batch_with_a_field_of_an_earlier_version_is_read():
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {"tokens": [[2, 3], "int32"], "mask": [[2, 3], "bool"], "log_probs": [[2, 3], "float32"], "ended": None}
-    assert abstract_of(Completions, {**shapes, "gone": None}, where) == abstract_of(Completions, shapes, where)
+    read = abstract_of(Completions, {**shapes, "gone": None}, where)
+    assert (read.keys(), as_kind(Completions, read)) == ({*shapes, "gone"}, abstract_of(Completions, shapes, where))
 
 
 @pytest.mark.quick
