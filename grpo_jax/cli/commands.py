@@ -31,7 +31,7 @@ from grpo_jax.hub.peft import merge_lora, write_policy
 from grpo_jax.keep.run_dir import POLICY
 from grpo_jax.keep.stored import load_params
 from grpo_jax.messages import some
-from grpo_jax.planning.estimate import plan as plan_run
+from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.evaluation import EvaluationSettings
@@ -240,8 +240,6 @@ def plan(arguments: Namespace) -> None:
         model = in_folder(run.model, run.folder)
     configs: dict[str, Config] = {"sft": read_sft_config(run.values)} if "sft" in run.stages else {}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
-    named, held = (None, None) if scorer_of(run.teacher) is not None else teacher_model(run.teacher)
-    teacher = None if named is None or is_reference(named) else str(named)  # of an object nothing is known yet
     for stage, config in configs.items():
         found = plan_run(
             model,
@@ -254,12 +252,10 @@ def plan(arguments: Namespace) -> None:
             quantize=run.quantize,
             quantize_embeddings=run.quantize_embeddings,
             donate=True,
-            teacher=None if teacher is None or stage == "sft" else in_folder(teacher, run.folder),
-            teacher_quantize=held,
         )
         if len(configs) > 1:
             print(f"stage {stage}:")
-        print(found.describe(verbose=True) if arguments.verbose else found)
+        print(found)
 
 
 def evaluate(arguments: Namespace) -> None:

@@ -163,9 +163,8 @@ def _add_running(commands: argparse._SubParsersAction[_Parser]) -> None:
         "run", metavar="RUN.yaml", nargs="?", help="the run; without it, --model and fields say what is planned"
     )
     plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens; default max_prompt_length, or 256")
-    plan.add_argument("--device", help="whose compiler is asked: H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, …")
-    plan.add_argument("--verbose", action="store_true", help="name every program that will be compiled")
-    plan.add_argument("--memory", type=float, metavar="GB", help="of one device; the plan then says what fits")
+    plan.add_argument("--device", help="H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)")
+    plan.add_argument("--memory", type=float, metavar="GB", help="of one device (default: its own): does the run fit?")
 
 
 def _add_launch(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -34,7 +34,6 @@ from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.selection import Posteriors, no_evidence
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Monitor
@@ -113,8 +112,6 @@ def run_loop(
             policy.empty()
         evaluate_if_due(loop, state)
         ask_again(loop, state)
-        if loop.progress.step < run.total_steps:
-            threads.enter_context(compiled_ahead(run, state, say=monitor.say))
         profile.begins_at(loop.progress.step + 2 * run.sizes.updates)
         while loop.progress.step < run.total_steps and not loop.stopping():
             profile.at(loop.progress.step)
