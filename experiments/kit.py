@@ -298,10 +298,10 @@ def table(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
     Example:
       >>> print(table("v5e-8", {"SFT": {"peak_bytes": 4e9, "memory_bytes": 16e9, "cpu_seconds": 9}}))
       | v5e-8 | peak of a device | of | CPU seconds to compile the largest |
-      |---|---|---|---|---|
-      | SFT | 4 GB | 16 GB | 3 | 9 |
+      |---|---|---|---|
+      | SFT | 4 GB | 16 GB | 9 |
     """
-    lines = [f"| {name} | peak of a device | of | CPU seconds to compile the largest |", "|---|---|---|---|---|"]
+    lines = [f"| {name} | peak of a device | of | CPU seconds to compile the largest |", "|---|---|---|---|"]
     for stage, one in figures.items():
         peak, memory = (short_number(one[key], "B") for key in ("peak_bytes", "memory_bytes"))
         lines.append(f"| {stage} | {peak} | {memory} | {one['cpu_seconds']} |")

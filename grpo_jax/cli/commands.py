@@ -17,7 +17,7 @@ from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.manifests import launch
-from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
+from grpo_jax.cli.named import is_reference
 from grpo_jax.cli.pictures import compare, report
 from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run

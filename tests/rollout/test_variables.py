@@ -11,14 +11,14 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig, generate, make_prompts
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.devices.sharding import abstract, lower_call, make_mesh, place
+from grpo_jax.hub.abstract import Loading
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
-from grpo_jax.planning.account import Account
-from grpo_jax.planning.loaded import Loaded
+from grpo_jax.planning import AbstractRun, ProgramCost
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import choose_ladder
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.rollout.variables import copies, decode_variables, variables_shape
 from grpo_jax.types import as_argument
 
@@ -64,15 +64,16 @@ def test_no_step_rounds_a_kernel():
     """The program of a burst converts no matrix; given the params as they are, it would convert all."""
     model, params = on_two_devices()
     sizes = {"num_generations": 2, "max_completion_length": 20}
-    shapes = RolloutShapes.of(model, params, 4, 5, **sizes, settings=DecodeSettings())
+    call = decode_call(model, params, 4, 5, **sizes, settings=DecodeSettings())
 
-    def rounded(shapes):
-        text = shapes.largest().lower().as_text()
+    def rounded(call):
+        text = lower_call(call).as_text()
         of = {f"(tensor<{x.shape[0]}x{x.shape[1]}xf32>)" for x in jax.tree.leaves(params) if x.ndim == 2}
         return sum("stablehlo.convert" in line and any(f"{x} ->" in line for x in of) for line in text.splitlines())
 
-    assert rounded(shapes) == 0
-    assert rounded(dataclasses.replace(shapes, variables={"params": shapes.params})) > 0
+    assert rounded(call) == 0
+    argument, _, *rest = call.args
+    assert rounded(functools.partial(call.func, argument, {"params": abstract(params)}, *rest, **call.keywords)) > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False}], ids=["tied", "head"])
@@ -112,18 +113,14 @@ def test_a_plan_counts_the_copies_and_the_cache():
 
     def added(dtype):
         config = GRPOConfig(mesh={"fsdp": 2}, compute_dtype=dtype, max_completion_length=64)
-        account = Account.of(model, config, 64, Loaded(), jax.devices()[:2])
-        program = account.rollout.largest().lower().compile().memory_analysis()
-        memory = type("Memory", (), {"arguments": program.argument_size_in_bytes, "temporaries": 0})
-        return account.added("rollout", memory)
+        run = AbstractRun.of(model, config, 64, Loading(), jax.devices()[:2])
+        program = run.lowered()["rollout"].compile().memory_analysis()
+        return run.added("rollout", ProgramCost(program.argument_size_in_bytes, 0, 0, 0.0, 0.0, {}, {}))
 
-    wide, half = added("float32"), added("bfloat16")
     matrices = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32
-    assert "params for decoding" not in wide
-    assert half["params for decoding"] == 2 * matrices // 2, "of each device"
     keys = 2 * 16 * (64 + 8 * 64)  # of each device one prompt, and eight completions
-    assert half["KV cache"] == pytest.approx(2 * keys, rel=0.02)
-    assert wide["KV cache"] == pytest.approx(4 * keys, rel=0.02)
+    assert added("float32") == pytest.approx(4 * keys, rel=0.02)
+    assert added("bfloat16") == pytest.approx(2 * matrices // 2 + 2 * keys, rel=0.02), "of each device"
 
 
 def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from tiny import random_params, tiny_model, tiny_policy, tiny_tokenizer
 
 from grpo_jax import Batch, GRPOConfig, Prompts, add_lora, generate, init_policy, make_prompts, rehearse, train
-from grpo_jax.devices.sharding import make_mesh, place, shard_count, split
+from grpo_jax.devices.sharding import lower_call, make_mesh, place, shard_count, split
 from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
@@ -23,7 +23,7 @@ from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import PackedUpdater, choose_updater
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import update_calls
 from grpo_jax.update.prompts import Reading, Shards, read_some
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
@@ -354,9 +354,9 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(axes):
     flops = lambda lowered: lowered.compile().cost_analysis()["flops"]
     reading = Reading(state.params, batch.prompts, None, ours.model)
     prompts = 3 * flops(read(reading, 0))  # backwards it is twice as much
-    sequence, whole = update_programs(ours, state, batch), update_programs(padded, state, split(batch, mesh))
-    packed = count * flops(sequence.by_length[0].lower()) + prompts
-    assert packed <= 0.5 * flops(whole.update.lower())
+    sequence, whole = update_calls(ours, state, batch), update_calls(padded, state, split(batch, mesh))
+    packed = count * flops(lower_call(sequence.update)) + prompts
+    assert packed <= 0.5 * flops(lower_call(whole.update))
 
 
 def test_what_a_run_says_of_itself_is_of_the_mesh_that_its_policy_is_on(tmp_path, capsys):

@@ -13,11 +13,12 @@ from test_replay import ROWS, SMALL, lengths
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update import prompts as prompts_module
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import update_calls
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
@@ -138,7 +139,7 @@ def test_numbers_that_look_wrong(monkeypatch):
 
 @pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
-    update = update_programs(updater(), state(), batch()).update.lower()
+    update = lower_call(update_calls(updater(), state(), batch()).update)
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
     sizes = {"num_generations": 2, "max_completion_length": 4}
-    assert RolloutShapes.of(updater().model, params(), 2, 3, **sizes, settings=DecodeSettings()) is None
+    assert decode_call(updater().model, params(), 2, 3, **sizes, settings=DecodeSettings()) is None

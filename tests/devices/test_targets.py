@@ -8,11 +8,11 @@ import sys
 
 import jax
 import pytest
+from grpo_jax.planning.compiled import collectives, compile_program
+from grpo_jax.planning.targets import Target
 
 from grpo_jax import GRPOConfig, plan
 from grpo_jax.models.bounds import peaks_of
-from grpo_jax.planning.compiled import collectives, compile_program
-from grpo_jax.planning.targets import Target
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
