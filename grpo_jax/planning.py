@@ -48,8 +48,7 @@ from grpo_jax.watch.summary import short_number
 
 _NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
 _NO_EXAMPLES = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
-_STEPS = 1000
-"""Optimizer steps of a plan's schedule: no array depends on them."""
+_STEPS = 1000  # of the schedule; no array depends on them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +179,6 @@ def plan(
 
     Raises:
       ValueError: a model or settings that make no sense, too few devices, or a compiler that is not installed.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> tiny = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
-      ...         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-      >>> found = plan(tiny, GRPOConfig(max_completion_length=8), prompt_length=8)
-      >>> found.devices, found.peak > found.held["params"]
-      (1, True)
     """
     raw, loading = read_model(model), Loading(param_dtype, lora, quantize, quantize_embeddings)
     _check(raw, config, loading)
