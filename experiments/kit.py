@@ -281,12 +281,11 @@ def compile_for(name: str) -> dict[str, dict[str, Any]]:
     stages: dict[str, SFTConfig | GRPOConfig] = {"SFT": machine.sft, "GRPO": machine.grpo}
     for stage, config in stages.items():
         begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        made = plan(QWEN3, config, prompt_length=PROMPT, device=name, lora=machine.lora, largest=False)
+        made = plan(QWEN3, config, prompt_length=PROMPT, device=name, lora=machine.lora)
         seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin
         found[stage] = {
             "peak_bytes": made.peak,
             "memory_bytes": made.memory,
-            "programs": len(made.programs),
             "cpu_seconds": round(seconds),
             "note": made.note,
         }
@@ -297,18 +296,15 @@ def table(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures of a machine as the table in its notebook.
 
     Example:
-      >>> print(table("v5e-8", {"SFT": {"peak_bytes": 4e9, "memory_bytes": 16e9, "programs": 3, "cpu_seconds": 9}}))
-      | v5e-8 | peak of a device | of | programs | CPU seconds to compile the largest |
-      |---|---|---|---|---|
-      | SFT | 4 GB | 16 GB | 3 | 9 |
+      >>> print(table("v5e-8", {"SFT": {"peak_bytes": 4e9, "memory_bytes": 16e9, "cpu_seconds": 9}}))
+      | v5e-8 | peak of a device | of | CPU seconds to compile the largest |
+      |---|---|---|---|
+      | SFT | 4 GB | 16 GB | 9 |
     """
-    lines = [
-        f"| {name} | peak of a device | of | programs | CPU seconds to compile the largest |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"| {name} | peak of a device | of | CPU seconds to compile the largest |", "|---|---|---|---|"]
     for stage, one in figures.items():
         peak, memory = (short_number(one[key], "B") for key in ("peak_bytes", "memory_bytes"))
-        lines.append(f"| {stage} | {peak} | {memory} | {one['programs']} | {one['cpu_seconds']} |")
+        lines.append(f"| {stage} | {peak} | {memory} | {one['cpu_seconds']} |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,8 @@
 
 Half a minute of CPU a line for GPUs and two to three for TPUs (30B: up to six), nearly all of it in the compilers; what
 has been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits,
-how many GB a device holds at its peak, the longest completion that fits, a bound on the tokens per second, and the CPU
-seconds that its programs took to compile. The last line on standard output is one JSON object.
+how many GB a device holds at its peak, the longest completion that fits, and the CPU seconds that its programs took to
+compile. The last line on standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax import GRPOConfig, plan
-from grpo_jax.planning.targets import Target
+from grpo_jax.devices.targets import Target
 
 MACHINES = {"H100": "H100 × 1", "H100-8": "H100 × 8", "v5e-8": "v5e-8", "v5p-8": "v5p-8", "v6e-8": "v6e-8"}
 LENGTHS = (1024, 8192, 32768)
@@ -56,7 +56,6 @@ MODELS = {
         norm_topk_prob=True,
     ),
 }
-QWEN_3B = _qwen(2048, 11008, 36, 16, 2)
 
 
 def config_of(
@@ -82,22 +81,18 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig, *, prompt: int = PROMPT) -> dict[str, Any]:
+def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig) -> dict[str, Any]:
     """What a plan says, or why there is none."""
     begin = _cpu_seconds()
     try:
-        found = plan(model, config, prompt_length=prompt, device=machine, largest=False, donate=True)
+        found = plan(model, config, prompt_length=PROMPT, device=machine, donate=True)
     except ValueError as error:
         return {"error": str(error)}
-    if found.device is None:
-        raise SystemExit(found.note)
     return {
         "memory": found.memory,
         "held": sum(found.held.values()),
-        "peaks": found.peaks,
-        "bounds": found.bounds,
+        "peaks": {phase: cost.peak for phase, cost in found.programs.items()},
         "seconds": _cpu_seconds() - begin,
-        "tokens": found.sizes["tokens"],
     }
 
 
@@ -135,13 +130,12 @@ def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
 def line(name: str, length: int, cell: Mapping[str, Any], longest: str, *, yes: str = "yes") -> str:
     """One line of a table, with the word for a cell that fits."""
     if "peaks" not in cell:
-        return f"| {name} | {length:,} | {cell['error']} | | | | | |"
+        return f"| {name} | {length:,} | {cell['error']} | | | | |"
     gigabytes = lambda bytes_: f"{bytes_ / 1e9:.1f}"
     peaks = cell["peaks"]
-    bound = cell["tokens"] / sum(cell["bounds"].values())
     memory = (gigabytes(x) for x in (cell["held"], peaks["rollout"], peaks["update"]))
     seconds = f"{cell['seconds']:.0f}"
-    say = (yes if fits(cell) else "**no**", *memory, longest, f"{bound:,.0f}" if fits(cell) else "", seconds)
+    say = (yes if fits(cell) else "**no**", *memory, longest, seconds)
     return f"| {name} | {length:,} | {' | '.join(say)} |"
 
 
@@ -164,20 +158,14 @@ def page(results: Mapping[str, Any]) -> str:
                 parts.append(line(name, t, here, longest, yes=yes))
     if missing:
         parts.append(f"\nNot compiled yet: {'; '.join(missing)}.")
-    found = results.get("MLLM-JAX", {})
-    if "bounds" in found:
-        bounds = {phase: f"{seconds:.2f}" for phase, seconds in found["bounds"].items()}
-        peak = f"{max(found['peaks'].values()) / 1e9:.1f}"
-        parts.append(BESIDE.format(**bounds, peak=peak, total=f"{sum(found['bounds'].values()):.2f}"))
     return "\n".join(parts) + TAIL
 
 
 HEAD = f"""# Accelerators
 
 **Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
-computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. Tokens per
-second are a *bound*, operations over the peak and bytes over the bandwidth of the data sheets, which no program
-reaches. What was timed on an H100 is in [Speed](speed.md#on-an-h100); no TPU has run anything yet.
+computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. What was timed
+on an H100 is in [Speed](speed.md#on-an-h100); no TPU has run anything yet.
 
 ## Models and machines
 
@@ -192,27 +180,16 @@ computed in bfloat16, recomputed in the backward pass, cut over all devices (`me
   and with `train(policy, …, donate=True)`. Without `donate` the caller's params stay beside them: a third more.
 - **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
   longer completions were not tried. The table is of before a rollout had a copy of the weights in the compute dtype,
-  which adds 2 bytes a parameter to it, over the devices ("params for decoding" in a plan).
+  which adds 2 bytes a parameter to it, over the devices.
 - **longest T**: where the first phase reaches the memory with all groups at once, on straight lines between the
   lengths of the table.
-- **tokens/s**: completion tokens of an iteration over the seconds that its rollout and its update take at least.
 - **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and that of the
-  update, summed over its threads; a run's other programs are compiled beside its first iteration (`plan` lists them).
+  update, summed over its threads. A run compiles each of its other programs when it first calls it.
 """
 
 COLUMNS = """\
-| model | T | fits | held | rollout | update | longest T | tokens/s, at most | compile, CPU s |
-|---|---|---|---|---|---|---|---|---|"""
-
-BESIDE = """
-## Beside what others measured
-
-MLLM-JAX reports 20.2 s, and after tuning 12.1 s, for a step of GRPO with Qwen2.5-3B on a v6e-8: 128 completions of up
-to 1,024 tokens. For the same shapes, all completions 1,024 tokens long, an iteration here holds {peak} GB of 32 GB on
-a device at its peak, and cannot take less than {total} s ({rollout} s for the rollout, {update} s for the update).
-That is a floor of the machine, and not a promise: the two numbers say how far any implementation still is from it, and
-neither says which is faster.
-"""
+| model | T | fits | held | rollout | update | longest T | compile, CPU s |
+|---|---|---|---|---|---|---|---|"""
 
 TAIL = """
 ## What does not fit whole
@@ -286,14 +263,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parse(argv)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
 
-    def note(key: str, model: Mapping[str, Any], machine: str, config: GRPOConfig, **more: int) -> None:
+    def note(key: str, model: Mapping[str, Any], machine: str, config: GRPOConfig) -> None:
         if key not in results:
-            results[key] = measure(model, machine, config, **more)
+            results[key] = measure(model, machine, config)
             print(f"{key}: {results[key]}", file=sys.stderr, flush=True)
             arguments.results.write_text(json.dumps(results, indent=1) + "\n")
             arguments.page.write_text(page(results), encoding="utf-8")
 
-    note("MLLM-JAX", QWEN_3B, "v6e-8", config_of("v6e-8", 1024, groups=2, micro=2), prompt=256)
     for machine in arguments.machines:
         for name in arguments.models:
             for length in LENGTHS:

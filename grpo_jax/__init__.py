@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from grpo_jax.maths.reference import mixup, sync_reference
     from grpo_jax.maths.sampling import sample_tokens
     from grpo_jax.models.scoring import completion_log_probs
-    from grpo_jax.planning.estimate import plan
-    from grpo_jax.planning.report import Plan
+    from grpo_jax.planning import Plan, plan
     from grpo_jax.policy import Policy
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
@@ -96,8 +95,7 @@ _NAMES_OF = {
     "maths.reference": "mixup sync_reference",
     "maths.sampling": "sample_tokens",
     "models.scoring": "completion_log_probs",
-    "planning.estimate": "plan",
-    "planning.report": "Plan",
+    "planning": "Plan plan",
     "policy": "Policy",
     "rollout.generate": "generate",
     "run.evaluate": "evaluate",

@@ -70,7 +70,7 @@ sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The files that take longest go first: the last of them would keep one worker waiting for the other.
-SLOW = ("test_resume", "test_two_processes", "test_notebooks", "test_estimate", "test_mesh", "test_article_experiments")
+SLOW = ("test_two_processes", "test_resume", "test_mesh", "test_families", "test_fused")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,13 +94,11 @@ PICTURES = ("test_commands", "test_experiments", "test_guess", "test_publish", "
 
 @pytest.fixture(autouse=True, scope="module")
 def _only_what_is_looked_at(request):
-    """Of a run, what takes seconds: programs that it may need later, compiled ahead, and its pictures.
+    """No pictures of a run, which take seconds, outside the tests that look at them.
 
     For a whole module, so that they hold while its shared runs are made.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem != "test_warm_up":
-            patch.setattr("grpo_jax.run.warm_up.programs_of", lambda *_: ())
         if request.path.stem not in PICTURES and request.path.parent.name != "watch":
             patch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
         yield

@@ -17,7 +17,7 @@ import jax
 from grpo_jax.cli.chat import talk, typed
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.named import is_reference, scorer_of, teacher_model
+from grpo_jax.cli.named import is_reference
 from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
@@ -28,7 +28,7 @@ from grpo_jax.devices import distributed
 from grpo_jax.hub.huggingface import save_pretrained
 from grpo_jax.hub.peft import merge_lora, write_policy
 from grpo_jax.messages import some
-from grpo_jax.planning.estimate import plan as plan_run
+from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.evaluation import EvaluationSettings
@@ -226,8 +226,6 @@ def plan(arguments: Namespace) -> None:
         model = in_folder(run.model, run.folder)
     configs: dict[str, Config] = {"sft": read_sft_config(run.values)} if "sft" in run.stages else {}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
-    named, held = (None, None) if scorer_of(run.teacher) is not None else teacher_model(run.teacher)
-    teacher = None if named is None or is_reference(named) else str(named)  # of an object nothing is known yet
     for stage, config in configs.items():
         found = plan_run(
             model,
@@ -240,12 +238,10 @@ def plan(arguments: Namespace) -> None:
             quantize=run.quantize,
             quantize_embeddings=run.quantize_embeddings,
             donate=True,
-            teacher=None if teacher is None or stage == "sft" else in_folder(teacher, run.folder),
-            teacher_quantize=held,
         )
         if len(configs) > 1:
             print(f"stage {stage}:")
-        print(found.describe(verbose=True) if arguments.verbose else found)
+        print(found)
 
 
 def _trained(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:

@@ -64,9 +64,8 @@ COMMANDS = {
         {
             "[RUN.yaml]": "the run; without it, --model and fields describe the run",
             "--prompt-length P": "tokens; default max_prompt_length, or 256",
-            "--device DEVICE": "the device to compile for: H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, …",
-            "--verbose": "name every program that will be compiled",
-            "--memory GB": "memory of one device, to see what fits",
+            "--device DEVICE": "H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)",
+            "--memory GB": "of one device (default: its own): does the run fit?",
         },
         [*GROUPS],
     ),

@@ -7,6 +7,7 @@ follows the arrays that it is given. A group stays on one device, since only the
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -344,6 +345,12 @@ def abstract(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) if named else None)
 
     return jax.tree.map(one, tree)
+
+
+def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
+    """Lower a call of a jitted function, whose arguments may be shapes."""
+    function: Any = call.func
+    return function.lower(*call.args, **call.keywords)
 
 
 def place_of(tree: Any) -> Any:

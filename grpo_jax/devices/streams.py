@@ -29,11 +29,13 @@ Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """The devices that hold some params; none for arrays of NumPy and for tracers."""
+    """The devices that hold some params, or that their shapes are placed on; none for NumPy arrays and tracers."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             devices |= leaf.devices()
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+            devices |= leaf.sharding.device_set
     return devices
 
 

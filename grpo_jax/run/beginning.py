@@ -39,16 +39,16 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
     return place(state, run.mesh)
 
 
-def decide_checkpointing(run: Run, memory: float | None, *, tokens: int | None = None) -> Run:
+def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """The run whose config says whether activations are recomputed, where it was left to the memory.
 
     They are kept if there is room for them in the `memory` of each device, in bytes: beside the state, the caller's
     params and the rest of what an update adds (`update_bytes`). Of several processes, one that has no room decides for
-    all. `tokens` as in `update_programs`.
+    all.
     """
     if run.config.gradient_checkpointing is not None:
         return run
-    room = memory is not None and peak_bytes(run, tokens=tokens) <= FILLED * memory
+    room = memory is not None and peak_bytes(run) <= FILLED * memory
     recompute = not all(gather_objects(room))
     config = dataclasses.replace(run.config, gradient_checkpointing=recompute)
     policy = run.policy.replace(model=with_checkpointing(run.policy.model, recompute=recompute))
@@ -56,7 +56,7 @@ def decide_checkpointing(run: Run, memory: float | None, *, tokens: int | None =
     return dataclasses.replace(run, config=config, policy=policy, updater=updater)
 
 
-def peak_bytes(run: Run, *, tokens: int | None = None) -> int:
+def peak_bytes(run: Run) -> int:
     """Bytes that a device holds in an update, without a compiler and without what comes and goes inside a program."""
 
     def make_state(params: Params) -> TrainState:
@@ -68,4 +68,4 @@ def peak_bytes(run: Run, *, tokens: int | None = None) -> int:
     if run.teaching is not None:
         held += device_bytes(run.teaching.teacher, run.mesh)
     state = state.replace(params=params)  # with their places
-    return held + update_bytes(run.updater, state, abstract_batch(run, state), tokens=tokens)
+    return held + update_bytes(run.updater, state, abstract_batch(run, state))

@@ -32,7 +32,6 @@ from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.run_dir import keep_policy, locked
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.run.warm_up import compiled_ahead
 from grpo_jax.types import Batch
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState, begin_iteration
@@ -107,8 +106,6 @@ def run_loop(
             policy.empty()
         evaluate_if_due(loop, state)
         ask_again(loop, state)
-        if loop.progress.step < run.total_steps:
-            threads.enter_context(compiled_ahead(run, state, say=monitor.say))
         while loop.progress.step < run.total_steps and not loop.stopping():
             if loop.batch is None:
                 try:

@@ -1,27 +1,27 @@
-"""A run's own part of its programs: the sizes by which the rooms `rollout` and `update` list theirs.
-
-Warm-up compiles what they list, a rehearsal and a plan weigh it.
-"""
+"""The shapes that a run's largest programs are called with, for its dry run and its plan."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.rollout.draw import decode_settings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.types import Batch, Params, Prompts
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.state import TrainState
 
 
-def rollout_programs(run: Run, params: Params) -> RolloutShapes | None:
-    """The programs of a rollout by those params; None where `generate` has none of them, or another engine samples."""
+def rollout_call(run: Run, params: Params) -> functools.partial[Any] | None:
+    """The largest decode of a rollout by those params; None for a model without a cache, or another engine's."""
     if run.sampler is not None:
         return None
     config = run.config
-    return RolloutShapes.of(
+    return decode_call(
         run.policy.model,
         params,
         run.sizes.prompts,

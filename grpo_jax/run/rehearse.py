@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
@@ -23,14 +24,14 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.programs import abstract_batch, rollout_programs
+from grpo_jax.run.programs import abstract_batch, rollout_call
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
 from grpo_jax.update.not_finite import name_not_finite
-from grpo_jax.update.programs import kept_bytes, update_programs
+from grpo_jax.update.programs import kept_bytes, update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.progress import Phases
@@ -205,14 +206,14 @@ def _bytes(tree: Any) -> int:
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
-    rollout, batch = rollout_programs(run, state.params), abstract_batch(run, state)
+    batch = abstract_batch(run, state)
     programs = {
-        "decode": (None if rollout is None else rollout.largest().lower(), 0),
-        "update": (update_programs(run.updater, state, batch).update.lower(), kept_bytes(run.updater, state, batch)),
+        "decode": (rollout_call(run, state.params), 0),
+        "update": (update_calls(run.updater, state, batch).update, kept_bytes(run.updater, state, batch)),
     }
     memory = {}
-    for name, (lowered, beside) in programs.items():
-        stats = None if lowered is None else lowered.compile().memory_analysis()
+    for name, (call, beside) in programs.items():
+        stats = None if call is None else lower_call(call).compile().memory_analysis()
         if stats is not None:
             held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
             memory[name] = int(held + stats.temp_size_in_bytes + beside)

@@ -25,7 +25,6 @@ import numpy as np
 import optax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
 from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams
 from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
@@ -171,13 +170,12 @@ class PackedUpdater(BaseUpdater):
         count = shard_count(self.mesh)
         return Shards(self.mesh, count if prompts.lengths.shape[0] % count == 0 else 1)
 
-    def shapes(self, params: Params, batch: tuple[int, ...], tokens: int | None = None) -> list[SequenceShape]:
+    def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """The shapes that packed sequences of a `batch` [B, G, T] may have; none has more tokens than the first."""
         t = batch[-1]
-        if tokens is None:
-            micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-            cpu = all(device.platform == "cpu" for device in devices_of(params))
-            tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.asks_for_wide_sums)
+        micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
+        cpu = all(device.platform == "cpu" for device in devices_of(params))
+        tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.asks_for_wide_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -271,19 +269,30 @@ class PackedUpdater(BaseUpdater):
         sequence: PackedSequence,
         number: int,
         shards: Shards,
-        name: str = "update",
-    ) -> Program:
+    ) -> functools.partial[tuple[tuple[Params, ReadPrompts], MetricSums]]:
         """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
-        keywords: dict[str, object] = {"model": self.model, "config": self.config, "on_policy": self.on_policy}
-        keywords |= {"surrogate": self.surrogate, "shards": shards}
-        return Program(name, add_gradients, (grads, minibatch, sequence, number), keywords)
+        return functools.partial(
+            add_gradients,
+            *(grads, minibatch, sequence, number),
+            model=self.model,
+            config=self.config,
+            on_policy=self.on_policy,
+            surrogate=self.surrogate,
+            shards=shards,
+        )
 
     def measure_sequence(
-        self, minibatch: Minibatch, sequence: PackedSequence, number: int, name: str = "measure"
-    ) -> Program:
+        self, minibatch: Minibatch, sequence: PackedSequence, number: int
+    ) -> functools.partial[MetricSums]:
         """The call for the metric sums of a packed sequence without a gradient; of arrays or of shapes."""
-        keywords = {"model": self.model, "config": self.config, "on_policy": self.on_policy}
-        return Program(name, measure, (minibatch, sequence, number), keywords | {"surrogate": self.surrogate})
+        return functools.partial(
+            measure,
+            *(minibatch, sequence, number),
+            model=self.model,
+            config=self.config,
+            on_policy=self.on_policy,
+            surrogate=self.surrogate,
+        )
 
     def put_scores(
         self,
@@ -294,15 +303,18 @@ class PackedUpdater(BaseUpdater):
         mask: jax.Array,
         sequence: PackedSequence,
         shards: Shards,
-        name: str = "score",
         *,
         with_entropy: bool,
-    ) -> Program:
+    ) -> functools.partial[tuple[jax.Array, jax.Array]]:
         """The call that puts the scores of a packed sequence in their places; of arrays or of shapes."""
-        arguments = (scores, params, read, lengths, mask, sequence)
-        sampling = sampling_of(self.config)
-        keywords = {"model": self.model, "sampling": sampling, "with_entropy": with_entropy, "shards": shards}
-        return Program(name, add_scores, arguments, keywords)
+        return functools.partial(
+            add_scores,
+            *(scores, params, read, lengths, mask, sequence),
+            model=self.model,
+            sampling=sampling_of(self.config),
+            with_entropy=with_entropy,
+            shards=shards,
+        )
 
 
 Updater = PackedUpdater | PaddedUpdater

@@ -1,10 +1,12 @@
-"""The programs of an update by the shapes of their arguments: of packed sequences, or of whole steps."""
+"""The largest programs of an update for the shapes of their arguments, and the bytes held between its programs.
+
+Nothing here is called while a run updates: the dry run, the plan and the choice of `gradient_checkpointing` use it
+before there are arrays.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,18 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import abstract, device_bytes, place_of, split_sharding, tree_sharding
 from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import count_totals, sampling_of
-from grpo_jax.update.packed import PackedUpdater, Updater, apply_sums
+from grpo_jax.update.packed import PackedUpdater, Updater
 from grpo_jax.update.prompts import (
     Reading,
     Shards,
-    add_prompts,
     count_neighbours,
     count_reads,
     read_some,
@@ -31,180 +31,77 @@ from grpo_jax.update.prompts import (
     zero_reads,
 )
 from grpo_jax.update.sequences import Minibatch
-from grpo_jax.update.state import TrainState, same_shapes
+from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import PaddedUpdater, dropout_key, zeros_like
 
 Tree = TypeVar("Tree")
 
 
-class UpdatePrograms(NamedTuple):
-    """The programs of an updater by the shapes of their arguments, for warm-up, rehearsal and plan.
+class UpdateCalls(NamedTuple):
+    """Calls of the largest programs of an updater, for completions that are all T long.
 
     Attributes:
-      update: of one update of completions that are all T long, the largest program.
-      score: of scoring them, likewise: by the reference, or by the policy where there is none.
-      by_length: the programs that the lengths of completions choose from: the only ones that a later iteration may be
-        the first to need. The first is for completions of any length.
+      update: of one packed sequence, or of a whole step.
+      score: log-probs by the reference, or by the policy if there is no reference.
     """
 
-    update: Program
-    score: Program
-    by_length: tuple[Program, ...]
+    update: functools.partial[Any]
+    score: functools.partial[Any]
 
 
-def update_programs(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> UpdatePrograms:
-    """The programs of an updater.
+def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
+    """The largest programs of an updater, as calls of shapes.
 
     Args:
-      state, batch: as they are, or their shapes.
-      tokens: of a packed sequence at most; None for those of the present device.
+      state, batch: arrays or their shapes.
     """
-    if isinstance(updater, PaddedUpdater):  # which lengths will come is not known
-        scored_by = state.params if state.ref_params is None else state.ref_params
+    scored_by = state.params if state.ref_params is None else state.ref_params
+    if isinstance(updater, PaddedUpdater):
         scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)
-        return UpdatePrograms(updater.update_call(state, batch), scores, ())
-    return _PackedShapes.of(updater, state, batch, tokens).programs()
+        return UpdateCalls(updater.update_call(state, batch), scores)
+    shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape)
+    zeros, minibatch = abstract_minibatch(updater, state, batch)
+    state, batch = minibatch.state, minibatch.batch
+    scored_by = state.params if state.ref_params is None else state.ref_params
+    shape = next((shape for shape in shapes if shape.whole), shapes[0])
+    sequence = _placed(filled_sequence(batch, shape, shards), updater.mesh)
+    score: jax.Array = _placed(jax.eval_shape(lambda mask: jnp.zeros(mask.shape), batch.mask), updater.mesh)
+    lengths, mask = batch.prompts.lengths, batch.mask
+    return UpdateCalls(
+        updater.add_sequence(zeros, minibatch, sequence, 0, shards),
+        updater.put_scores(
+            (score, score), scored_by, minibatch.read, lengths, mask, sequence, shards, with_entropy=False
+        ),
+    )
 
 
-def constant_programs(
-    updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None
-) -> tuple[Program, ...]:
-    """The programs of an update that no length chooses: through the prompts and back, and the optimizer's.
-
-    None on a mesh: there they take what other programs leave, and where that is XLA says once it has compiled those.
-    The arguments are those of `update_programs`.
-    """
-    if isinstance(updater, PaddedUpdater) or updater.mesh is not None:
-        return ()
-    return tuple(_PackedShapes.of(updater, state, batch, tokens).constant())
-
-
-class _PackedShapes(NamedTuple):
-    """The arguments of an update's programs by their shapes, where the arrays of a run will be.
-
-    Attributes:
-      updater: of the run.
-      state, batch: those of an update.
-      shapes: that packed sequences may have.
-      shards: how the prompts are cut over the mesh.
-      zeros: gradients of the params, and of the read prompts.
-      minibatch: what all packed sequences share.
-      zero_scores: log-probs and entropies [B, G, T].
-    """
-
-    updater: PackedUpdater
-    state: TrainState
-    batch: Batch
-    shapes: list[SequenceShape]
-    shards: Shards
-    zeros: tuple[Params, ReadPrompts]
-    minibatch: Minibatch
-    zero_scores: tuple[jax.Array, jax.Array]
-
-    @classmethod
-    def of(cls, updater: PackedUpdater, state: TrainState, batch: Batch, tokens: int | None) -> _PackedShapes:
-        """The shapes for a state and a batch, as `update_programs` is given them."""
-        shards, shapes = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)
-        state, batch = abstract((state, batch))
-        quantile, params, mesh = updater.config.top_entropy_quantile, state.params, updater.mesh
-        read = _shape_read(updater.model, params, batch.prompts, shapes[0].size, shards)
-        of_params, of_read = jax.eval_shape(functools.partial(zero_gradients, shards=shards), (params, read))
-        if mesh is not None:  # by the table all of them, those that are whole on every device too
-            of_params = jax.tree.map(_at, of_params, tree_sharding(of_params, mesh))
-        zeros = _placed((of_params, of_read), mesh, params)
-        read = _placed(read, mesh, params)
-        selected = _placed(batch.mask, mesh, (batch, params)) if quantile < 1 else None
-        totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, selected))
-        dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), mesh, params)
-        zero_scores = _placed(jax.eval_shape(lambda mask: (jnp.zeros(mask.shape),) * 2, batch.mask), mesh)
-        state, batch = _placed((state, batch), mesh)
-        minibatch = Minibatch(state, read, batch, totals, selected, dropout)
-        if updater.teacher is not None:
-            teacher = abstract(updater.teacher)
-            of_teacher = _shape_read(teacher.model, teacher.params, batch.prompts, shapes[0].size, shards)
-            teacher, of_teacher = _placed((teacher, of_teacher), mesh, params)
-            minibatch = minibatch._replace(teacher=teacher, teacher_read=of_teacher)
-        return cls(updater, state, batch, shapes, shards, zeros, minibatch, zero_scores)
-
-    def programs(self) -> UpdatePrograms:
-        """All of them."""
-        full, scored_by = next((shape for shape in self.shapes if shape.whole), self.shapes[0]), self.scored_by
-        return UpdatePrograms(self.update(full), self.score(full, scored_by), tuple(self.by_length()))
-
-    @property
-    def scored_by(self) -> Params:
-        """Whose log-probs are asked for before an update: the reference's, or the policy's where there is none."""
-        return self.state.params if self.state.ref_params is None else self.state.ref_params
-
-    @property
-    def scores(self) -> bool:
-        """Whether somebody's log-probs are part of a batch."""
-        return self.batch.ref_log_probs is not None or self.batch.old_log_probs is not None
-
-    def update(self, shape: SequenceShape) -> Program:
-        """Adds the gradient of a packed sequence."""
-        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
-        name = f"update {_sizes(shape)}"
-        return self.updater.add_sequence(self.zeros, self.minibatch, sequence, 0, self.shards, name)
-
-    def measure(self, shape: SequenceShape) -> Program:
-        """The metrics of a packed sequence without a gradient."""
-        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
-        return self.updater.measure_sequence(self.minibatch, sequence, 0, f"measure {_sizes(shape)}")
-
-    def score(self, shape: SequenceShape, params: Params, suffix: str = "", *, with_entropy: bool = False) -> Program:
-        """Puts the scores of a packed sequence in their places."""
-        sequence = _placed(_filled(self.batch, shape, self.shards), self.updater.mesh)
-        name, prompts = f"score {_sizes(shape)}{suffix}", self.batch.prompts.lengths
-        arguments = (self.zero_scores, params, self.minibatch.read, prompts, self.batch.mask, sequence, self.shards)
-        return self.updater.put_scores(*arguments, name, with_entropy=with_entropy)
-
-    def by_length(self) -> Iterator[Program]:
-        """Those that the lengths of completions choose from."""
-        updater, state = self.updater, self.state
-        quantile = updater.config.top_entropy_quantile
-        # Where a batch may be packed in halves, it mostly is: with half blocks, few lengths take no fewer tokens so.
-        for shape in sorted(self.shapes, key=lambda shape: shape.block):
-            yield self.update(shape)
-            if updater.skips:
-                yield self.measure(shape)
-            if self.scores:
-                yield self.score(shape, state.params)
-            if quantile < 1:
-                yield self.score(shape, state.params, ", with entropy", with_entropy=True)
-            if state.ref_params is not None and not same_shapes(state.ref_params, state.params):
-                yield self.score(shape, state.ref_params, ", by the reference")
-
-    def constant(self) -> Iterator[Program]:
-        """Those of `constant_programs`."""
-        updater, shards = self.updater, self.shards
-        prompts, dropout = self.batch.prompts, self.minibatch.dropout
-        count = count_reads(prompts, self.shapes[0].size, shards)
-        sizes = f"{prompts.tokens.shape[0]} prompts in {count} parts"
-        if self.scores:
-            reading = Reading(self.scored_by, prompts, None, updater.model)
-            name = f"read {sizes}, to score"
-            yield Program.of(name, read_some, reading, 0, count=count, backward=False, shards=shards)
-        reading = Reading(self.state.params, prompts, dropout, updater.model)
-        if updater.skips and not (self.scores and dropout is None and same_shapes(self.scored_by, self.state.params)):
-            name = f"read {sizes}, to measure"
-            yield Program.of(name, read_some, reading, 0, count=count, backward=False, shards=shards)
-        read = Program.of(f"read {sizes}", read_some, reading, 0, count=count, backward=True, shards=shards)
-        yield read
-        (_, kept), (grads, read_grads) = _placed(_results(read), None, self.state.params), self.zeros
-        back = (grads, kept, read_grads, self.minibatch.read, reading, 0)
-        yield Program.of(f"backward {sizes}", add_prompts, *back, count=count, shards=shards)
-        _, sums = _placed(_results(self.update(self.shapes[0])), None, self.state.params)
-        keywords = {"optimizer": updater.optimizer, "config": updater.config, "mesh": None}
-        yield Program("apply the gradient", apply_sums, (self.state, grads, sums), keywords)
+def abstract_minibatch(
+    updater: PackedUpdater, state: TrainState, batch: Batch
+) -> tuple[tuple[Params, ReadPrompts], Minibatch]:
+    """The shapes of the gradients and of the arguments that all packed sequences of an update share."""
+    shards, size = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape)[0].size
+    state, batch = abstract((state, batch))
+    params, mesh = state.params, updater.mesh
+    read = _shape_read(updater.model, params, batch.prompts, size, shards)
+    of_params, of_read = jax.eval_shape(functools.partial(zero_gradients, shards=shards), (params, read))
+    if mesh is not None:  # by the table all of them, also those that are whole on every device
+        of_params = jax.tree.map(_at, of_params, tree_sharding(of_params, mesh))
+    zeros = _placed((of_params, of_read), mesh, params)
+    read = _placed(read, mesh, params)
+    selected = _placed(batch.mask, mesh, (batch, params)) if updater.config.top_entropy_quantile < 1 else None
+    totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, selected))
+    dropout = _placed(jax.eval_shape(lambda state: dropout_key(updater.model, state), state), mesh, params)
+    state, batch = _placed((state, batch), mesh)
+    minibatch = Minibatch(state, read, batch, totals, selected, dropout)
+    if updater.teacher is not None:
+        teacher = abstract(updater.teacher)
+        of_teacher = _shape_read(teacher.model, teacher.params, batch.prompts, size, shards)
+        teacher, of_teacher = _placed((teacher, of_teacher), mesh, params)
+        minibatch = minibatch._replace(teacher=teacher, teacher_read=of_teacher)
+    return zeros, minibatch
 
 
-def _results(program: Program) -> Any:
-    """The shapes of what a program returns."""
-    return jax.eval_shape(lambda arguments: dataclasses.replace(program, arguments=arguments)(), program.arguments)
-
-
-def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
+def kept_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
     """Bytes that an update holds on a device beside its largest program: activations of prompts, at most.
 
     Those of all prompts that may have completions in one packed sequence (`prompts.count_neighbours`).
@@ -212,7 +109,7 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     if isinstance(updater, PaddedUpdater):  # all is one program
         return 0
     shards = updater.shards(batch.prompts)
-    size = updater.shapes(state.params, batch.mask.shape, tokens)[0].size
+    size = updater.shapes(state.params, batch.mask.shape)[0].size
     count = count_reads(batch.prompts, size, shards)
     read = functools.partial(read_some, count=count, backward=True, shards=shards)
     dropout = jax.eval_shape(lambda state: dropout_key(updater.model, state), state)
@@ -221,7 +118,7 @@ def kept_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int
     return together * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // shards.devices
 
 
-def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: int | None = None) -> int:
+def update_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
     """Bytes that wait for the way back in an update, on a device: gradients, and the activations of prompts and of the
     packed sequences that are at work.
 
@@ -229,10 +126,10 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: i
     """
     if isinstance(updater, PaddedUpdater):  # made of whatever the model is
         return 0
-    shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape, tokens)[0]
+    shards, shape = updater.shards(batch.prompts), updater.shapes(state.params, batch.mask.shape)[0]
     params, model, lengths = abstract((state.params, updater.model, batch.prompts.lengths))
     read = _shape_read(updater.model, params, batch.prompts, shape.size, shards)
-    sequence, sampling = _filled(batch, shape, shards), sampling_of(updater.config)
+    sequence, sampling = filled_sequence(batch, shape, shards), sampling_of(updater.config)
 
     def forward(params: Params, read: ReadPrompts, model: CachedModel, lengths: jax.Array) -> list[jax.Array]:
         def scores(params: Params, read: ReadPrompts) -> tuple[jax.Array, jax.Array]:
@@ -246,7 +143,7 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch, *, tokens: i
     activations = sum(x.size * x.dtype.itemsize for x in kept.values()) // shards.devices
     gradients = device_bytes(jax.eval_shape(zeros_like, params), updater.mesh)
     streams = count_streams(state.params, -(-batch.mask.size // shape.size))
-    return kept_bytes(updater, state, batch, tokens=tokens) + streams * (gradients + activations)
+    return kept_bytes(updater, state, batch) + streams * (gradients + activations)
 
 
 def _shape_read(model: Model, params: Params, prompts: Prompts, size: int, shards: Shards) -> ReadPrompts:
@@ -258,11 +155,7 @@ def _shape_read(model: Model, params: Params, prompts: Prompts, size: int, shard
     return jax.eval_shape(functools.partial(zero_reads, count=count, shards=shards), part)
 
 
-def _sizes(shape: SequenceShape) -> str:
-    return f"{shape.size} tokens, completions of {'' if shape.whole else 'up to '}{shape.longest}"
-
-
-def _filled(batch: Batch, shape: SequenceShape, shards: Shards) -> PackedSequence:
+def filled_sequence(batch: Batch, shape: SequenceShape, shards: Shards) -> PackedSequence:
     """A packed sequence of that shape."""
     mask = np.ones(batch.mask.shape, bool)
     if not shape.whole:

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from grpo_jax.devices.pieces import in_pieces
 from grpo_jax.devices.sharding import constrain, keep_placed
-from grpo_jax.devices.streams import count_streams, in_turn, run_in_streams
+from grpo_jax.devices.streams import count_streams, in_turn, run_in_streams, shared
 from grpo_jax.models.scoring import ReadPrompts, read_prompts
 from grpo_jax.types import CachedModel, Params, Prompts
 from grpo_jax.update.step import zeros_like
@@ -191,7 +190,8 @@ def _read(reading, number, *, count, shards):
     return place_read(read_prompts(model, params, some, rngs=rngs_of(dropout, 0, number)), shards)
 
 
-@functools.partial(in_pieces, weights=lambda reading, number: reading.params, static=("count", "backward", "shards"))
+@shared
+@functools.partial(jax.jit, static_argnames=("count", "backward", "shards"))
 def read_some(reading, number, *, count, backward, shards):
     """One part of the prompts read, and with `backward` its `Activations`."""
     if not backward:
@@ -257,12 +257,8 @@ def put_read(whole, read, number, *, count, shards):
     return place_read(jax.tree.map(put, whole, read), shards)
 
 
-@functools.partial(
-    in_pieces,
-    weights=lambda total, kept, read_grads, read, reading, number: reading.params,
-    static=("count", "shards"),
-    donate=1,
-)
+@shared
+@functools.partial(jax.jit, static_argnames=("count", "shards"), donate_argnums=(0,))
 def add_prompts(total, kept, read_grads, read, reading, number, *, count, shards):
     """The gradient of the params, with what comes through one part of the prompts added to it."""
     # Traced once more for what comes of weights alone; XLA drops the rest of it.

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.pieces import in_pieces
 from grpo_jax.devices.sharding import constrain
+from grpo_jax.devices.streams import shared
 from grpo_jax.maths.metrics import MetricSums
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import PackedSequence
@@ -52,7 +52,8 @@ class Minibatch(NamedTuple):
 _STATIC = ("config", "on_policy", "surrogate", "shards")
 
 
-@functools.partial(in_pieces, weights=lambda _, x, *__: x.state.params, static=_STATIC, donate=1)
+@shared
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnums=(0,))
 def add_gradients(grads, minibatch, sequence, number, *, model, config, on_policy, surrogate, shards):
     """Gradients of the params and of the read prompts, with those of one packed sequence added; and its metric sums."""
 
@@ -65,7 +66,8 @@ def add_gradients(grads, minibatch, sequence, number, *, model, config, on_polic
     return place_gradients(total, shards), sums
 
 
-@functools.partial(in_pieces, weights=lambda x, *_: x.state.params, static=_STATIC[:3])
+@shared
+@functools.partial(jax.jit, static_argnames=_STATIC[:3])
 def measure(minibatch, sequence, number, *, model, config, on_policy, surrogate):
     """The metric sums of one packed sequence: all that there is of completions that have no gradient."""
     return _loss(minibatch, sequence, number, model, config, on_policy=on_policy, surrogate=surrogate)[1]
@@ -104,7 +106,8 @@ def _loss(
     )
 
 
-@functools.partial(in_pieces, weights=lambda _, x, *__: x, static=("sampling", "with_entropy", "shards"), donate=1)
+@shared
+@functools.partial(jax.jit, static_argnames=("sampling", "with_entropy", "shards"), donate_argnums=(0,))
 def add_scores(scores, params, read, lengths, mask, sequence, *, model, sampling, with_entropy, shards):
     """Log-probs and entropies [B, G, T] with those of one packed sequence in their places."""
     new = score_packed(model, params, read, lengths, sequence, sampling, with_entropy=with_entropy)[:2]

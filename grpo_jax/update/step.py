@@ -17,7 +17,6 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.program import Program
 from grpo_jax.devices.sharding import keep_placed, split
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.sampling import Sampling
@@ -293,17 +292,20 @@ class PaddedUpdater(BaseUpdater):
             teacher=self.teacher,
         )
 
-    def score_call(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> Program:
-        """The call of `score`, of arrays or of shapes."""
+    def score_call(
+        self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
+    ) -> functools.partial[jax.Array]:
+        """The call of the jitted function behind `score`, of arrays or of shapes."""
         sampling = sampling_of(self.config)
-        return Program.of(
-            "score", _score_batch, params, prompts, tokens, mask, model=self.model, sampling=sampling, micro=self.micro
+        return functools.partial(
+            _score_batch, params, prompts, tokens, mask, model=self.model, sampling=sampling, micro=self.micro
         )
 
-    def update_call(self, state: TrainState, batch: Batch) -> Program:
-        """The call of `update`, of arrays or of shapes."""
-        return Program.of(
-            "update",
+    def update_call(
+        self, state: TrainState, batch: Batch
+    ) -> functools.partial[tuple[TrainState, dict[str, jax.Array]]]:
+        """The call of the jitted function behind `update`, of arrays or of shapes."""
+        return functools.partial(
             _train_step,
             state,
             batch,

@@ -9,14 +9,14 @@ import pytest
 from tiny import random_params, tiny_model
 
 from grpo_jax import Prompts
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.devices.sharding import lower_call, make_mesh, place
 from grpo_jax.maths.sampling import draw_tokens, vocabulary_blocks
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.decode import decode, prefill, refill
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.ladder import BURST
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.types import as_argument
 
 V = 4096
@@ -35,8 +35,8 @@ def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
     width, mesh = 48, make_mesh(axes)
     model = Transformer(TransformerConfig(V, width, 96, 1, 4, 2, 16, tie_word_embeddings=tied, mesh=mesh))
     sizes = {"num_generations": 4, "max_completion_length": 17}
-    rollout = RolloutShapes.of(model, place(random_params(model), mesh), 16, 8, **sizes, settings=DecodeSettings())
-    text = rollout.largest().lower().compile().as_text()
+    call = decode_call(model, place(random_params(model), mesh), 16, 8, **sizes, settings=DecodeSettings())
+    text = lower_call(call).compile().as_text()
     collectives = COLLECTIVE.findall(text)
     assert collectives or axes == {"data": 8}
     assert not any("pred" in shapes for shapes in collectives), "who has ended is nobody's business at a step"

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from tiny import scored, tiny_model
 
 from grpo_jax import Completions, Prompts, generate, make_prompts
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, Work
 from grpo_jax.models.layers import TransformerConfig
@@ -23,7 +24,7 @@ from grpo_jax.rollout import ladder as ladder_module
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import as_argument
 
@@ -111,7 +112,7 @@ def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     sizes = {"num_generations": 2, "max_completion_length": 9}
     settings = DecodeSettings(sampling=Sampling(top_k=top_k))
-    text = RolloutShapes.of(model, params, 3, 5, **sizes, settings=settings).largest().lower().as_text()
+    text = lower_call(decode_call(model, params, 3, 5, **sizes, settings=settings)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
     assert made == [columns, not columns]

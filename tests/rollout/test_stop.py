@@ -11,11 +11,11 @@ from tiny import scored, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.devices.sharding import lower_call, make_mesh, place
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import decode_settings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.text.pieces import token_bytes
 
@@ -149,11 +149,10 @@ def test_without_texts_no_program_has_anything_of_them():
 
     def programs(**settings):
         made = decode_settings(Sampling(), (EOS,), PAD, tokenizer=tokenizer(), **settings)
-        shapes = RolloutShapes.of(
+        call = decode_call(
             model, params, 4, prompts.tokens.shape[1], num_generations=8, max_completion_length=T, settings=made
         )
-        stream = shapes.stream(shapes.ladder.shapes[0], shapes.parts[0], shapes.ladder.slots[-1])
-        text = shapes.decode(0, shapes.ladder.slots[-1]).lower().as_text()
+        stream, text = call.args[3], lower_call(call).as_text()
         return stream.stop_state, len(jax.tree.leaves(stream)), text.count('"stablehlo.gather"(')
 
     none, leaves, gathers = programs()

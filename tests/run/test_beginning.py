@@ -11,6 +11,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
@@ -19,7 +20,7 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.run import Arguments
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.programs import kept_bytes, update_bytes, update_programs
+from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
 from grpo_jax.update.prompts import Reading, read_all
 
 ROWS = [{"prompt": text} for text in ("ab", "c", "defgh", "gh ijk lmn")]
@@ -41,7 +42,7 @@ def run_of(layers=3, memory=None, **settings):
 def products(run):
     """Matrix products of the program of an update."""
     state = new_state(run)
-    lowered = update_programs(run.updater, state, abstract_batch(run, state)).update.lower()
+    lowered = lower_call(update_calls(run.updater, state, abstract_batch(run, state)).update)
     return lowered.as_text().count("stablehlo.dot_general")
 
 

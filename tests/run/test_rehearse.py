@@ -12,11 +12,12 @@ from test_not_finite import UPDATER, batch, state_of
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update import prompts as prompts_module
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import update_calls
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {
@@ -157,9 +158,9 @@ def test_numbers_that_look_wrong(monkeypatch):
 @pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
     state = state_of()
-    update = update_programs(UPDATER, state, batch()).update.lower()
+    update = lower_call(update_calls(UPDATER, state, batch()).update)
     assert update.compile().memory_analysis().argument_size_in_bytes > sum(
         x.nbytes for x in jax.tree.leaves(state.params)
     )
     sizes = {"num_generations": 2, "max_completion_length": 4}
-    assert RolloutShapes.of(UPDATER.model, state.params, 2, 3, **sizes, settings=DecodeSettings()) is None
+    assert decode_call(UPDATER.model, state.params, 2, 3, **sizes, settings=DecodeSettings()) is None

@@ -12,7 +12,6 @@ import pytest
 from tiny import random_params, scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
-from grpo_jax.devices import pieces
 from grpo_jax.models import packing
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
@@ -112,9 +111,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
     ],
     ids=lambda shape: next(iter(shape)),
 )
-@pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
-def test_every_kind_of_layer_is_packed(monkeypatch, shape, cached):
-    monkeypatch.setattr(pieces, "CACHED", cached)
+def test_every_kind_of_layer_is_packed(shape):
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
 
@@ -171,18 +168,14 @@ def test_rows_that_do_not_count_are_left_out():
     assert_same_step(plain, packed_step)
 
 
-@pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
-def test_adapters_are_packed(monkeypatch, cached):
-    monkeypatch.setattr(pieces, "CACHED", cached)
+def test_adapters_are_packed():
     policy = add_lora(tiny_policy(), rank=4, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-@pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
-def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again(monkeypatch, cached):
-    monkeypatch.setattr(pieces, "CACHED", cached)
+def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again():
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)  # a fresh adapter's B is zero: nothing would be dropped
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)

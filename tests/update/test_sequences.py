@@ -9,7 +9,7 @@ from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
-from grpo_jax.devices import pieces
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models import packing
@@ -18,7 +18,7 @@ from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.objective import learns_by_advantages, loss_settings
 from grpo_jax.update.packed import choose_updater
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import abstract_minibatch, filled_sequence
 from grpo_jax.update.state import create_state
 
 
@@ -81,7 +81,6 @@ def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
     assert (count(calls, "add_gradients") > 0) == (len(learnt) > 0)
 
 
-@pytest.mark.parametrize("cached", [pieces.CACHED, -1], ids=["whole", "in pieces"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -92,8 +91,7 @@ def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
     ],
     ids=lambda settings: settings["loss_type"],
 )
-def test_so_it_is_for_other_objectives(monkeypatch, calls, settings, cached):
-    monkeypatch.setattr(pieces, "CACHED", cached)
+def test_so_it_is_for_other_objectives(calls, settings):
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
     assert_same_step(*both(*tiny_model(), with_signal(1, 2, by_token=True), config))
     assert count(calls, "add_prompts") == 2
@@ -193,7 +191,11 @@ def test_nothing_goes_back_in_the_program_that_measures():
     model, params = tiny_model(layers=4)
     updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
     state = create_state(params, OPTIMIZER, jax.random.key(0))
-    update, measured = (p.lower().compile() for p in update_programs(updater, state, batch()).by_length[:2])
+    shards, shape = updater.shards(batch().prompts), updater.shapes(params, batch().mask.shape)[0]
+    zeros, minibatch = abstract_minibatch(updater, state, batch())
+    sequence = filled_sequence(batch(), shape, shards)
+    update = lower_call(updater.add_sequence(zeros, minibatch, sequence, 0, shards)).compile()
+    measured = lower_call(updater.measure_sequence(minibatch, sequence, 0)).compile()
     flops = [x.cost_analysis()["flops"] for x in (update, measured)]
     assert flops[1] < 0.4 * flops[0]
     gradients = sum(x.nbytes for x in jax.tree.leaves(params))

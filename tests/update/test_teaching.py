@@ -12,13 +12,13 @@ import pytest
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, from_pretrained, make_prompts, save_pretrained
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.devices.sharding import lower_call, make_mesh, place
 from grpo_jax.models import packing, scoring
 from grpo_jax.models.quantized import Quantized, is_quantized
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater, choose_updater
-from grpo_jax.update.programs import update_programs
+from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.update.teaching import Teacher, compare_padded
@@ -233,7 +233,6 @@ def test_a_quantized_teacher_is_the_weights_that_it_stands_for(tmp_path):
 def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk(monkeypatch):
     """XLA's own count of temporaries: with four times the tokens they grow by less than half of one such array."""
     monkeypatch.setattr(scoring, "CHUNK", 128)
-    monkeypatch.setattr(packed, "CPU_TOKENS", 2048)
     vocab, shape = 4096, (4, 8, 64)
     model, params = tiny_model(vocab=vocab, layers=1)
     teacher = Teacher(as_argument(model), tiny_model(vocab=vocab, layers=1, seed=1)[1])
@@ -243,7 +242,7 @@ def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk(monkeypatch):
     b = Batch(make_prompts(LISTS), jnp.ones(shape, int), jnp.ones(shape, bool), jnp.zeros((4, 8)), jnp.zeros(shape))
 
     def temporaries(tokens):
-        lowered = update_programs(updater, state, b, tokens=tokens).update.lower()
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
+        return lower_call(update_calls(updater, state, b).update).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) - temporaries(512) < 0.5 * (2048 - 512) * vocab * 4

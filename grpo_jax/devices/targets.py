@@ -1,7 +1,7 @@
 """Devices without hardware: the real compilers of TPUs and NVIDIA GPUs, where they are installed, on any machine.
 
-What is lowered for such devices compiles to the program that the machine would run. It cannot be run here; what it
-holds, reads, sends and calls can be read.
+What is lowered for such devices compiles to the program that the machine would run. It cannot be run here; its memory,
+collectives and kernels can be read (`compile_program`).
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
     pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; of jax's own version
@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import re
+import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +55,7 @@ GPUS = {
     "A100": GPU(108, 2039000000000, 41943040, 1.41, 80e9, (8, 0), lanes=64, shared=167936, opt_in=166912),
     "T4": GPU(40, 320064000000, 4194304, 1.59, 15.6e9, (7, 5), lanes=64, threads=1024, shared=65536, opt_in=65536),
 }
-"""NVIDIA GPUs that the compiler can be told of."""
+"""NVIDIA GPUs that can be described to the compiler."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -126,7 +129,7 @@ def _tpus(kind: str, count: int) -> Sequence[jax.Device]:
 
 
 def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
-    # jax has no public door to its CUDA plugin's topologies on a machine without a GPU.
+    # jax has no public API for its CUDA plugin's topologies on a machine without a GPU.
     from jax._src import xla_bridge
     from jax._src.lib import xla_client
 
@@ -146,3 +149,90 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
       device_description_str: "NVIDIA {kind}" """
     make = library._xla.get_default_c_api_topology
     return make("cuda", "", {"target_config": config, "topology": f"1x1x{count}"})._make_compile_only_devices()
+
+
+class ProgramCost(NamedTuple):
+    """Needs of a compiled program, on each device.
+
+    Attributes:
+      arguments: bytes that it is given.
+      temporaries: bytes while it runs. For a program that the compiler refused, all bytes beyond its arguments.
+      results: bytes of results that do not reuse an argument's memory.
+      flops: operations of one call as XLA counts them, custom kernels left out; NaN where the compiler does not say.
+      seconds: time to compile.
+      collectives: bytes received from other devices, by kind; in a loop, of one turn.
+      kernels: custom calls, and how often each stands in the program.
+      refused: whether a TPU's compiler refused it for its memory.
+      peak: bytes on the device while it runs, the run's own arrays included.
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+    flops: float
+    seconds: float
+    collectives: dict[str, int]
+    kernels: dict[str, int]
+    refused: bool = False
+    peak: int = 0
+
+
+# A TPU's compiler says what a program that it refuses would have taken: beyond its arguments or, in some versions and
+# whatever the words say, with them.
+_BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
+_IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
+
+
+def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
+    """Compile a program, or read what a TPU's compiler says about one that it refuses.
+
+    Args:
+      arguments: bytes on each device of the arguments that the caller counts elsewhere, such as the params.
+    """
+    begin = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        beyond, in_all = (pattern.search(str(error)) for pattern in (_BEYOND, _IN_ALL))
+        taken = beyond or in_all
+        if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
+            raise
+        size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
+        given = 0 if beyond else arguments
+        seconds = time.monotonic() - begin
+        return ProgramCost(given, max(0, size - given), 0, math.nan, seconds, {}, {}, refused=True)
+    seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
+    assert stats is not None, "the compilers of CPUs, GPUs and TPUs count memory"
+    text, flops = "", math.nan
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot read its program
+        text = compiled.as_text() or ""
+        flops = (compiled.cost_analysis() or {}).get("flops", math.nan)
+    return ProgramCost(
+        stats.argument_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        flops,
+        seconds,
+        collectives(text),
+        dict(Counter(re.findall(r'custom_call_target="([^"]*)"', text))),
+    )
+
+
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8, "f64": 8}
+_COLLECTIVE = re.compile(
+    r"= (\(?[^=]*?\)?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Bytes of the results of each kind of collective of a compiled program; in a loop, of one turn.
+
+    Example:
+      >>> collectives("x = bf16[8,16]{1,0} all-gather(y), z = (f32[4]{0}, f32[]) all-reduce(a, b)")
+      {'all-gather': 256, 'all-reduce': 20}
+    """
+    total: Counter[str] = Counter()
+    for shapes, kind in _COLLECTIVE.findall(text):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+            total[kind] += _BYTES.get(dtype, 4) * math.prod(int(n or 1) for n in dims.split(","))
+    return dict(total)

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from grpo_jax import Batch, GRPOConfig, Prompts
+from grpo_jax.devices.sharding import lower_call
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import RolloutShapes
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.optimizer import make_optimizer
@@ -154,8 +155,7 @@ def test_a_decode_writes_its_cache_where_it_stands(layout):
     params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     slots = 4096 // (prompts * rows)
     sizes = {"num_generations": rows, "max_completion_length": slots + 1}
-    rollout = RolloutShapes.of(model, params, prompts, 4, **sizes, settings=DecodeSettings())
-    compiled = rollout.largest().lower().compile()
+    compiled = lower_call(decode_call(model, params, prompts, 4, **sizes, settings=DecodeSettings())).compile()
     cache = 2 * prompts * rows * heads * 8 * slots * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"

@@ -1,0 +1,189 @@
+"""The plan of a run: exact where bytes can be counted by hand, and the run's own programs."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+
+import jax
+import pytest
+
+from grpo_jax import GRPOConfig, SFTConfig, plan
+from grpo_jax.devices.targets import Target
+from grpo_jax.hub.abstract import Loading
+from grpo_jax.hub.families import read_config
+from grpo_jax.planning import AbstractRun, ProgramCost, _answer, programs
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def config_of(**settings):
+    return GRPOConfig(**{"compute_dtype": "float32", "max_completion_length": 8} | settings)
+
+
+def abstract_run(config, loading=None, *, model=MODEL, memory=None):
+    return AbstractRun.of(model, config, 8, loading or Loading(), jax.devices(), memory)
+
+
+def test_a_plan_is_what_was_counted_by_hand():
+    config = config_of(beta=0.1, mesh={"fsdp": 2})
+    found = plan(MODEL, config, prompt_length=8)
+    cut = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32  # embedding, attention, MLP; every matrix is cut in two
+    whole = 3 * 16 + 3 * 16  # norms and biases
+    params = 4 * (cut // 2 + whole)
+    assert found.held.keys() == {"params", "optimizer", "reference", "policy"}
+    assert found.held["params"] == found.held["reference"] == found.held["policy"] == params
+    assert found.held["optimizer"] == pytest.approx(2 * params, abs=64)
+    assert (found.devices, found.device, found.recomputes) == (2, jax.devices()[0].device_kind, False)
+    assert found.programs.keys() == {"rollout", "update", "reference"}
+    update, rollout = found.programs["update"], found.programs["rollout"]
+    # Each device has one prompt: its keys and values and those of 8 rows with space for 7 tokens.
+    assert rollout.peak - sum(found.held.values()) >= 4 * 2 * 16 * (8 + 8 * 7)
+    assert found.peak == update.peak > sum(found.held.values()) + update.temporaries
+    assert found.fits
+    assert not dataclasses.replace(found, memory=found.peak - 1).fits
+    # Forward and backward pass: 6 operations a weight and token, and what attention, loss and norms add.
+    tokens = 8 * 8
+    assert 6 * cut * tokens < update.flops < 3 * 6 * cut * tokens
+    assert found.programs["reference"].flops < update.flops / 2
+    lines = str(found).splitlines()
+    assert lines[0] == f"2 × {found.device}, activations kept"
+    assert [line.split()[0] for line in lines[2:6]] == ["program", *found.programs]
+    assert lines[-1].startswith("fits in ")
+
+
+@pytest.mark.quick
+def test_what_is_held_follows_the_settings():
+    config = config_of(beta=0.1)
+    plain = abstract_run(config).held(donate=False)
+    assert {**abstract_run(config).held(donate=True), "policy": plain["params"]} == plain
+    half = abstract_run(config, Loading("bfloat16")).held(donate=False)
+    assert half["params"] == half["reference"] == plain["params"] // 2
+    assert half["master params"] == plain["params"]
+    assert half["optimizer"] == plain["optimizer"]
+    sft = abstract_run(SFTConfig(max_length=32, compute_dtype="float32"))
+    assert sft.held(donate=False) == {name: x for name, x in plain.items() if name != "reference"}
+    assert sft.lowered().keys() == {"update"}, "nothing is sampled"
+
+
+@pytest.mark.quick
+def test_a_base_is_held_in_the_bits_it_is_quantized_to():
+    given = {**MODEL, "hidden_size": 64, "num_key_value_heads": 1, "intermediate_size": 128}
+    held = {
+        q: abstract_run(config_of(beta=0.1), Loading(lora=2, quantize=q), model=given).held(donate=False)
+        for q in ("nf4", "int8", None)
+    }
+    weights = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128  # attention, MLP
+    rows = 2 * 64 + 2 * 32 + 2 * 128 + 64
+    rest = 4 * (64 * 64 + 3 * 64 + 64 + 2 * 32)  # embedding, norms, biases
+    assert held[None]["base"] == 4 * weights + rest
+    assert held["int8"]["base"] == weights + 4 * rows + rest
+    matrices = 7 * 4 * (256 + 1) + 4 * (1 + 1 + 1 + 1 + 1 + 1 + 1)  # levels and offset; outer scales, one each
+    assert held["nf4"]["base"] == weights // 2 + weights // 64 + matrices + rest
+    adapters = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    for each in held.values():
+        assert each["params"] == each["reference"] == each["policy"] == adapters
+        assert each["optimizer"] == pytest.approx(2 * adapters, abs=64)
+
+
+@pytest.mark.quick
+def test_a_base_of_seven_billion_weights_is_held_in_four_gigabytes():
+    """Qwen2.5-7B, of which embedding and head are a seventh each: plain they weigh 2.2 GB."""
+    raw = {**MODEL, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    raw |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+
+    def held(embeddings):
+        _, base = Loading("bfloat16", 16, "nf4", embeddings).params(read_config(raw), raw)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base)) / 1e9
+
+    assert held(False) == pytest.approx(5.55, abs=0.01)
+    assert held(True) <= 4.3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("memory", [1e9, 1.0, None])
+def test_activations_are_kept_where_they_fit(memory):
+    run = abstract_run(config_of(), memory=memory)
+    assert run.run.config.gradient_checkpointing == (memory != 1e9)
+
+
+def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
+    """Of eight groups, two at a time take a quarter of the keys and values that all take."""
+    found = []
+    for at_once in (None, 2 * 8, 100 * 8):
+        config = config_of(max_completion_length=64, gradient_accumulation_steps=8, rollout_batch_size=at_once)
+        run = abstract_run(config)
+        size = run.lowered()["rollout"].compile().memory_analysis().argument_size_in_bytes
+        found.append(run.added("rollout", ProgramCost(size, 0, 0, 0.0, 0.0, {}, {})))
+    assert found[0] == found[2]
+    assert found[1] < 0.3 * found[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fields", "settings", "said"),
+    [
+        ({"quantize": "nf4"}, {}, "quantize is 'nf4': quantized params cannot be trained; give lora"),
+        ({"lora": 2, "quantize": "int3"}, {}, "quantize is 'int3'"),
+        ({"lora": 2, "quantize_embeddings": True}, {}, "quantize_embeddings is True, and quantize is None"),
+        ({"lora": 0}, {}, "lora is 0; it is the rank of adapters"),
+        ({"lora": {"rank": 0}}, {}, "lora is {'rank': 0}; it is the rank of adapters"),
+        ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
+        ({"model": {**MODEL, "architectures": ["NoSuchForCausalLM"]}}, {}, "NoSuchForCausalLM"),
+        ({"prompt_length": None}, {}, "prompt_length is missing"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(monkeypatch, fields, settings, said):
+    monkeypatch.setattr("grpo_jax.planning.compile_program", lambda *_: pytest.fail("compiled"))
+    fields = {"model": MODEL, "prompt_length": 8} | fields
+    for call in (plan, functools.partial(programs, devices=jax.devices())):
+        with pytest.raises(ValueError, match=said):
+            call(config=config_of(**settings), **fields)
+
+
+@pytest.mark.quick
+def test_devices_that_are_not_here_are_named_or_refused(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ValueError, match=r"takes 16 devices and 8 are here: name others with device, such as 'H100-8'"):
+        plan(MODEL, config_of(mesh={"fsdp": 16}, per_device_train_batch_size=8), prompt_length=8)
+    with pytest.raises(ValueError, match=r"device is 'v5e-4', and config.mesh = .* takes 8 of them"):
+        plan(MODEL, config_of(mesh={"fsdp": 8}), prompt_length=8, device="v5e-4")
+    monkeypatch.setattr(Target, "missing", "libtpu")
+    with pytest.raises(ValueError, match="device is 'v5e': its compiler is not installed; pip install libtpu"):
+        plan(MODEL, config_of(), prompt_length=8, device="v5e")
+
+
+def test_another_process_answers_with_the_same_plan(monkeypatch):
+    """As for a target, whose devices are replaced by one of this machine."""
+    monkeypatch.setattr(Target, "missing", None)
+    monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:1])
+    answered = lambda *_, input, **__: subprocess.CompletedProcess([], 0, "a log\n" + _answer(input), "")
+    monkeypatch.setattr(subprocess, "run", answered)
+    config = config_of(distillation_coef=0.5)
+    found = plan(MODEL, config, prompt_length=8, device="H100", donate=True)
+    assert (found.device, found.memory) == ("H100", 80e9)
+    assert str(found).startswith("distillation_coef = 0.5: the teacher's params and its forward passes are not counted")
+    here = plan(MODEL, config, prompt_length=8, memory=80e9, donate=True)
+    timeless = lambda plan: {phase: cost._replace(seconds=0.0) for phase, cost in plan.programs.items()}
+    assert timeless(found) == timeless(here)
+    assert dataclasses.replace(found, device=here.device, programs=here.programs) == here
+    json.dumps(found.held)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("status", "said"), [(-9, "planned, ended by signal 9: I0000"), (1, "planned: I0000")])
+def test_a_process_that_was_ended_from_outside_is_told_from_one_that_failed(monkeypatch, status, said):
+    monkeypatch.setattr(Target, "missing", None)
+    ended = subprocess.CompletedProcess([], status, "", "I0000 a line of a log")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(ValueError, match=said):
+        plan(MODEL, config_of(), prompt_length=8, device="H100")
