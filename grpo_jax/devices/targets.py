@@ -198,9 +198,9 @@ def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramC
         if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
             raise
         size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
-        given = 0 if beyond else arguments
+        counted = 0 if beyond else arguments
         seconds = time.monotonic() - begin
-        return ProgramCost(given, max(0, size - given), 0, math.nan, seconds, {}, {}, refused=True)
+        return ProgramCost(counted, max(0, size - counted), 0, math.nan, seconds, {}, {}, refused=True)
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     assert stats is not None, "the compilers of CPUs, GPUs and TPUs count memory"
     text, flops = "", math.nan
