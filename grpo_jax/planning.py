@@ -48,7 +48,6 @@ from grpo_jax.watch.summary import short_number
 
 _NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
 _NO_EXAMPLES = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
-_STEPS = 1000  # of the schedule; no array depends on them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def programs(
       config: of `train` or of `sft`. Its mesh takes as many of the devices as it needs; without one, the first.
       prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
       devices: of one platform.
-      param_dtype: "float32" or "bfloat16", of the params as they are loaded.
+      param_dtype: "float32" or "bfloat16", of the loaded params.
       lora, quantize, quantize_embeddings: as in `hub.abstract.Loading`; None trains all params.
 
     Returns:
@@ -171,14 +170,30 @@ def plan(
     """Compile a run's programs and return the memory and FLOPs that they take.
 
     Args:
-      model, config, prompt_length, param_dtype, lora, quantize, quantize_embeddings: as in `programs`.
+      model: as in `planning.programs`, as all arguments but the next three.
+      config: of `train` or of `sft`.
+      prompt_length: P, tokens.
       device: "H100", "H100-8", "v5e-8", … (`devices.targets`), by a compiler that needs no hardware; None: the devices
         of this machine.
       memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
-      donate: as in `train`, which then holds no params of the caller's. `grpo-jax train` donates.
+      param_dtype: "float32" or "bfloat16".
+      lora: rank of adapters, or `rank` and `targets`; None trains all params.
+      quantize: "nf4", "int8" or None.
+      quantize_embeddings: whether embedding and head are quantized too.
+      donate: as in `train`, which then does not hold the caller's params. `grpo-jax train` donates.
+
+    Returns:
+      A `Plan`, whose text is a table.
 
     Raises:
       ValueError: a model or settings that make no sense, too few devices, or a compiler that is not installed.
+
+    Example:
+      >>> from grpo_jax import GRPOConfig
+      >>> model = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+      ...          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+      >>> sorted(plan(model, GRPOConfig(max_completion_length=8), prompt_length=8).programs)
+      ['rollout', 'update']
     """
     raw, loading = read_model(model), Loading(param_dtype, lora, quantize, quantize_embeddings)
     _check(raw, config, loading)
@@ -195,23 +210,10 @@ def plan(
         raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {needed} of them")
     if target.missing:
         raise ValueError(f"device is {device!r}: its compiler is not installed; pip install {target.missing}")
-    request = {
-        "model": raw,
-        "config": config.to_dict(),
-        "prompt_length": prompt_length,
-        "loading": dataclasses.asdict(loading),
-        "device": device,
-        "memory": memory,
-        "donate": donate,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_jax.planning"],
-        input=json.dumps(request),
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    request = {"model": raw, "config": config.to_dict(), "prompt_length": prompt_length, "device": device}
+    request |= {"loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
+    command, env = [sys.executable, "-m", "grpo_jax.planning"], os.environ | ENVIRONMENT
+    done = subprocess.run(command, input=json.dumps(request), env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         ended = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
         raise ValueError(f"the run could not be planned{ended}: {_last_error(done.stderr)}")
@@ -239,9 +241,8 @@ def _answer(text: str) -> str:
 
 def _last_error(stderr: str) -> str:
     """The line of a traceback that says what went wrong; a compiler's message has many more lines."""
-    lines = stderr.strip().splitlines()
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)]
-    return (errors or lines or ["no message on standard error"])[-1]
+    lines = stderr.strip().splitlines() or ["no message on standard error"]
+    return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
 
 def _check(raw: Json, config: Config, loading: Loading) -> None:
@@ -298,7 +299,7 @@ class AbstractRun:
         params, base = loading.params(decoder.config, raw)
         params, base = _placed((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
-        policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, _STEPS)
+        policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, 1000)
         run: BaseRun
         if isinstance(config, SFTConfig):
             if config.max_length is None:

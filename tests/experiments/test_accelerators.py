@@ -1,4 +1,4 @@
-"""The page of docs/accelerators.md, from cells made up by hand; `tests/devices/test_targets.py` has those that compilers make."""
+"""The page of docs/accelerators.md, from cells written by hand; for compiled ones see `tests/devices/test_targets.py`."""
 
 import pytest
 
