@@ -14,6 +14,8 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.text.prompts import encode_prompts
 
+pytestmark = pytest.mark.quick
+
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 
@@ -41,7 +43,6 @@ def said(rows, tokenizer, reward_fns=(), **how):
     return [str(one.message) for one in caught]
 
 
-@pytest.mark.quick
 def test_a_bos_that_is_added_again():
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
@@ -59,7 +60,6 @@ def called(**arguments):
     return [*talk(), {"role": "assistant", "content": "", "tool_calls": [call]}, *talk()]
 
 
-@pytest.mark.quick
 def test_arguments_that_datasets_has_filled_in():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizer = tokenizer_with(OPENING)
@@ -111,7 +111,6 @@ ASKING = [by_global_pattern, by_helper, by_constant, by_closure("<think>"), ByMe
 ASKING += [format_reward(r"<think>.*</think>.*"), weighted(by_constant, 2.0)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("fn", ASKING, ids=lambda fn: getattr(fn, "__name__", "method"))
 def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
     rows = [{"prompt": talk()}]
@@ -123,12 +122,6 @@ def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
     assert said([{"prompt": "<think> is a tag"}], tokenizer_with(), [fn]) == []
 
 
-@pytest.mark.quick
-def test_without_a_reward_that_asks_for_it_nothing_is_said():
-    assert said([{"prompt": talk()}], tokenizer_with(OPENING), [without, format_reward(r".*</think>.*")]) == []
-
-
-@pytest.mark.quick
 def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
@@ -143,7 +136,6 @@ class Long(list):
         raise AssertionError("it was read to its end")
 
 
-@pytest.mark.quick
 def test_large_things_that_a_function_holds_are_not_searched():
     held = Long()
     asking = lambda completions: [held[0] is None for _ in completions]

@@ -138,21 +138,6 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path):
         assert checkpoints.steps()[-1] == 6
 
 
-@pytest.mark.parametrize(
-    ("settings", "metrics", "best"),
-    [
-        ({"metric_for_best_model": "reward"}, [0.1, 0.9, 0.3, 0.2, 0.2], (4, 0.9)),
-        ({"metric_for_best_model": "loss"}, [0.5, 0.1, 0.3, 0.2, 0.2], (4, 0.1)),
-    ],
-)
-def test_the_best_is_kept_beside_the_newest(tmp_path, settings, metrics, best):
-    steps = (2, 4, 6, 8, 10)
-    # In two parts: what was measured is known again after a restart.
-    write(tmp_path, *steps[:3], metrics=metrics[:3], save_total_limit=2, **settings)
-    assert write(tmp_path, *steps[3:], metrics=metrics[3:], save_total_limit=2, **settings) == best
-    assert names_in(tmp_path) == sorted({"8", "10", str(best[0])})
-
-
 BEST = {"metric_for_best_model": "reward", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
 
 
@@ -268,32 +253,6 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
         chex.assert_trees_all_equal(found.params, params)
         checkpoints.save(state, Progress(step=4), None)
     assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
-
-
-def test_a_save_that_failed_in_the_background_names_its_own_step(tmp_path):
-    """Also if the failure is noticed by the next save, long after."""
-    params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
-    state = create_state(params, OPTIMIZER, jax.random.key(0))
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill():
-        with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-            checkpoints.save(state, Progress(step=3), None)
-            checkpoints.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-            checkpoints.save(state, Progress(step=4), None)
-            deadline = time.monotonic() + 60
-            while 4 in checkpoints.steps():
-                assert time.monotonic() < deadline, "the failure was never noted"
-                time.sleep(0.01)
-            checkpoints.save(state, Progress(step=5), None)
-
-    message = r"^the checkpoint of step 4 could not be written to .*; the last whole one is of step 3\. Make room"
-    try:
-        with pytest.raises(OSError, match=message):
-            fill()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):

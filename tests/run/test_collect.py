@@ -164,16 +164,6 @@ def test_what_refills_cost_is_added_up():
 
 
 @pytest.mark.quick
-def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
-    hints = Hints(GRPOConfig(dynamic_sampling=True))
-    experience = collected(run_of(silent_for(0, 1, 2, 3), dynamic_sampling=True))
-    assert np.asarray(experience.batch.counted).all()
-    said = [message for _ in range(10) for message in hints(experience.metrics)]
-    assert len(said) == 1
-    assert "100 % of the groups" in said[0]
-
-
-@pytest.mark.quick
 def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(monkeypatch):
     monkeypatch.setattr(batches, "MAX_REFILLS", 1)
     run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True)
@@ -221,15 +211,6 @@ def test_scores_that_are_missing_leave_the_mean_alone():
     advantages = np.asarray(collected(run_of(half)).batch.advantages)
     np.testing.assert_array_equal(advantages[:, 1::2], 0)
     np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
-
-
-@pytest.mark.quick
-def test_a_run_is_frozen():
-    run = run_of()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        run.config = None
-    assert isinstance(run, Run)
-    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.data.token_ids
 
 
 @pytest.mark.quick
@@ -347,16 +328,3 @@ def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, c
         prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1})))
 
 
-def test_the_steps_of_a_run_take_no_more_rows_than_were_read_for_them():
-    """With refills in every iteration, the most that there can be: no row comes twice."""
-    seen = []
-
-    def silent(prompts):
-        seen.extend(dict.fromkeys(prompts))
-        return [0.5] * len(prompts)
-
-    config = GRPOConfig(
-        max_completion_length=4, per_device_train_batch_size=8, num_generations=4, max_steps=3, dynamic_sampling=True
-    )
-    train(POLICY, ({"prompt": f"{n}"} for n in itertools.count()), silent, config)
-    assert len(seen) == len(set(seen)) == config.most_prompts() == 3 * 2 * 5

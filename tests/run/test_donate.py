@@ -71,12 +71,6 @@ def test_a_donated_run_holds_one_policy_less_and_is_the_same_run():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.params))
 
 
-def test_on_a_mesh_the_copy_that_was_put_there_is_the_runs():
-    mesh = {"settings": {"mesh": {"fsdp": 2}, "per_device_train_batch_size": 2}}
-    assert 3.9 < copies_held(fresh(), **mesh) < 4.2, "a policy on one device, the run's on two, and two moments"
-    assert 2.9 < copies_held(fresh(), **mesh, donate=True) < 3.2
-
-
 def buffers(arrays):
     """Where the parts of arrays stand in memory; what is deleted meanwhile stands nowhere."""
     found = set()
@@ -167,9 +161,3 @@ def test_adapters_are_donated_and_their_base_stays():
         jax.tree.leaves(policy.params)
 
 
-def test_a_rehearsal_holds_what_the_run_would():
-    kept, given = fresh(), fresh()
-    found = [rehearse(policy, ROWS, lengths, config_of(), donate=policy is given).memory for policy in (kept, given)]
-    assert [memory["policy"] for memory in found] == [sum(x.nbytes for x in jax.tree.leaves(kept.params)), 0]
-    with pytest.raises(ValueError, match=EMPTY):
-        jax.tree.leaves(given.params)

@@ -239,17 +239,3 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
         assert hub.requests == []
 
 
-@pytest.mark.quick
-def test_what_the_hub_refuses_is_said_and_leaves_nothing(run_dir, monkeypatch):
-    policy = tiny_policy()
-    before = sorted(run_dir.iterdir())
-    with serving(monkeypatch) as hub:
-        with pytest.raises(
-            OSError, match=r"repo_id is 'other/sums': the repository cannot be made \(.*403.*; log in by"
-        ):
-            push_to_hub(policy, "other/sums", run_dir=run_dir)
-        with pytest.raises(ValueError, match=r'"license" must be one of'):
-            push_to_hub(policy, "me/sums", run_dir=run_dir, license="mine")
-    assert hub.commits == []
-    assert hub.stored == {}
-    assert sorted(run_dir.iterdir()) == before

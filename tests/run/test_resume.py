@@ -36,27 +36,12 @@ loop = sys.modules["grpo_jax.run.loop"]
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 # μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.
 SETTINGS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "steps_per_generation": 2,
-    "num_iterations": 3,
-    "max_completion_length": 4,
-    "max_steps": 18,
-    "learning_rate": 1e-2,
-    "gradient_checkpointing": False,
-    "beta": 0.1,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 2,
-    "ref_model_mixup_alpha": 0.6,
-    "dynamic_sampling": True,
-    "use_adaptive_entropy": True,
-    "entropy_coef_max": 0.1,
-    "eval_steps": 5,
-    "per_device_eval_batch_size": 16,  # as many as in a rollout: the programs are the same
-    "logging_steps": 3,
-    "save_steps": 2,
-    "save_total_limit": 2,
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 3,
+    "max_completion_length": 4, "max_steps": 18, "learning_rate": 1e-2, "gradient_checkpointing": False, "beta": 0.1,
+    "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6, "dynamic_sampling": True,
+    "use_adaptive_entropy": True, "entropy_coef_max": 0.1, "eval_steps": 5, "per_device_eval_batch_size": 16,
+    "logging_steps": 3, "save_steps": 2, "save_total_limit": 2,
+}  # fmt: skip
 
 
 def vowels(completions):
@@ -174,16 +159,6 @@ def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_
     assert_same_run(whole[0], run(tmp_path, **unsaved), whole[1], tmp_path)
 
 
-def test_the_shared_run_evaluates_refills_and_saves_in_mid_iteration(whole):
-    _, directory = whole
-    lines = list(read_lines(directory / "metrics.jsonl"))
-    assert [line["step"] for line in lines if "eval/vowels" in line] == [0, 5, 10, 15, 18]
-    assert sum(line.get("dynamic_sampling/refills", 0) for line in lines) > 0
-    assert max(line.get("num_prompts", 0) for line in lines) > 2 * len(ROWS), "into the third epoch"
-    steps = sorted({row["step"] for row in read_lines(directory / "completions.jsonl")})
-    assert steps == [1, 7, 13], "and checkpoints at even steps are in the middle of an iteration"
-
-
 def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_path, monkeypatch, capfd):
     """An update is finished; a rollout's rewards and an evaluation are repeated by the run that resumes."""
     calls = []
@@ -227,42 +202,6 @@ def test_all_differences_are_refused_at_once(whole, monkeypatch):
     assert lines[0] == "  beta = 0.2: the run has 0.1"
     assert lines[1].startswith("  max_steps = 20: the run has 18, and the learning rate of every step depends on")
     assert lines[2] == "  reward_fns: ['consonants'], the run has ['vowels']"
-
-
-HARMLESS = {
-    "eval_steps",
-    "per_device_eval_batch_size",
-    "num_generations_eval",
-    "temperature_eval",
-    "logging_steps",
-    "log_completions",
-    "num_completions_to_print",
-    "save_steps",
-    "save_minutes",
-    "save_total_limit",
-    "metric_for_best_model",
-    "greater_is_better",
-    "logging_first_step",
-    "load_best_model_at_end",
-    "report_to",
-    "run_name",
-    "project",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_private_repo",
-    "hub_strategy",
-    "hub_revision",
-    "max_skipped_updates",
-}
-CUTS = {
-    "gradient_checkpointing",
-    "mesh",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-    "rollout_batch_size",
-}
 
 
 def about(
@@ -388,77 +327,43 @@ def test_each_field_is_harmless_or_refused_by_its_name():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("saved", "present", "lines"),
-    [
-        ({}, {}, []),
-        ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
-        ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts are not those of the run, or not in their order"]),
-        ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], the run has ['vowels']"]),
-        (
-            {},
-            {"shape": (2, 4)},
-            ["policy: its params are not those of the run: params['w'] float32[2, 4] for float32[2, 3]"],
-        ),
-        ({}, {"optimizer": optax.sgd(0.1)}, ["optimizer: the caller's, the run has the config's"]),
-        ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
-        ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, the run has None"]),
-        (
-            {"functions": {"advantage_fn": functools.partial(run, beta=1)}},
-            {"functions": {"advantage_fn": functools.partial(run, beta=2)}},
-            [
-                "advantage_fn: test_resume.run, the run has test_resume.run; its source or what it is bound to has"
-                " changed"
-            ],
-        ),
-        (
-            {"optimizer": optax.sgd(0.1)},
-            {"optimizer": optax.sgd(0.1, momentum=0.9)},
-            ["optimizer: its state is not that of the run: opt_state[0].trace['w'] float32[2, 3] for (none)"],
-        ),
-        # The same arrays under other settings of the model.
-        ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
-        ({"model": lora(1.0)}, {"model": lora(2.0)}, ["policy: scale = 2.0, the run has 1.0"]),
-        ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model is not that of the run"]),
-        (
-            {"model": shaped()},
-            {"model": shaped(rms_norm_eps=1e-5)},
-            ["policy: rms_norm_eps = 1e-05, the run has 1e-06"],
-        ),
-        (
-            {"model": shaped()},
-            {"model": shaped(dtype="bfloat16", remat=True)},
-            [],
-        ),  # as the config says, compared above
-        # More steps where the learning rate does not know of the last one.
-        ({}, {"max_steps": 20, "steps": 20}, []),
-        ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
-        (
-            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
-            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "max_steps": 20, "steps": 20},
-            [],
-        ),
-        (
-            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
-            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1, "max_steps": 20, "steps": 20},
-            [
-                "max_steps = 20: the run has -1, and the learning rate of every step depends on the number of steps"
-                " (lr_scheduler_type = 'constant_with_warmup'); one that is constant from the start does not"
-            ],
-        ),
-        ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
-        # The same batches on other devices, and other batches.
-        (
-            {"per_device_train_batch_size": 32},
-            {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4}, "rollout_batch_size": 8},
-            [],
-        ),
-        ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16: the run has 8"]),
-        # After an error under "raise" there would be no checkpoint.
-        ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
-        ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise': the run has 'none'"]),
-    ],
-)
+# fmt: off
+@pytest.mark.parametrize(("saved", "present", "lines"), [
+    ({}, {}, []), ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
+    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts are not those of the run, or not in their order"]),
+    ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], the run has ['vowels']"]),
+    ({}, {"shape": (2, 4)},
+        ["policy: its params are not those of the run: params['w'] float32[2, 4] for float32[2, 3]"]),
+    ({}, {"optimizer": optax.sgd(0.1)}, ["optimizer: the caller's, the run has the config's"]),
+    ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
+    ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, the run has None"]),
+    ({"functions": {"advantage_fn": functools.partial(run, beta=1)}},
+        {"functions": {"advantage_fn": functools.partial(run, beta=2)}},
+        ["advantage_fn: test_resume.run, the run has test_resume.run; its source or what it is bound to has"
+        " changed"]),
+    ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1, momentum=0.9)},
+        ["optimizer: its state is not that of the run: opt_state[0].trace['w'] float32[2, 3] for (none)"]),
+    ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
+    ({"model": lora(1.0)}, {"model": lora(2.0)}, ["policy: scale = 2.0, the run has 1.0"]),
+    ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model is not that of the run"]),
+    ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)}, ["policy: rms_norm_eps = 1e-05, the run has 1e-06"]),
+    ({"model": shaped()}, {"model": shaped(dtype="bfloat16", remat=True)}, []),
+    ({}, {"max_steps": 20, "steps": 20}, []),
+    ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
+    ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, {"lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 3, "max_steps": 20, "steps": 20}, []),
+    ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, {"lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 0.1, "max_steps": 20, "steps": 20},
+        ["max_steps = 20: the run has -1, and the learning rate of every step depends on the number of steps"
+        " (lr_scheduler_type = 'constant_with_warmup'); one that is constant from the start does not"]),
+    ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
+    ({"per_device_train_batch_size": 32}, {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4},
+        "rollout_batch_size": 8}, []),
+    ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16: the run has 8"]),
+    ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
+    ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise': the run has 'none'"]),
+])
+# fmt: on
 def test_differences(saved, present, lines):
     assert differences(about(**saved), about(**present), step=4) == lines
 
@@ -468,41 +373,24 @@ COMPARED = "and metric_for_best_model = 'eval/vowels' compares all evaluations o
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("saved", "present", "lines"),
-    [
-        ({"tools": [look()]}, {"tools": [look()]}, []),
-        ({"tools": [look()]}, {}, ["tools: none, the run has look"]),
-        # The prompts show the tools, and are not named too.
-        (
-            {"tools": [look()], "token_ids": [[5, 6], [7]]},
-            {"tools": [look(int)], "token_ids": [[5, 6], [7, 8]]},
-            ["tools: the policy is told otherwise of look than in the run"],
-        ),
-        (
-            {"environments": {"a": Game}},
-            {"environments": {"a": Game, "b": Game}},
-            ["environment_factory: a: Game, b: Game, the run has a: Game"],
-        ),
-        (
-            {"environments": Game},
-            {"environments": maze()},
-            ["environment_factory: Maze, the run has Game", "environments: Maze.go, the run has none"],
-        ),
-        (
-            {"environments": maze()},
-            {"environments": maze(int)},
-            ["environments: the policy is told otherwise of Maze.go than in the run"],
-        ),
-        # Evaluations, where the best checkpoint is chosen among them.
-        (BEST, BEST, []),
-        (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, the run has 2, {COMPARED}"]),
-        (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts are not those of the run, {COMPARED}"]),
-        (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5: the run has 1.0, {COMPARED}"]),
-        (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
-        ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),
-    ],
-)
+# fmt: off
+@pytest.mark.parametrize(("saved", "present", "lines"), [
+    ({"tools": [look()]}, {"tools": [look()]}, []), ({"tools": [look()]}, {}, ["tools: none, the run has look"]),
+    ({"tools": [look()], "token_ids": [[5, 6], [7]]}, {"tools": [look(int)], "token_ids": [[5, 6], [7, 8]]},
+        ["tools: the policy is told otherwise of look than in the run"]),
+    ({"environments": {"a": Game}}, {"environments": {"a": Game, "b": Game}},
+        ["environment_factory: a: Game, b: Game, the run has a: Game"]),
+    ({"environments": Game}, {"environments": maze()}, ["environment_factory: Maze, the run has Game",
+        "environments: Maze.go, the run has none"]),
+    ({"environments": maze()}, {"environments": maze(int)},
+        ["environments: the policy is told otherwise of Maze.go than in the run"]),
+    (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, the run has 2, {COMPARED}"]),
+    (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts are not those of the run, {COMPARED}"]),
+    (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5: the run has 1.0, {COMPARED}"]),
+    (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
+    ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),
+])
+# fmt: on
 def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, lines):
     saved, present = about(**saved), about(**present)
     assert differences(saved, present, step=4) == lines
@@ -568,24 +456,17 @@ def test_settings_that_were_removed_resume_with_their_defaults_and_are_named_oth
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("old", "line"),
-    [
-        ({"kind": "policy", "params": "a", "prompt": None}, None),
-        (
-            {"kind": "policy", "params": "b", "prompt": None},
-            "teacher: its params are not those of the teacher of the run",
-        ),
-        (
-            {"kind": "policy", "params": "a", "prompt": "hint"},
-            "teacher: it reads the policy's prompts, and in the run those of 'hint'",
-        ),
-        ({"kind": "self", "params": None, "prompt": "hint"}, "teacher: 'policy', the run has 'self'"),
-        ({"kind": "scorer", "scorer": "Engine", "prompt": None}, "teacher: 'policy', the run has 'scorer'"),
-        (None, "teacher: 'policy', the run has None"),
-    ],
-    ids=["same", "params", "prompt", "self", "scorer", "none"],
-)
+# fmt: off
+@pytest.mark.parametrize(("old", "line"), [
+    ({"kind": "policy", "params": "a", "prompt": None}, None),
+    ({"kind": "policy", "params": "b", "prompt": None}, "teacher: its params are not those of the teacher of the run"),
+    ({"kind": "policy", "params": "a", "prompt": "hint"},
+        "teacher: it reads the policy's prompts, and in the run those of 'hint'"),
+    ({"kind": "self", "params": None, "prompt": "hint"}, "teacher: 'policy', the run has 'self'"),
+    ({"kind": "scorer", "scorer": "Engine", "prompt": None}, "teacher: 'policy', the run has 'scorer'"),
+    (None, "teacher: 'policy', the run has None"),
+], ids=["same", "params", "prompt", "self", "scorer", "none"])
+# fmt: on
 def test_a_teacher_of_an_earlier_version_is_compared(old, line):
     new = {"kind": "policy", "params": "a"}
     found = differences({**about(), "teacher": old}, {**about(), "teacher": new}, step=4)

@@ -25,21 +25,15 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.watch.hints import Hints
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 G, T = 4, 8
 SMALL = {
-    "num_generations": G,
-    "per_device_train_batch_size": 2 * G,
-    "max_completion_length": T,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
+    "num_generations": G, "per_device_train_batch_size": 2 * G, "max_completion_length": T,
+    "gradient_checkpointing": False, "logging_steps": 1, "max_steps": 4, "learning_rate": 1e-2,
     "lr_scheduler_type": "constant",
-}
+}  # fmt: skip
 
 
 def rewards(completion_ids):
@@ -140,43 +134,29 @@ def put(x, value, at=(1, 2, 1)):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"tokens": canned().tokens[:1]},
-            r"tokens of the shape \(1, 4, 3\): make it \(2, 4, T\), with T from 1 to max_c",
-        ),
-        (
-            {"tokens": np.zeros((2, 4, 9), int)},
-            r"tokens of the shape \(2, 4, 9\): make it .* max_completion_length = 8",
-        ),
-        ({"tokens": np.zeros((2, 4))}, "tokens of the dtype float64: make it integers"),
-        ({"tokens": np.zeros((2, 4), int)}, r"tokens of the shape \(2, 4\)"),
-        ({"mask": np.ones((2, 4, 2), bool)}, r"mask of the shape \(2, 4, 2\): make it \(2, 4, 3\), as tokens has it"),
-        ({"mask": np.ones((2, 4, 3))}, "mask of the dtype float64: make it bool"),
-        ({"ended": np.ones((2, 3), bool)}, r"ended of the shape \(2, 3\): make it \(2, 4\)"),
-        ({"log_probs": np.zeros((2, 4, 3), int)}, "log_probs of the dtype int64: make it floats"),
-        ({"log_probs": None}, "log_probs of the dtype object: make it floats"),
-        (
-            {"mask": put(canned().mask, False)},
-            "a mask that is not True from .*; prompt 1, completion 2, token 1 has False",
-        ),
-        ({"mask": put(canned().mask, False, (1, 3))}, "one token at least; prompt 1, completion 3, token 0 has False"),
-        (
-            {"tokens": put(canned().tokens, 258)},
-            "a token outside of the vocabulary of 258; prompt 1, completion 2, token 1",
-        ),
-        ({"tokens": put(canned().tokens, -1)}, "a token outside of the vocabulary of 258; .* has -1"),
-        ({"log_probs": put(canned().log_probs, np.nan)}, "a log-prob that is not a finite number ≤ 0.*token 1 has nan"),
-        ({"log_probs": put(canned().log_probs, -np.inf)}, "a log-prob that is not a finite number ≤ 0"),
-        (
-            {"log_probs": put(canned().log_probs, 0.3)},
-            "natural log of a probability; prompt 1, completion 2, token 1 has 0.3",
-        ),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
+# fmt: off
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"tokens": canned().tokens[:1]}, r"tokens of the shape \(1, 4, 3\): make it \(2, 4, T\), with T from 1 to max_c"),
+    ({"tokens": np.zeros((2, 4, 9), int)}, r"tokens of the shape \(2, 4, 9\): make it .* max_completion_length = 8"),
+    ({"tokens": np.zeros((2, 4))}, "tokens of the dtype float64: make it integers"),
+    ({"tokens": np.zeros((2, 4), int)}, r"tokens of the shape \(2, 4\)"),
+    ({"mask": np.ones((2, 4, 2), bool)}, r"mask of the shape \(2, 4, 2\): make it \(2, 4, 3\), as tokens has it"),
+    ({"mask": np.ones((2, 4, 3))}, "mask of the dtype float64: make it bool"),
+    ({"ended": np.ones((2, 3), bool)}, r"ended of the shape \(2, 3\): make it \(2, 4\)"),
+    ({"log_probs": np.zeros((2, 4, 3), int)}, "log_probs of the dtype int64: make it floats"),
+    ({"log_probs": None}, "log_probs of the dtype object: make it floats"),
+    ({"mask": put(canned().mask, False)},
+        "a mask that is not True from .*; prompt 1, completion 2, token 1 has False"),
+    ({"mask": put(canned().mask, False, (1, 3))}, "one token at least; prompt 1, completion 3, token 0 has False"),
+    ({"tokens": put(canned().tokens, 258)},
+        "a token outside of the vocabulary of 258; prompt 1, completion 2, token 1"),
+    ({"tokens": put(canned().tokens, -1)}, "a token outside of the vocabulary of 258; .* has -1"),
+    ({"log_probs": put(canned().log_probs, np.nan)}, "a log-prob that is not a finite number ≤ 0.*token 1 has nan"),
+    ({"log_probs": put(canned().log_probs, -np.inf)}, "a log-prob that is not a finite number ≤ 0"),
+    ({"log_probs": put(canned().log_probs, 0.3)},
+        "natural log of a probability; prompt 1, completion 2, token 1 has 0.3"),
+], ids=lambda x: x if isinstance(x, str) else "")
+# fmt: on
 def test_what_an_engine_may_not_return_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"^sampler returned .*{message}"):
         read_completions(canned().replace(**changes), (2, G, T), vocab_size=258, pad_token_id=0)
@@ -297,12 +277,6 @@ def test_packed_and_padded_updates_and_any_cut_are_the_same(mode, on_policy):
     assert (changed > 1e-3) == (mode is not None or not on_policy), "the weights, and the old log-probs, count"
 
 
-def test_without_a_sampler_a_batch_is_as_it_was():
-    experience, made, _ = batch_of(None)
-    assert experience.batch.old_log_probs is None
-    assert mismatch(experience.batch, made.config) == {}
-
-
 def test_a_rehearsal_calls_the_engine_and_reports_its_difference():
     calls = []
 
@@ -338,61 +312,6 @@ def test_hints_know_that_an_engine_differs(metrics, settings, says):
 
 
 # A real other engine -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/data/stories260K is not there")
-def test_transformers_with_pytorch_samples_from_the_exported_weights(tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.disable_progress_bar()
-    policy, length, calls = from_pretrained(STORIES), 24, []
-
-    def engine(params, prompts, key, *, num_generations, temperature, eos_token_ids, prompt_indices, **_):
-        directory = tmp_path / str(len(calls))
-        save_pretrained(directory, policy.replace(params=params))
-        calls.append(directory)
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        draw = jax.random.fold_in(key, int(prompt_indices[0]))
-        torch.manual_seed(int(jax.random.randint(draw, (), 0, 2**31 - 1)))
-        found = []
-        for row, n in zip(np.asarray(prompts.tokens), np.asarray(prompts.lengths), strict=True):
-            made = model.generate(
-                torch.tensor(row[None, :n], dtype=torch.long),
-                do_sample=True,
-                temperature=temperature,
-                top_k=0,
-                max_new_tokens=length,
-                num_return_sequences=num_generations,
-                eos_token_id=list(eos_token_ids),
-                pad_token_id=eos_token_ids[0],
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-            tokens = made.sequences[:, n:]
-            l = torch.log_softmax(torch.stack(made.scores, 1), -1).gather(-1, tokens[..., None])[..., 0]
-            is_eos = torch.isin(tokens, torch.tensor(eos_token_ids))
-            mask = is_eos.cumsum(1) - is_eos.long() == 0
-            wide = lambda x: torch.nn.functional.pad(x, (0, length - x.shape[1]))
-            found.append([*map(wide, (tokens, mask, l)), is_eos.any(1)])
-        return Completions(*(torch.stack(some) for some in zip(*found, strict=True)))
-
-    rows = [{"prompt": "Once upon a time"}, {"prompt": "Lily went to the"}]
-    settings = SMALL | {"max_completion_length": length, "max_steps": 2, "learning_rate": 1e-3, "temperature": 0.9}
-    lines = []
-    state = train(
-        policy, rows, rewards, GRPOConfig(**settings), sampler=engine, callbacks=[lambda _, line: lines.append(line)]
-    )
-    assert len(calls) == len(lines) == 2
-    for line in lines:
-        assert line["sampler_gap"] < 1e-3
-        assert line["sampler/log_prob_difference_max"] < 1e-3
-        assert line["sampler/importance_weight_min"] > 0.99
-        assert line["update_skipped"] == 0
-    first, second = (json.loads((path / "config.json").read_text()) for path in calls)
-    assert first == second
-    weights = [from_pretrained(path).params for path in calls]
-    assert any(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x != y).any()), *weights))), "it has the new params"
-    assert int(state.step) == 2
 
 
 def test_old_log_probs_are_padded_where_the_scorer_cuts_them():

@@ -172,38 +172,24 @@ class Unhashable:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
-        (
-            {"advantage_fn": wrong_shape},
-            r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
-            r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)",
-        ),
-        ({"advantage_fn": of_whole_numbers}, r"returns int32 \(5, 4, 8\)"),
-        ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
-        ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
-        ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
-        ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
-        ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
-        ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
-        ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
-    ],
-)
+# fmt: off
+@pytest.mark.parametrize(("keywords", "message"), [
+    ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
+    ({"advantage_fn": wrong_shape},
+        r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
+        r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
+    ({"advantage_fn": of_whole_numbers}, r"returns int32 \(5, 4, 8\)"),
+    ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
+    ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
+    ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
+    ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
+    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
+    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
+    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
+])
+# fmt: on
 def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
     with pytest.raises(ValueError, match=message):
         prepare(Arguments(POLICY, ROWS, length, CONFIG, **keywords))
 
 
-def halves(rewards, mask, turns):
-    return jnp.where(turns % 2 == 0, for_each_token(rewards, mask), 0.5)
-
-
-def test_a_run_is_resumed_with_its_own_functions_and_with_no_others(tmp_path):
-    config = dataclasses.replace(CONFIG, max_steps=1, save_steps=1, logging_steps=1)
-    functions = {"advantage_fn": halves, "surrogate": reinforce}
-    learn(config, run_dir=tmp_path, **functions)
-    with pytest.raises(ValueError, match=r"advantage_fn: None, the run has test_seams\.halves") as error:
-        learn(config, run_dir=tmp_path, surrogate=ppo)
-    assert "surrogate: grpo_jax.maths.surrogates.ppo, the run has test_seams.reinforce" in str(error.value)

@@ -31,13 +31,10 @@ sys.path.append(str(Path(__file__).with_name("golden")))
 import make_sft
 
 ROWS = [
-    {"prompt": "ab", "completion": "cde"},
-    {"prompt": "the ", "completion": "cat sat"},
-    {"prompt": "x", "completion": "y"},
-    {"prompt": "one two ", "completion": "three"},
-    {"prompt": "q", "completion": "rstuvw"},
-    {"prompt": "7+5=", "completion": "12"},
-]
+    {"prompt": "ab", "completion": "cde"}, {"prompt": "the ", "completion": "cat sat"},
+    {"prompt": "x", "completion": "y"}, {"prompt": "one two ", "completion": "three"},
+    {"prompt": "q", "completion": "rstuvw"}, {"prompt": "7+5=", "completion": "12"},
+]  # fmt: skip
 ALIKE = [{**row, "prompt": f"Say: {row['prompt']}"} for row in ROWS]
 """The same behind a beginning that is then read once for all of them."""
 
@@ -178,15 +175,6 @@ def test_packed_is_padded_and_micro_batches_add_up():
         chex.assert_trees_all_close(grads, other, rtol=1e-4, atol=1e-6)
 
 
-def test_dft_weighs_each_token_by_its_probability():
-    policy = tiny_policy()
-    one = [{"input_ids": tiny_tokenizer()("ab")["input_ids"]}]  # a single learned token
-    nll, grads, _ = gradient(policy, settings(per_device_train_batch_size=1), one)
-    dft, weighed, _ = gradient(policy, settings(per_device_train_batch_size=1, loss_type="dft"), one)
-    np.testing.assert_allclose(dft, np.exp(-nll) * nll, rtol=1e-5)
-    chex.assert_trees_all_close(weighed, jax.tree.map(lambda g: np.exp(-nll) * g, grads), rtol=1e-4, atol=1e-9)
-
-
 def test_a_completion_learned_is_one_that_grpo_rewards():
     """One step of plain SGD: SFT, and GRPO's update with advantage 1, ratio 1 and beta 0, on the same batch."""
     policy, optimizer = tiny_policy(), optax.sgd(0.1)
@@ -245,14 +233,6 @@ def test_another_run_is_not_gone_on_with(tmp_path):
         )
 
 
-def test_adapters_learn():
-    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4)
-    lines = []
-    state = sft(policy, ROWS, settings(max_steps=20), callbacks=[lambda step, metrics: lines.append(metrics["loss"])])
-    assert lines[-1] < lines[0] - 0.2
-    assert jax.tree.structure(state.params) == jax.tree.structure(policy.params)
-
-
 def test_a_mesh_of_two_devices_is_one_device():
     config = settings(per_device_train_batch_size=4, packing=True, max_steps=2)
     spread = settings(per_device_train_batch_size=2, packing=True, max_steps=2, mesh={"data": 2})
@@ -268,41 +248,17 @@ def test_examples_that_begin_alike_are_dealt_out_evenly():
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
 
 
-def test_any_model_learns():
-    class Pairs:
-        def apply(self, variables, tokens):
-            return variables["params"]["logits"][tokens]
-
-    policy = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer())
-    lines = []
-    sft(
-        policy,
-        ROWS,
-        settings(max_steps=10, learning_rate=0.5, packing=True),
-        callbacks=[lambda step, m: lines.append(m["loss"])],
-    )
-    np.testing.assert_allclose(lines[0], np.log(258), rtol=1e-5)
-    assert lines[-1] < 2
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"config": GRPOConfig()}, "config must be an SFTConfig"),
-        ({"policy": 3}, "policy must be what from_pretrained returns"),
-        (
-            {"config": settings(eval_steps=2)},
-            "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft",
-        ),
-        ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
-        ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
-        (
-            {"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)},
-            "router_aux_loss_coef = 0.1: the model is no",
-        ),
-    ],
-)
+# fmt: off
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"config": GRPOConfig()}, "config must be an SFTConfig"),
+    ({"policy": 3}, "policy must be what from_pretrained returns"),
+    ({"config": settings(eval_steps=2)}, "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft"),
+    ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
+    ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
+    ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is no"),
+])
+# fmt: on
 def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=said):

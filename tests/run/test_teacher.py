@@ -132,25 +132,6 @@ def test_a_run_resumes_with_its_teacher_and_with_no_other(tmp_path):
     chex.assert_trees_all_equal(resumed, whole)
 
 
-def test_a_model_of_this_package_is_warmed_up_rehearsed_and_trained_with_a_larger_teacher(tmp_path):
-    policy, teacher = tiny_policy(), tiny_policy(seed=1, layers=2)
-    config = GRPOConfig(
-        max_steps=2,
-        max_completion_length=8,
-        num_generations=4,
-        distillation_coef=1.0,
-        logging_steps=1,
-        learning_rate=1e-3,
-    )
-    rows = [{"prompt": "ab"}, {"prompt": "cde"}]
-    train(policy, rows, [], config, teacher=teacher, run_dir=tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["distillation"] > 0 for line in lines if "distillation" in line] == [True, True]
-    found = rehearse(policy, rows, [], config, teacher=teacher)
-    assert found.memory["update"] > sum(x.nbytes for x in jax.tree.leaves(teacher.params))
-    assert not any("advantages" in line for line in found.suspicious)
-
-
 class Talker:
     def score(self, prompts, completions):
         return np.zeros(3)

@@ -67,30 +67,6 @@ def test_a_sync_of_adapters_mixes_the_weights():
     assert max(jax.tree.leaves(off)) > 1e-3
 
 
-class Foreign(nn.Module):
-    """A causal model that has nothing of this package: an embedding, a running mean, a head."""
-
-    vocab: int
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(self.vocab, 24)(tokens)
-        count = jnp.arange(1, tokens.shape[1] + 1).reshape(1, -1, 1)
-        x = x + nn.Dense(24)(jnp.cumsum(x, axis=1) / count)
-        return nn.Dense(self.vocab)(nn.gelu(x)).astype(jnp.float32)
-
-
-def test_a_model_of_ones_own_learns_by_the_same_loop():
-    tokenizer = tiny_tokenizer()
-    with jax.numpy_rank_promotion("allow"):  # flax's own layers add a bias by broadcasting
-        model = Foreign(len(tokenizer))
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        policy = Policy(model, params, tokenizer, config={"eos_token_id": tokenizer.eos_token_id})
-        _, rewards = learn(policy, beta=0.01)
-    assert np.mean(rewards[:3]) < 0.4
-    assert np.mean(rewards[-3:]) > 0.8
-
-
 def test_a_function_as_a_model():
     """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
     base = tiny_policy()

@@ -11,19 +11,10 @@ ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "
 TURNS = {"max_completion_length": 40, "num_iterations": 1}
 HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 8,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "beta": 0.1,
-    "num_iterations": 2,
-    "seed": 0,
-    "save_steps": 1,
-    "per_device_eval_batch_size": 4,
-    "mesh": {"data": 2, "fsdp": 2},
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "num_iterations": 2, "seed": 0, "save_steps": 1,
+    "per_device_eval_batch_size": 4, "mesh": {"data": 2, "fsdp": 2},
+}  # fmt: skip
 
 
 def faults(run_dir):
