@@ -126,7 +126,7 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    """Say why a file cannot be parsed, and what to do about it."""
+    """The fault of a file that cannot be parsed, and the fix."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):

@@ -8,8 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from test_diagnosis import batch, params, state, updater
-from test_replay import ROWS, SMALL, lengths
+from test_not_finite import UPDATER, batch, state_of
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
@@ -18,6 +17,23 @@ from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.programs import update_programs
+
+ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 4,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "gradient_checkpointing": False,
+    "seed": 0,
+}
+
+
+def lengths(completions):
+    return [float(len(text)) for text in completions]
+
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
@@ -117,7 +133,9 @@ def test_numbers_that_look_wrong(monkeypatch):
     config = GRPOConfig(**SMALL, max_steps=50, reward_weights=[1e30])
     report = rehearse(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config)
     assert report.suspicious[0] == "looked"
-    assert report.suspicious[1].startswith("the update was skipped: the first number that is not finite is a reward")
+    assert report.suspicious[1].startswith(
+        "the update was skipped: the advantage is nan at prompt 0, completion 0 of the batch"
+    )
 
     experience, metrics = seen["what"]
     metrics = metrics | {"sampler_gap": 0.1, "grad_norm": 0.0}
@@ -138,7 +156,10 @@ def test_numbers_that_look_wrong(monkeypatch):
 
 @pytest.mark.quick
 def test_memory_of_a_model_without_a_cache():
-    update = update_programs(updater(), state(), batch()).update.lower()
-    assert update.compile().memory_analysis().argument_size_in_bytes > sum(x.nbytes for x in jax.tree.leaves(params()))
+    state = state_of()
+    update = update_programs(UPDATER, state, batch()).update.lower()
+    assert update.compile().memory_analysis().argument_size_in_bytes > sum(
+        x.nbytes for x in jax.tree.leaves(state.params)
+    )
     sizes = {"num_generations": 2, "max_completion_length": 4}
-    assert RolloutShapes.of(updater().model, params(), 2, 3, **sizes, settings=DecodeSettings()) is None
+    assert RolloutShapes.of(UPDATER.model, state.params, 2, 3, **sizes, settings=DecodeSettings()) is None
