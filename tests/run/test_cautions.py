@@ -47,9 +47,7 @@ def test_a_bos_that_is_added_again():
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
     (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
-    assert line.startswith(
-        "dataset: 2 of 3 prompts, the first of them '!ab', begin with the BOS '!', and the tokenizer"
-    )
+    assert line.startswith("dataset: 2 of 3 prompts, the first of them '!ab', begin with the BOS '!', and the token")
     assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # no BOS at all
     template = "!" + OPENING.replace("<think>", "")
     assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
@@ -128,15 +126,12 @@ def test_a_run_says_so_before_it_begins():
         prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
 
 
-class Long(list):
-    """A list that nobody may read to its end."""
-
-    def __iter__(self):
-        yield from ["x"] * 1000
-        raise AssertionError("it was read to its end")
-
-
 def test_large_things_that_a_function_holds_are_not_searched():
+    class Long(list):
+        def __iter__(self):
+            yield from ["x"] * 1000
+            raise AssertionError("it was read to its end")
+
     held = Long()
     asking = lambda completions: [held[0] is None for _ in completions]
     assert said([{"prompt": "a <think>"}], tokenizer_with(), [asking]) == []

@@ -5,7 +5,6 @@ import functools
 import os
 import resource
 import shutil
-import time
 
 import chex
 import jax
@@ -173,6 +172,8 @@ def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
     settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
     assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
     assert write(tmp_path, 3, metrics=[0.9], evaluated=2, **settings) == (2, 0.5)
+    # Saved by a stop, and measured by the run that resumed; the checkpoint stays, and counts now.
+    assert write(tmp_path, 3, metrics=[0.9], **settings) == (3, 0.9)
 
 
 @pytest.mark.quick

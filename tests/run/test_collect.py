@@ -1,6 +1,5 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
-import dataclasses
 import itertools
 import threading
 
@@ -10,16 +9,14 @@ import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, compute_advantages, train
+from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax.config import batches
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments, Run
-from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.run.run import Arguments
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
-from grpo_jax.watch.hints import Hints
 
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -326,5 +323,3 @@ def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, c
     assert len(made) <= 2 * (count + 5 + 1), "and what fills the buffer"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
         prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1})))
-
-

@@ -237,5 +237,3 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
         ):
             push_to_hub(policy, "me/sums", run_dir=run_dir)
         assert hub.requests == []
-
-

@@ -1,8 +1,6 @@
 """Another engine in the place of `generate`: what it is given, what it may return, and what is learned from it."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import chex
 import jax
@@ -12,7 +10,7 @@ import optax
 import pytest
 from tiny import scored, tiny_policy
 
-from grpo_jax import Completions, GRPOConfig, evaluate, from_pretrained, generate, rehearse, save_pretrained, train
+from grpo_jax import Completions, GRPOConfig, evaluate, generate, rehearse, train
 from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.run.beginning import new_state
@@ -133,9 +131,7 @@ def put(x, value, at=(1, 2, 1)):
     return x
 
 
-@pytest.mark.quick
-# fmt: off
-@pytest.mark.parametrize(("changes", "message"), [
+UNFIT = [
     ({"tokens": canned().tokens[:1]}, r"tokens of the shape \(1, 4, 3\): make it \(2, 4, T\), with T from 1 to max_c"),
     ({"tokens": np.zeros((2, 4, 9), int)}, r"tokens of the shape \(2, 4, 9\): make it .* max_completion_length = 8"),
     ({"tokens": np.zeros((2, 4))}, "tokens of the dtype float64: make it integers"),
@@ -155,8 +151,11 @@ def put(x, value, at=(1, 2, 1)):
     ({"log_probs": put(canned().log_probs, -np.inf)}, "a log-prob that is not a finite number ≤ 0"),
     ({"log_probs": put(canned().log_probs, 0.3)},
         "natural log of a probability; prompt 1, completion 2, token 1 has 0.3"),
-], ids=lambda x: x if isinstance(x, str) else "")
-# fmt: on
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("changes", "message"), UNFIT, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_an_engine_may_not_return_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"^sampler returned .*{message}"):
         read_completions(canned().replace(**changes), (2, G, T), vocab_size=258, pad_token_id=0)

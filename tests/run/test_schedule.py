@@ -1,25 +1,20 @@
 """The best checkpoint, and those that are kept, do not depend on where a run was interrupted."""
 
 import json
-import signal
 
 import pytest
 from test_checkpoint import state_at
 from test_resume import about
-from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.schedule import best_of, kept_of
-from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.watch.progress import Progress
 
 LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "reward"}
 
 
-@pytest.mark.quick
-# fmt: off
-@pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), [
+SCHEDULES = [
     ({}, [4, 8, 12], {"4": 0.5, "8": 0.1, "12": 0.2}, (4, 0.5), {4, 8, 12}),
     ({}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.5}, (12, 0.5), {8, 12}),
     ({"greater_is_better": False}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.2}, (4, 0.1), {4, 8, 12}),
@@ -31,8 +26,11 @@ LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "rew
     ({"save_total_limit": None, "save_steps": None}, [3, 5, 9], {}, None, {9}),
     ({"save_total_limit": None, "save_steps": None}, [9, 14], {}, None, {14}),
     ({"save_steps": None}, [3, 5, 9, 14], {"5": 0.9, "14": 0.1}, (14, 0.1), {9, 14}),
-])
-# fmt: on
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
 def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
     config = GRPOConfig(**{**LIMITED, **settings})
     assert best_of(config, steps, metrics, 14) == best

@@ -171,9 +171,7 @@ class Unhashable:
         return self.scale * tokens.ratio
 
 
-@pytest.mark.quick
-# fmt: off
-@pytest.mark.parametrize(("keywords", "message"), [
+UNFIT = [
     ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
     ({"advantage_fn": wrong_shape},
         r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
@@ -186,10 +184,11 @@ class Unhashable:
     ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
     ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
     ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
-])
-# fmt: on
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("keywords", "message"), UNFIT)
 def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
     with pytest.raises(ValueError, match=message):
         prepare(Arguments(POLICY, ROWS, length, CONFIG, **keywords))
-
-

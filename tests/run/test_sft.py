@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
+from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.beginning import new_state
@@ -248,17 +248,18 @@ def test_examples_that_begin_alike_are_dealt_out_evenly():
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
 
 
-@pytest.mark.quick
-# fmt: off
-@pytest.mark.parametrize(("arguments", "said"), [
+BAD = [
     ({"config": GRPOConfig()}, "config must be an SFTConfig"),
     ({"policy": 3}, "policy must be what from_pretrained returns"),
     ({"config": settings(eval_steps=2)}, "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft"),
     ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
     ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
     ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is no"),
-])
-# fmt: on
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("arguments", "said"), BAD)
 def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=said):

@@ -37,14 +37,10 @@ def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, c
 
 
 def test_the_second_signal_acts_as_usual():
-    def second():
-        with StopSignals() as signals:
-            signal.raise_signal(signal.SIGINT)
-            assert signals.received is signal.SIGINT
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        second()
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_work_is_interrupted_only_if_no_other_process_waits_for_it():

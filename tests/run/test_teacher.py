@@ -1,17 +1,15 @@
 """A run with a teacher: what it learns, from whom, and what it refuses before anything is sampled."""
 
 import dataclasses
-import json
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_policy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from grpo_jax import GRPOConfig, Policy, rehearse, train
+from grpo_jax import GRPOConfig, Policy, train
 from grpo_jax.maths.distillation import divergence
 from grpo_jax.run.teacher import check_same_tokenizer
 from grpo_jax.types import Told
@@ -132,16 +130,12 @@ def test_a_run_resumes_with_its_teacher_and_with_no_other(tmp_path):
     chex.assert_trees_all_equal(resumed, whole)
 
 
-class Talker:
-    def score(self, prompts, completions):
-        return np.zeros(3)
-
-
 REFUSED = [
+    ({"teacher": None}, {"distillation_coef": 0.0}, "reward_fns is empty"),
     ({"teacher": "self"}, {}, "teacher is 'self': give a Policy"),
     ({"teacher": None}, {}, "distillation_coef = 1.0: there is no teacher"),
     ({}, {"distillation_coef": 0.0}, "nothing would be learned from it"),
-    ({"teacher": Talker()}, {}, "a scorer tells log-probs of a few tokens alone"),
+    ({"teacher": Engine()}, {}, "a scorer tells log-probs of a few tokens alone"),
     ({}, {"distillation_mode": "topk_logits", "distillation_topk": 2}, "use 'full_logits'"),
     ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "tells the reverse KL; use"),
     ({}, {"distillation_alpha": 0.1}, "distillation_alpha = 0.1: only distillation_divergence = 'jsd' has this weight"),
@@ -154,12 +148,6 @@ REFUSED = [
 def test_what_does_not_go_together_is_refused(given, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         run(dataclasses.replace(CONFIG, **settings), **given)
-
-
-@pytest.mark.quick
-def test_without_a_teacher_there_has_to_be_a_reward_function():
-    with pytest.raises(ValueError, match="reward_fns is empty"):
-        run(dataclasses.replace(CONFIG, distillation_coef=0.0), teacher=None)
 
 
 @pytest.mark.quick

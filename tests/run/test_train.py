@@ -5,7 +5,6 @@ import json
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from tiny import tiny_policy
 
@@ -29,26 +28,14 @@ def lower_case(completions):
 
 
 def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_dir=None, callbacks=(), **settings):
-    config = GRPOConfig(**{**SMALL, "max_steps": 4, **settings})
-    return train(
-        policy or tiny_policy(),
-        rows,
-        reward_fns,
-        config,
-        eval_dataset=eval_dataset,
-        run_dir=run_dir,
-        callbacks=callbacks,
-    )
+    config = GRPOConfig(**SMALL | {"max_steps": 4} | settings)
+    how = {"eval_dataset": eval_dataset, "run_dir": run_dir, "callbacks": callbacks}
+    return train(policy or tiny_policy(), rows, reward_fns, config, **how)
 
 
 def test_a_policy_learns_what_is_rewarded():
-    rewards = []
-    run(
-        max_steps=45,
-        per_device_train_batch_size=24,
-        learning_rate=1e-2,
-        callbacks=[lambda step, metrics: rewards.append(metrics["reward"])],
-    )
+    rewards, note = [], lambda step, metrics: rewards.append(metrics["reward"])
+    run(max_steps=45, per_device_train_batch_size=24, learning_rate=1e-2, callbacks=[note])
     assert np.mean(rewards[:3]) < 0.2
     assert np.mean(rewards[-3:]) > 0.8
 
@@ -67,17 +54,8 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
 
 
 def test_after_warm_up_an_iteration_compiles_nothing():
-    programs = (
-        prompts.read_some,
-        packed.add_gradients,
-        prompts.add_prompts,
-        packed.apply_sums,
-        packed.add_scores,
-        packed.measure,
-        decode_module.prefill,
-        decode_module.decode,
-        decode_module.move,
-    )
+    programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
+    programs += [packed.measure, decode_module.prefill, decode_module.decode, decode_module.move]
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
     assert sizes[1:] == [sizes[1]] * 5
@@ -141,28 +119,27 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of 'auto', 'must', 'never'")],
-)
-def test_bad_resume(resume, message):
-    with pytest.raises(ValueError, match=message):
-        train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
+def test_bad_resume():
+    for resume, message in (
+        ("must", "there is no run_dir to go on in"),
+        ("yes", "resume = 'yes': choose one of 'auto'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
 
 
-@pytest.mark.quick
-# fmt: off
-@pytest.mark.parametrize(("change", "message"), [
+BAD = [
     ({"reward_fns": lambda completions: [1.0]}, "reward function 'lambda'.*1 .*8"),
     ({"reward_fns": lambda completions: "right"}, "reward function 'lambda'.*'right'"),
     ({"reward_fns": lambda completions: [True] * 3}, "reward function 'lambda'.*3 .*8"),
     ({"reward_fns": lambda completions: [float("inf")] * 8}, "reward function 'lambda'.*inf"),
     ({"callbacks": [3]}, r"callbacks\[0\] = 3 is not a function"),
-])
-# fmt: on
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_arguments_are_named(change, message):
     """What is found before anything is sampled: test_bad_inputs.py."""
     with pytest.raises((ValueError, TypeError), match=message):
         run(**change)
-
-

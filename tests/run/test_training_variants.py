@@ -1,14 +1,13 @@
 """The same loop trains adapters, a model of the user's own, conversations and other precisions."""
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, mixup, train
+from grpo_jax import GRPOConfig, add_lora, merge_lora, mixup, train
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 

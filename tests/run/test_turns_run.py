@@ -1,8 +1,5 @@
 """Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
 
-import json
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,7 @@ import pytest
 from test_completions import sentencepiece
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
+from grpo_jax import GRPOConfig, evaluate, init_policy, rehearse, train
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.rollout.episodes import EnvironmentFault
 from grpo_jax.run.beginning import new_state
@@ -268,5 +265,3 @@ def test_a_rollout_ahead_waits_without_its_environments(tmp_path):
     for line, other in zip(now, ahead, strict=True):
         assert {name: line[name] for name in names} == {name: other[name] for name in names}
         assert line["turns/mean"] > 1
-
-
