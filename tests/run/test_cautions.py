@@ -69,16 +69,7 @@ def test_arguments_that_datasets_has_filled_in():
     assert said([{"prompt": [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
-MARK = re.compile(r"<think>.*?</think>", re.DOTALL)
-TAG = "<think>"
-
-
-def by_global_pattern(completions, **kwargs):
-    return [float(MARK.match(text) is not None) for text in completions]
-
-
-def by_helper(completions):
-    return [starts(text) for text in completions]
+MARK, TAG = re.compile(r"<think>.*?</think>", re.DOTALL), "<think>"
 
 
 def starts(text):
@@ -105,7 +96,8 @@ def without(completions):
     return [float("</think>" in text) for text in completions]
 
 
-ASKING = [by_global_pattern, by_helper, by_constant, by_closure("<think>"), ByMethod(), ByMethod().__call__]
+ASKING = [lambda completions: [float(MARK.match(text) is not None) for text in completions], by_closure("<think>")]
+ASKING += [lambda completions: [starts(text) for text in completions], by_constant, ByMethod(), ByMethod().__call__]
 ASKING += [format_reward(r"<think>.*</think>.*"), weighted(by_constant, 2.0)]
 
 

@@ -1,6 +1,5 @@
 """A donated policy: the run takes its buffers, holds no copy of them, and using the empty policy is an error."""
 
-import contextlib
 import gc
 
 import chex
@@ -59,34 +58,6 @@ def test_a_donated_run_holds_one_policy_less_and_is_the_same_run():
     state = train(given, ROWS, lengths, config_of(), donate=True)
     chex.assert_trees_all_equal(state, train(kept, ROWS, lengths, config_of()))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.params))
-
-
-def buffers(arrays):
-    """Where the parts of arrays stand in memory; what is deleted meanwhile stands nowhere."""
-    found = set()
-    for x in arrays:
-        if x.dtype != jax.random.key(0).dtype:
-            with contextlib.suppress(RuntimeError):
-                found |= {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
-    return found
-
-
-@pytest.mark.quick
-def test_the_run_works_in_the_buffers_that_it_was_given_also_where_another_policy_has_them():
-    policy = fresh()
-    params, other = policy.params, policy.replace(generation_config={"eos_token_id": 1})
-    given, missing = buffers(jax.tree.leaves(params)), []
-
-    def reward(completions):
-        missing.append(given - buffers(jax.live_arrays()))
-        return lengths(completions)
-
-    state = train(policy, ROWS, reward, config_of(), donate=True)
-    assert missing == [set(), set()]
-    assert buffers(jax.tree.leaves(state.params)) == given
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-    with pytest.raises(ValueError, match=EMPTY):
-        train(other, ROWS, lengths, config_of())
 
 
 @pytest.mark.quick

@@ -375,25 +375,19 @@ class Scaled:
 
 @pytest.mark.quick
 def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_path):
-    def made(text):
-        path = tmp_path / f"made_{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(text)
+    def made(name, text):
+        (tmp_path / name).write_text(text)
         names = {"__name__": "made"}
-        exec(compile(text, path, "exec"), names)
-        return names["f"]
+        exec(compile(text, tmp_path / name, "exec"), names)
+        return source_of(names["f"])
 
-    one = made("def f(x):\n    return x + 1\n")
-    same = made("def f(x):\n    # more\n    return x+1  # by one\n")
-    other = made("def f(x):\n    return x + 2\n")
-    assert source_of(one) == source_of(same) != source_of(other)
-    assert source_of(one)["name"] == "made.f"
+    one, same = made("1.py", "def f(x):\n    return x + 1\n"), made("2.py", "def f(x):\n    return x+1  # by one\n")
+    assert one == same != made("3.py", "def f(x):\n    return x + 2\n")
+    assert one["name"] == "made.f"
     assert source_of(Scaled(1.0)) == source_of(Scaled(1.0)) != source_of(Scaled(2.0))
     assert source_of(Scaled(1.0))["name"] == "test_resume.Scaled"
-
-    class Fresh:  # one object, at another address in each process
-        pass
-
-    bound = [source_of(functools.partial(differences, other=Fresh())) for _ in range(2)]
+    # One object, at another address in each process.
+    bound = [source_of(functools.partial(differences, other=object())) for _ in range(2)]
     assert bound[0] == bound[1]
     assert source_of(len) == {"name": "builtins.len", "source": None}
     assert source_of([lambda x: x][0])["source"] is not None

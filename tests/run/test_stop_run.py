@@ -64,21 +64,16 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted(tmp_path):
 
 @pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
 def test_an_evaluation_of_one_turn_ends_there_too():
-    policy, texts = from_pretrained(STORIES), []
-
-    def length(completions):
-        texts.extend(completions)
-        return [float(len(text)) for text in completions]
-
-    rows = [{"prompt": "Once upon a time"}, {"prompt": "The sun"}]
-    metrics, found = evaluate(policy, rows, length, stop="little girl", max_completion_length=64)
-    assert texts[0].endswith("little girl") or "little girl" not in texts[0]
-    whole, _ = evaluate(policy, rows, length, max_completion_length=64)
-    for row, text, long in zip(found, texts[:2], texts[2:], strict=True):
+    policy, rows = from_pretrained(STORIES), [{"prompt": "Once upon a time"}, {"prompt": "The sun"}]
+    found, whole = (
+        evaluate(policy, rows, lambda completions: [0.0] * len(completions), max_completion_length=64, stop=stop)[1]
+        for stop in ("little girl", None)
+    )
+    assert "little girl" in whole[0]["completion"]
+    for row, long in zip(found, (row["completion"] for row in whole), strict=True):
         cut = long.find("little girl")
-        assert (text, row["ended"]) == ((long[: cut + len("little girl")], True) if cut >= 0 else (long, False))
-    assert metrics["mean_length"] < whole["mean_length"]
-    assert evaluate(policy, rows, length, max_turn_length=5, max_completion_length=64)[0]["mean_length"] == 5
+        expected = (long[: cut + len("little girl")], True) if cut >= 0 else (long, False)
+        assert (row["completion"], row["ended"]) == expected
 
 
 @pytest.mark.quick

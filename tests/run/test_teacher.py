@@ -34,15 +34,8 @@ MODEL, TOKENIZER = Pairs(), letters()
 POLICY = Policy(MODEL, {"logits": jnp.zeros((4, 4))}, TOKENIZER)
 TEACHER = POLICY.replace(params={"logits": 2 * jax.random.normal(jax.random.key(1), (4, 4))})
 ROWS = [{"prompt": "a"}, {"prompt": "cab"}]
-CONFIG = GRPOConfig(
-    max_steps=4,
-    max_completion_length=4,
-    num_generations=4,
-    learning_rate=0.1,
-    lr_scheduler_type="constant",
-    distillation_coef=1.0,
-    logging_steps=1,
-)
+SETTINGS = {"max_steps": 4, "max_completion_length": 4, "num_generations": 4, "distillation_coef": 1.0}
+CONFIG = GRPOConfig(**SETTINGS, learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1)
 
 
 def ends_early(completions):

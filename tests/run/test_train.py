@@ -77,8 +77,13 @@ def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
     chex.assert_trees_all_equal(synced.initial_params, tiny_policy().params)
 
 
-def test_files_of_a_run(tmp_path):
-    run(run_dir=tmp_path, eval_dataset=ROWS[:2], max_steps=3, eval_steps=2, num_generations_eval=2, beta=0.1)
+def test_files_of_a_run_which_are_for_one_run_at_a_time(tmp_path):
+    def another(step, metrics):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run(run_dir=tmp_path)
+
+    how = {"max_steps": 3, "eval_steps": 2, "num_generations_eval": 2, "beta": 0.1, "callbacks": [another]}
+    run(run_dir=tmp_path, eval_dataset=ROWS[:2], **how)
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3]
     assert [line["step"] for line in lines if "eval/lower_case" in line] == [0, 2, 3]
@@ -106,24 +111,9 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
         assert "7,264 parameters" in shown
 
 
-def test_a_directory_is_for_one_run_at_a_time(tmp_path):
-    refused = []
-
-    def another(step, metrics):
-        with pytest.raises(RuntimeError, match="is in use by process"):
-            run(run_dir=tmp_path)
-        refused.append(step)
-
-    run(run_dir=tmp_path, max_steps=1, callbacks=[another])
-    assert refused == [1]
-
-
 @pytest.mark.quick
 def test_bad_resume():
-    for resume, message in (
-        ("must", "there is no run_dir to go on in"),
-        ("yes", "resume = 'yes': choose one of 'auto'"),
-    ):
+    for resume, message in (("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of")):
         with pytest.raises(ValueError, match=message):
             train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
 

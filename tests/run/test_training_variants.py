@@ -1,5 +1,7 @@
 """The same loop trains adapters, a model of the user's own, conversations and other precisions."""
 
+import copy
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,16 +21,9 @@ def lower_case(completions):
 
 def learn(policy, rows=ROWS, steps=30, **settings):
     rewards = []
-    settings = {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, **settings}
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=24,
-        max_completion_length=4,
-        max_steps=steps,
-        logging_steps=1,
-        seed=0,
-        **settings,
-    )
+    small = {"num_generations": 4, "per_device_train_batch_size": 24, "max_completion_length": 4, "logging_steps": 1}
+    small |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, "seed": 0}
+    config = GRPOConfig(**small | settings, max_steps=steps)
     state = train(policy, rows, lower_case, config, callbacks=[lambda step, m: rewards.append(m.get("reward"))])
     return state, rewards
 
@@ -66,29 +61,11 @@ def test_a_sync_of_adapters_mixes_the_weights():
     assert max(jax.tree.leaves(off)) > 1e-3
 
 
-def test_a_function_as_a_model():
-    """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
-    base = tiny_policy()
-
-    class Merged:
-        apply = staticmethod(lambda variables, tokens: base.model.apply(variables, tokens))
-
-    state, _ = learn(base.replace(model=Merged()), steps=2)
-    direct, _ = learn(base, steps=2)
-    # Adam makes a step of nearly full size of any gradient: what is rounding in it shows.
-    chex.assert_trees_all_close(state.params, direct.params, atol=1e-4)
-
-
 @pytest.mark.quick
 def test_conversations_reach_the_reward_as_messages():
     policy = tiny_policy()
-    tokenizer = tiny_tokenizer().__class__(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}[a]{% endif %}"
-    )
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]} for text in "abcdef"]
     state, rewards = learn(policy.replace(tokenizer=tokenizer), rows, steps=2)
     assert int(state.step) == 2
