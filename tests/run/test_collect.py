@@ -97,19 +97,7 @@ def silent_for(*numbers):
 
 
 @pytest.mark.quick
-def test_silent_groups_are_replaced_by_further_prompts():
-    run = run_of(silent_for(1, 3), dynamic_sampling=True)
-    experience = collected(run)
-    prompts = [row["prompt"] for row in experience.rows[::4]]
-    assert prompts == ["ab", "def", "i", "jkl"], "0 and 2 of the first round, 4 and 5 of the second"
-    assert experience.cursor == 8
-    assert np.asarray(experience.batch.counted).all()
-    assert experience.metrics["dynamic_sampling/refills"] == 1
-    assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
-
-
-@pytest.mark.quick
-def test_metrics_with_refills_by_hand():
+def test_silent_groups_are_replaced_and_metrics_tell_of_the_first_round():
     """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
     sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
     # What is masked was sampled all the same.
@@ -121,7 +109,11 @@ def test_metrics_with_refills_by_hand():
         assert m[name] == alone[name], name
     assert m["reward"] == pytest.approx(m["rewards/fn/mean"] + 0.5 * m["rewards/length_reward/mean"])
 
-    m = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).metrics
+    experience = collected(run_of(silent_for(1, 3), dynamic_sampling=True))
+    assert [row["prompt"] for row in experience.rows[::4]] == ["ab", "def", "i", "jkl"], "0 and 2, and then 4 and 5"
+    assert experience.cursor == 8
+    assert np.asarray(experience.batch.counted).all()
+    m = experience.metrics
     # Of the first round two groups have 0.5 four times, and two have 0, 1, 2, 3, of which the variance is 5/3.
     assert m["reward"] == m["rewards/fn/mean"] == pytest.approx((2 * 0.5 + 2 * 1.5) / 4)
     assert m["reward_std"] == pytest.approx(2 * (5 / 3) ** 0.5 / 4)
@@ -174,53 +166,36 @@ def test_scores_that_are_missing_leave_the_mean_alone():
 
 
 @pytest.mark.quick
-def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
-    events = []
-    score = PackedUpdater.score
-    monkeypatch.setattr(PackedUpdater, "score", lambda *args: events.append("scores") or score(*args))
-
-    def reward(completion_ids):
-        events.append("rewards")
-        return length_reward(completion_ids)
-
+def test_the_reference_is_at_work_before_the_rewards_and_all_is_on_the_host(monkeypatch):
+    """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
+    events, scored, score = [], [], PackedUpdater.score
+    spy = lambda self, params, *x: events.append("scores") or scored.append(x) or score(self, params, *x)
+    monkeypatch.setattr(PackedUpdater, "score", spy)
+    reward = lambda completion_ids: events.append("rewards") or length_reward(completion_ids)
     batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
     assert events == ["scores", "scores", "rewards"]
     np.testing.assert_array_equal(batch.ref_log_probs, batch.initial_log_probs)
+    # The reference is the policy at this moment: both scores agree.
+    np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
+    assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
     events.clear()
     collected(run_of(reward, beta=0.1, dynamic_sampling=True), keep_reference=True)
     assert events == ["rewards", "scores"], "there the rewards choose what is scored"
 
 
 @pytest.mark.quick
-def test_a_batch_is_on_the_host_until_it_is_packed(monkeypatch):
-    """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
-    scored, score = [], PackedUpdater.score
-    monkeypatch.setattr(PackedUpdater, "score", lambda self, params, *x: scored.append(x) or score(self, params, *x))
-    batch = collected(run_of(length_reward, beta=0.1), keep_reference=True).batch
-    assert len(scored) == 1
-    assert batch.ref_log_probs is not None
-    assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
-
-
-@pytest.mark.quick
 def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
-    run, theirs = run_of(), tiny_policy(seed=1).params
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts}
-    first = collect(run, state, 0, look_ahead=True, **at)
-    alone = collect(run, state, first.cursor, **at)
-    second = collect(run, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
+    run = run_of()
+    at, state = {"count": 4}, create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    first, alone = collect(run, state, 0, look_ahead=True, **at), collect(run, state, 4, **at)
+    second = collect(run, state.replace(params=tiny_policy(seed=1).params), 4, ahead=first.ahead, **at)
     chex.assert_trees_all_equal(second.batch, alone.batch)
     assert second.rows == alone.rows
     assert second.cursor == alone.cursor == 8
     assert second.ahead is alone.ahead is None
-
-
-def test_refills_use_up_what_was_sampled_ahead():
+    # Refills use up what was sampled ahead.
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts}
     plain, ahead = collect(run, state, 0, **at), collect(run, state, 0, look_ahead=True, **at)
     chex.assert_trees_all_equal(plain.batch, ahead.batch)
     assert ahead.cursor == plain.cursor == 8
@@ -276,9 +251,8 @@ def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, c
     assert sorted(expected) != expected
     made.clear()
     for _ in range(2):
-        assert [
-            row["prompt"] for row in run_of(rows=stream, **{"shuffle_dataset": True} | settings).data.rows
-        ] == expected
+        run = run_of(rows=stream, **{"shuffle_dataset": True} | settings)
+        assert [row["prompt"] for row in run.data.rows] == expected
     assert len(made) <= 2 * (count + 5 + 1), "and what fills the buffer"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
         run_of(rows=stream, **settings | {"max_steps": -1})

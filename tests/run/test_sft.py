@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import inspect
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -227,3 +229,25 @@ def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=said):
         sft(given["policy"], given["dataset"], given["config"])
+
+
+@pytest.mark.quick
+def test_a_field_without_a_text_is_that_of_grpo():
+    """And one that TRL has too has TRL's default, but for what is said."""
+    source = inspect.getsource(SFTConfig).splitlines()
+    own = {x.split(":")[0].strip() for x, y in itertools.pairwise(source) if y.strip().startswith('"""') and ": " in x}
+    grpo = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    same = [field for field in dataclasses.fields(SFTConfig) if field.name not in own]
+    assert len(same) > 25
+    for field in same:
+        assert (field.type, field.default) == (grpo[field.name].type, grpo[field.name].default), field.name
+        assert field.metadata == grpo[field.name].metadata, field.name
+
+
+def test_fields_of_trl_have_its_defaults():
+    trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
+    theirs = {field.name: field.default for field in dataclasses.fields(trl.SFTConfig)}
+    grpo = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(SFTConfig):
+        if field.name in theirs and not (field.name in grpo and field.default == grpo[field.name]):
+            assert field.default == theirs[field.name], field.name
