@@ -134,7 +134,7 @@ def test_prompts_that_do_not_divide_are_decoded_in_parts(monkeypatch):
     monkeypatch.setattr(rollout_module, "move", moved)
     placed = place(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     other = generate(model, placed, prompts, jax.random.key(0), batch_size=4 * 8 + 2, **settings)
-    assert read == [(4, 3)] * 3, "one group on each of four devices, and two of ten are filled up"
+    assert read == [(4, 8)] * 3, "one group on each of four devices, and two of ten are filled up"
     assert widths
     assert all(groups == 4 and width <= 4 for groups, width in widths), widths
     for name in ("tokens", "mask", "ended"):

@@ -1,15 +1,12 @@
 """Runs whose turns end at a stop string: what environments receive, and what is learned and counted."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, train
+from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.watch.writer import read_lines
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
 # Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
@@ -60,20 +57,6 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted(tmp_path):
     by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
     assert len(by_text) > 20
     assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn went on behind a text"
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
-def test_an_evaluation_of_one_turn_ends_there_too():
-    policy, rows = from_pretrained(STORIES), [{"prompt": "Once upon a time"}, {"prompt": "The sun"}]
-    found, whole = (
-        evaluate(policy, rows, lambda completions: [0.0] * len(completions), max_completion_length=64, stop=stop)[1]
-        for stop in ("little girl", None)
-    )
-    assert "little girl" in whole[0]["completion"]
-    for row, long in zip(found, (row["completion"] for row in whole), strict=True):
-        cut = long.find("little girl")
-        expected = (long[: cut + len("little girl")], True) if cut >= 0 else (long, False)
-        assert (row["completion"], row["ended"]) == expected
 
 
 @pytest.mark.quick

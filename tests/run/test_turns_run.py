@@ -209,15 +209,17 @@ class Opens(Game):
         return np.float32(super().get_reward())
 
 
-def told(completions, environment_rewards, **more):
-    assert "environments" not in more
-    return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
-
-
 def test_a_rollout_ahead_waits_without_its_environments(tmp_path):
     """A policy that does not change plays the same, whether or not it samples one iteration ahead."""
+    given = []
+
+    def told(completions, environment_rewards, **more):
+        given.append("environments" in more)
+        return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
+
     for name, ahead in (("now", False), ("ahead", True)):
         run(Opens, fns=[told], run_dir=tmp_path / name, rollout_ahead=ahead, max_steps=3, learning_rate=0.0)
+    assert given == [True] * 3 + [False] * 3
     now, ahead = (list(read_lines(tmp_path / name / "completions.jsonl")) for name in ("now", "ahead"))
     assert now == ahead
     now, ahead = (list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("now", "ahead"))
