@@ -54,7 +54,7 @@ class EvaluationSettings:
     def of(cls, config: GRPOConfig) -> EvaluationSettings:
         """The settings of the evaluations of a run."""
         names = (field.name for field in dataclasses.fields(cls))
-        settings: Json = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
         settings |= {
             "num_generations": config.eval_generations,
             "sampling": Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),

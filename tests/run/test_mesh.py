@@ -76,14 +76,6 @@ def test_one_run_over_four_meshes_is_the_run_on_one_device(tmp_path):
     chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, expected[0].opt_state), atol=1e-6)
 
 
-def test_a_mesh_of_the_users_own_is_that_of_the_policy():
-    policy = tiny_policy()
-    mesh = make_mesh({"data": 2, "fsdp": 2})
-    placed = policy.replace(params=place(policy.params, mesh))
-    state, _ = run(placed, None, max_steps=1, per_device_train_batch_size=8)
-    assert state.params["layers_0"]["mlp"]["up_proj"]["kernel"].sharding.mesh == mesh
-
-
 def test_layers_that_keep_a_state_on_a_mesh():
     """Rollout, reference and packed update of gated delta nets are those of one device."""
     tiny, mesh = tiny_policy(), {"data": 2, "fsdp": 2, "tensor": 2}
