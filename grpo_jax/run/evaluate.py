@@ -140,10 +140,7 @@ def evaluate(
     settings = EvaluationSettings(
         num_generations=num_generations,
         max_completion_length=max_completion_length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        sampling=Sampling(temperature, top_k, top_p, min_p),
         ends=TurnEnds.read(stop, stop_token_ids, max_turn_length),
         batch_size=batch_size,
         pad_to_multiple_of=pad_to_multiple_of,
@@ -249,7 +246,7 @@ def evaluate_encoded(
     request = Request(
         num_generations=settings.num_generations,
         max_completion_length=settings.max_completion_length,
-        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p),
+        sampling=settings.sampling,
         eos_token_ids=policy.eos_token_ids,
         pad_token_id=policy.pad_token_id,
         prompt_length=-(-longest // padding) * padding,

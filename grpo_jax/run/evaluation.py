@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.types import Json
 
@@ -31,10 +32,7 @@ class EvaluationSettings:
 
     num_generations: int
     max_completion_length: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float | None
+    sampling: Sampling
     ends: TurnEnds
     batch_size: int
     pad_to_multiple_of: int
@@ -55,23 +53,13 @@ class EvaluationSettings:
     @classmethod
     def of(cls, config: GRPOConfig) -> EvaluationSettings:
         """The settings of the evaluations of a run."""
-        return cls(
-            num_generations=config.eval_generations,
-            max_completion_length=config.max_completion_length,
-            temperature=config.eval_temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            ends=TurnEnds.of(config),
-            batch_size=max(1, config.per_device_eval_batch_size // config.eval_generations),
-            pad_to_multiple_of=config.padding,
-            seed=config.seed,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-            on_reward_error=config.on_reward_error,
-            reward_weights=config.reward_weights,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            environment_timeout=config.environment_timeout,
-            on_environment_error=config.on_environment_error,
-        )
+        names = (field.name for field in dataclasses.fields(cls))
+        settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        settings |= {
+            "num_generations": config.eval_generations,
+            "sampling": Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),
+            "ends": TurnEnds.of(config),
+            "batch_size": max(1, config.per_device_eval_batch_size // config.eval_generations),
+            "pad_to_multiple_of": config.padding,
+        }
+        return cls(**settings)

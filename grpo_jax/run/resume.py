@@ -80,9 +80,6 @@ def describe(
     numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes; of each function of the
     caller's own, under the name of its argument, what `source_of` returns.
     """
-    frozen = hashlib.sha256()
-    for leaf in jax.tree.leaves(as_argument(model)):
-        frozen.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes())
     sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
@@ -99,7 +96,7 @@ def describe(
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
-        "frozen": frozen.hexdigest(),
+        "frozen": fingerprint(as_argument(model)),
         "optimizer": "the caller's" if own_optimizer else "the config's",
         "not_decayed": "norms and biases",
         "sampler": "the caller's" if own_sampler else "generate",
@@ -111,6 +108,14 @@ def describe(
         "versions": package_versions(),
         "machine": _machine(state),
     }
+
+
+def fingerprint(tree: Params) -> str:
+    """Return a hash of the first numbers of every array."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
+    return digest.hexdigest()
 
 
 def source_of(function: Callable[..., object]) -> dict[str, str | None]:
@@ -168,10 +173,9 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
     old, new = saved.get("policy", {}), present["policy"]  # of a field that one of them did not know, nothing is said
     for name in sorted(name for name in {*old} & {*new} if old[name] != new[name]):
         lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
-    if saved["optimizer"] != present["optimizer"]:
-        lines.append(f"optimizer: {present['optimizer']}, the run has {saved['optimizer']}")
-    if saved.get("sampler", "generate") != present["sampler"]:
-        lines.append(f"sampler: {present['sampler']}, the run has {saved.get('sampler', 'generate')}")
+    for name, usual in (("optimizer", None), ("sampler", "generate")):
+        if saved.get(name, usual) != present[name]:
+            lines.append(f"{name}: {present[name]}, the run has {saved.get(name, usual)}")
     old, new = saved.get("functions", {}), present["functions"]
     for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
         ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))

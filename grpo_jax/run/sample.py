@@ -136,64 +136,23 @@ def sample(
       updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
 
+    at: dict[str, Any] = {"prompt_indices": prompt_indices, "interrupt": interrupt}
+    interaction, sampler = request.interaction, request.sampler
+
     def by_sampler(prompts: Prompts, key: jax.Array, answers: Answers | None = None) -> Completions:
-        assert request.sampler is not None, "asked for where there is one"
-        completions = completions_by(
-            request.sampler,
-            model,
-            params,
-            prompts,
-            key,
-            request,
-            prompt_indices=prompt_indices,
-            interrupt=interrupt,
-            answers=answers,
-        )
+        assert sampler is not None, "asked for where there is one"
+        completions = completions_by(sampler, model, params, prompts, key, request, answers=answers, **at)
         return completions if updater is None else with_old_log_probs(completions, updater, params, prompts)
 
-    if request.interaction is not None:
-        if request.sampler is None:
-            play = _as_requested(generate_turns, model, params, request, prompt_indices, interrupt)
-        else:
-            play = by_sampler
-        return _sample_turns(request.interaction, play, data, numbers, key, request)
+    asked = at | request.arguments
+    if interaction is not None:
+        play = functools.partial(generate_turns, model, params, **asked) if sampler is None else by_sampler
+        return _sample_turns(interaction, play, data, numbers, key, request)
     rows = [data.rows[i] for i in numbers]
     prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
-    if request.sampler is None:
-        draw = _as_requested(generate, model, params, request, prompt_indices, interrupt)
-        return Sampled(rows, prompts, draw(prompts, key, on_host=True))
+    if sampler is None:
+        return Sampled(rows, prompts, generate(model, params, prompts, key, on_host=True, **asked))
     return Sampled(rows, prompts, by_sampler(prompts, key))
-
-
-def _as_requested(
-    function: Callable[..., Completions],
-    model: Model,
-    params: Params,
-    request: Request,
-    prompt_indices: np.ndarray,
-    interrupt: Callable[[], None],
-) -> Callable[..., Completions]:
-    """`generate` or `generate_turns` with all arguments that a request decides."""
-    return functools.partial(
-        function,
-        model,
-        params,
-        num_generations=request.num_generations,
-        max_completion_length=request.max_completion_length,
-        temperature=request.sampling.temperature,
-        top_k=request.sampling.top_k,
-        top_p=request.sampling.top_p,
-        min_p=request.sampling.min_p,
-        eos_token_ids=request.eos_token_ids,
-        stop=request.ends.stop,
-        stop_token_ids=request.ends.stop_token_ids,
-        max_turn_length=request.ends.max_turn_length,
-        tokenizer=None if request.policy is None else request.policy.tokenizer,
-        pad_token_id=request.pad_token_id,
-        prompt_indices=prompt_indices,
-        batch_size=request.batch_size,
-        interrupt=interrupt,
-    )
 
 
 def _sample_turns(

@@ -26,12 +26,12 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import parameters_of
+from grpo_jax.rewards.contract import parameters_of, takes_everything
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
+from grpo_jax.types import Batch, Completions, Json, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
@@ -111,8 +111,7 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: Tu
     unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
-    named = {p.name for p in parameters_of(sampler)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
+    named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
     asked = {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
     untaken = [name for name, value in asked.items() if value and name not in named and not takes_all]
     if untaken:
@@ -165,6 +164,20 @@ class Request:
     policy: Policy | None = None
     ends: TurnEnds = BY_EOS
 
+    @property
+    def arguments(self) -> Json:
+        """The arguments of `generate` that the request decides."""
+        return {
+            "num_generations": self.num_generations,
+            "max_completion_length": self.max_completion_length,
+            **self.sampling._asdict(),
+            "eos_token_ids": self.eos_token_ids,
+            **self.ends._asdict(),
+            "tokenizer": None if self.policy is None else self.policy.tokenizer,
+            "pad_token_id": self.pad_token_id,
+            "batch_size": self.batch_size,
+        }
+
 
 def completions_by(
     sampler: Sampler,
@@ -186,26 +199,10 @@ def completions_by(
     Raises:
       ValueError: the engine returned something else than `Sampler` says; the message tells what.
     """
-    every = {
-        "model": model,
-        "params": params,
-        "prompts": prompts,
-        "key": key,
-        "num_generations": request.num_generations,
-        "max_completion_length": request.max_completion_length,
-        **request.sampling._asdict(),
-        "eos_token_ids": (*request.eos_token_ids, *request.ends.stop_token_ids),
-        **request.ends._asdict(),
-        "tokenizer": None if request.policy is None else request.policy.tokenizer,
-        "pad_token_id": request.pad_token_id,
-        "prompt_indices": prompt_indices,
-        "batch_size": request.batch_size,
-        "interrupt": interrupt,
-        "policy": request.policy,
-        "answers": answers,
-    }
-    named = {p.name for p in parameters_of(sampler)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters_of(sampler))
+    every = {"model": model, "params": params, "prompts": prompts, "key": key, **request.arguments}
+    every |= {"eos_token_ids": (*request.eos_token_ids, *request.ends.stop_token_ids), "answers": answers}
+    every |= {"prompt_indices": prompt_indices, "interrupt": interrupt, "policy": request.policy}
+    named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
     # One that takes all by **kwargs is not surprised by names that it can do without.
     unasked = FURTHER if request.ends != BY_EOS else (*FURTHER, *BY_EOS._fields, "tokenizer")
     returned = sampler(
@@ -245,18 +242,12 @@ def read_completions(
             f"sampler returned tokens of the shape {tokens.shape}: make it ({b}, {g}, T), with T from 1 to"
             f" max_completion_length = {longest}"
         )
-    for name, value, right in (
-        ("mask", mask, (b, g, t)),
-        ("log_probs", log_probs, (b, g, t)),
-        ("ended", ended, (b, g)),
-    ):
+    present = _array(returned, "present", "b") if turns and returned.present is not None else mask
+    arrays = {"mask": mask, "log_probs": log_probs, "ended": ended, "present": present}
+    for name, value in arrays.items():
+        right = (b, g) if name == "ended" else (b, g, t)
         if value.shape != right:
             raise ValueError(f"sampler returned {name} of the shape {value.shape}: make it {right}, as tokens has it")
-    present = _array(returned, "present", "b") if turns and returned.present is not None else mask
-    if present.shape != mask.shape:
-        raise ValueError(
-            f"sampler returned present of the shape {present.shape}: make it {mask.shape}, as tokens has it"
-        )
     lengths = present.sum(axis=-1)
     _refuse(
         (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],

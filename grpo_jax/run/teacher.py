@@ -9,7 +9,6 @@ a scorer ─► log-probs, before the update: of the drawn tokens, or of k token
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
@@ -20,12 +19,11 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.messages import raise_all, show, some
 from grpo_jax.policy import Policy
+from grpo_jax.run.resume import fingerprint
+from grpo_jax.run.sampler import ROUNDING
 from grpo_jax.types import Batch, Completions, Json, Model, Prompts, Told, as_argument
 from grpo_jax.update.packed import Updater
 from grpo_jax.update.teaching import Teacher
-
-ROUNDING = 1e-2
-"""Nats by which a scorer's log-prob may be above 0."""
 
 
 class Scorer(Protocol):
@@ -60,7 +58,7 @@ class Teaching:
         """A description for checkpoints: a resumed run has to have the same."""
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
-        return {"kind": "policy", "params": _fingerprint(self.teacher)}
+        return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
 
 
 def kind_of(teacher: object) -> Literal["policy", "scorer"]:
@@ -155,14 +153,6 @@ def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return None if teacher is None else Teaching(scorer=teacher)
-
-
-def _fingerprint(teacher: Teacher) -> str:
-    """A hash of the first numbers of every array of a teacher."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves((teacher.model, teacher.params)):
-        digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
-    return digest.hexdigest()
 
 
 def with_teacher(teaching: Teaching, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:

@@ -7,8 +7,6 @@ import copy
 import json
 
 import jax
-import numpy as np
-import optax
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
@@ -16,6 +14,8 @@ from grpo_jax import GRPOConfig, train
 from grpo_jax.rewards import number_reward
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
+
+pytestmark = pytest.mark.quick
 
 ROWS = [{"prompt": "ab", "answer": "x"}, {"prompt": "abc", "answer": "y"}]
 SMALL = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
@@ -81,165 +81,97 @@ GIVEN = "(columns: answer; also given: prompts, completions, completion_ids, tra
 
 # What is handed in; what the message says.
 BAD = [
-    # Datasets as a whole.
     (dict(dataset=None), f"dataset is None: {WANTED}"),
-    (dict(dataset=3), f"dataset is 3: {WANTED}"),
     (dict(dataset=[]), "dataset is empty: give at least one row with a 'prompt'"),
-    (dict(dataset=iter(())), "dataset is empty: give at least one row with a 'prompt'"),
-    (
-        dict(dataset="rows.jsonl"),
-        "dataset is 'rows.jsonl', which is no file: give a file (.jsonl, .json, .csv, .parquet)",
-    ),
+    (dict(dataset="rows.jsonl"),
+        "dataset is 'rows.jsonl', which is no file: give a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset="."), "dataset is '.', which is a directory: give a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys ['prompt']: give a list of rows, each a dict"),
     (dict(dataset={"train": ROWS}), "(of a dataset with splits, choose one: dataset['train'])"),
     (dict(dataset=Frame()), "dataset is of type Frame, whose rows cannot be had by number (KeyError: 0): give a list"),
-    (dict(dataset=Frame()), "whose rows cannot be had by number (KeyError: 0): give a list of dicts"),
     (dict(dataset=["a"]), "dataset row 0 is 'a': each row is a dict with a 'prompt' and any other columns"),
-    (dict(dataset=[("a", "b")]), "dataset row 0 is ('a', 'b'): each row is a dict"),
     (dict(dataset=[ROWS]), "dataset row 0 is [{'prompt': 'ab'"),
-    (dict(dataset=np.array([["a"]])), "dataset row 0 is array(['a'], dtype='<U1'): each row is a dict"),
-    # Their rows.
     (dict(dataset=[{"question": "a"}]), "dataset row 0 has no 'prompt'; its columns are ['question']: rename or add"),
-    (dict(dataset=[*ROWS, {"Prompt": "a", "answer": ""}]), "dataset row 2 has no 'prompt'; its columns are ['Prompt',"),
+    (dict(dataset=[*ROWS, {"Prompt": "a", "answer": ""}]),
+        "dataset row 2 has no 'prompt'; its columns are ['Prompt',"),
     (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "rename or add one (2 more of the 3 rows have faults)"),
-    (dict(dataset=[*ROWS, {"prompt": "a"}]), "row 2 differs from row 0 in its columns (missing: ['answer'], only here"),
+    (dict(dataset=[*ROWS, {"prompt": "a"}]),
+        "row 2 differs from row 0 in its columns (missing: ['answer'], only here"),
     (dict(dataset=[{"prompt": "a"}, ROWS[0]]), "only here: ['answer']): give every row the same columns, None where"),
     (dict(dataset=[{"prompt": "a", 3: "b"}]), "row 0 has a column 3: names of columns are text"),
-    (
-        dict(dataset=[{"prompt": "a", "completions": "b"}]),
-        "dataset has a column 'completions', which the trainer itself",
-    ),
-    (dict(dataset=[{"prompt": "a", "prompts": "b"}]), "column 'prompts', which the trainer itself gives: rename it"),
-    (
-        dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
-        r"2 of 3 rows of the dataset have no single one in the column 'answer': row 1 has '7\\pi', row 2 has 'B'.",
-    ),
-    (
-        dict(eval_dataset=[ROWS[0]], dataset=[{"prompt": "a", "answer": 3}], reward_fns=number_reward()),
-        "1 of 1 rows of eval_dataset have no single one in the column 'answer': row 0 has 'x'",
-    ),
-    # Prompts.
+    (dict(dataset=[{"prompt": "a", "completions": "b"}]),
+        "dataset has a column 'completions', which the trainer itself"),
+    (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
+        r"2 of 3 rows of the dataset have no single one in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
+    (dict(eval_dataset=[ROWS[0]], dataset=[{"prompt": "a", "answer": 3}], reward_fns=number_reward()),
+        "1 of 1 rows of eval_dataset have no single one in the column 'answer': row 0 has 'x'"),
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
-    (dict(dataset=[{"prompt": 3}]), f"dataset row 0 has the 'prompt' 3, of type int: {TEXT}"),
     (dict(dataset=[{"prompt": float("nan")}]), f"dataset row 0 has the 'prompt' nan, of type float: {TEXT}"),
-    (dict(dataset=[{"prompt": b"a"}]), f"dataset row 0 has the 'prompt' b'a', of type bytes: {TEXT}"),
     (dict(dataset=[{"prompt": MESSAGES[0]}]), "has the 'prompt' {'role': 'user', 'content': 'a'}, of type dict: give"),
     (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no token at all: check that the"),
     (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as its 'prompt': give at least one message"),
     (dict(dataset=[{"prompt": ["a"]}]), f"dataset row 0 has 'a' as message 0 of its 'prompt': {A_MESSAGE}"),
-    (dict(dataset=[{"prompt": [5, 6]}]), f"dataset row 0 has 5 as message 0 of its 'prompt': {A_MESSAGE}"),
     (dict(dataset=message(content="a")), f"row 0 has {{'content': 'a'}} as message 0 of its 'prompt': {A_MESSAGE}"),
-    (dict(dataset=message(role="user")), f"row 0 has {{'role': 'user'}} as message 0 of its 'prompt': {A_MESSAGE}"),
-    (dict(dataset=message(**{"from": "human", "value": "a"})), A_MESSAGE),
-    (
-        dict(dataset=message(role=None, content="a")),
-        "as message 0 of its 'prompt': its 'role' is text, such as \"user\"",
-    ),
+    (dict(dataset=message(role=None, content="a")),
+        "as message 0 of its 'prompt': its 'role' is text, such as \"user\""),
     (dict(dataset=message(role="user", content=None)), "its 'content' is text, or a list of parts"),
-    (dict(dataset=message(role="user", content=3)), "its 'content' is text, or a list of parts"),
     (dict(dataset=[{"prompt": "a"}, {"prompt": MESSAGES}]), "row 1 and row 0 differ in kind, one prompt is text and"),
     (dict(dataset=[{"prompt": MESSAGES}]), "but the tokenizer has no chat template: set tokenizer.chat_template, use"),
-    (
-        dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
-        "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); they are",
-    ),
-    (
-        dict(max_prompt_length=2),
-        "max_prompt_length is 2, but 1 of 2 prompts are longer; the longest, of dataset row 1,",
-    ),
-    (dict(max_prompt_length=2), "or leave such rows out with on_long_prompt='drop'"),
+    (dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
+        "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); they are"),
+    (dict(max_prompt_length=2),
+        "max_prompt_length is 2, but 1 of 2 prompts are longer; the longest, of dataset row 1,"),
     (dict(max_prompt_length=1, on_long_prompt="drop"), "max_prompt_length is 1, but 2 of 2 prompts are longer"),
     (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs has 'tokenize', which encode_prompts sets"),
-    # Reward functions.
     (dict(reward_fns=None), "reward_fns is None: give a function, or a list of functions"),
-    (dict(reward_fns=3), "reward_fns is 3: give a function, or a list of functions"),
-    (dict(reward_fns={"right": 1}), "reward_fns is {'right': 1}: give a function, or a list of functions"),
     (dict(reward_fns=[]), "reward_fns is empty: give at least one reward function"),
     (dict(reward_fns="org/model"), "reward_fns holds 'org/model', which cannot be called: give functions (a reward"),
     (dict(reward_fns=[right, NotCallable()]), "reward_fns holds <judge>, which cannot be called: give functions"),
-    (dict(reward_fns=[0.5]), "reward_fns holds 0.5, which cannot be called"),
     (dict(reward_fns=lambda completions, anwser: 0), f"is no column of the dataset {GIVEN}; did you mean 'answer'?"),
     (dict(reward_fns=lambda prompt: 0), "needs the argument 'prompt', which is no column of the dataset"),
     (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments: they are given by keyword"),
     (dict(reward_fns=lambda of="answer": 0), "if it makes a reward function, call it first: lambda(...)"),
     (dict(reward_weights=[1.0, 2.0]), "reward_weights = (1.0, 2.0): 2 weights for 1 reward function; give one weight"),
-    (
-        dict(reward_weights=[0.0]),
-        "reward_weights = (0.0,): no reward would count; give at least one weight that is not",
-    ),
-    # The policy, the optimizer, and a config against them.
+    (dict(reward_weights=[0.0]),
+        "reward_weights = (0.0,): no reward would count; give at least one weight that is not"),
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be what from_pretrained returns, a Policy; got str."),
-    (dict(policy=lambda: tiny_policy().params), "policy must be what from_pretrained returns, a Policy; got dict."),
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
-    (dict(policy=no_eos), "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_"),
+    (dict(policy=no_eos),
+        "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_"),
     (dict(policy=other_vocabulary), "and the model has a vocabulary of 40: the two do not belong together."),
     (dict(optimizer="adam"), "optimizer is 'adam': give an optax transformation, such as optax.adamw(1e-6), or None"),
-    (dict(optimizer=optax.adamw), "optimizer is <function adamw"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict (GRPOConfig.from_dict takes a dict)."),
-    (
-        dict(max_completion_length=400),
-        "max_completion_length = 400: with prompts of up to 3 tokens this passes the 256",
-    ),
-    (
-        dict(mesh={"data": 20, "fsdp": 2}),
-        "mesh = {'data': 20, 'fsdp': 2}: 20 × 2 × 1 devices are needed, and there are",
-    ),
-    (dict(mesh={"data": 20}), "are needed, and there are 8; make the sizes multiply to at most 8"),
-    (
-        dict(mesh={"data": 2, "tensor": 3}),
-        "tensor = 3 does not divide the model's 4 heads and 32 MLP channels; 1, 2, 4 do",
-    ),
+    (dict(max_completion_length=400),
+        "max_completion_length = 400: with prompts of up to 3 tokens this passes the 256"),
+    (dict(mesh={"data": 20, "fsdp": 2}),
+        "mesh = {'data': 20, 'fsdp': 2}: 20 × 2 × 1 devices are needed, and there are"),
+    (dict(mesh={"data": 2, "tensor": 3}),
+        "tensor = 3 does not divide the model's 4 heads and 32 MLP channels; 1, 2, 4 do"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16; 1, 2, 4, 8 do"),
-    (
-        dict(mesh={"data": 4}, generation_batch_size=12),
-        "generation_batch_size = 12: does not split into minibatches of 8 completions (per_device_train",
-    ),
-    # Evaluation.
+    (dict(mesh={"data": 4}, generation_batch_size=12),
+        "generation_batch_size = 12: does not split into minibatches of 8 completions (per_device_train"),
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[]), "eval_dataset is empty: give at least one row with a 'prompt'"),
-    (
-        dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
-        "needs the argument 'answer', which is no column of eval_dataset (columns: no",
-    ),
+    (dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
+        "needs the argument 'answer', which is no column of eval_dataset (columns: no"),
     (dict(eval_dataset=[{"prompt": "", "answer": ""}]), "eval_dataset row 0: the tokenizer encodes the prompt ''"),
-    (
-        dict(eval_dataset=ROWS, num_generations_eval=3),
-        "per_device_eval_batch_size = 8: does not hold whole groups of 3",
-    ),
-    # The config by itself (every field and contradiction: test_config.py).
+    (dict(eval_dataset=ROWS, num_generations_eval=3),
+        "per_device_eval_batch_size = 8: does not hold whole groups of 3"),
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(lr=1e-5), "lr: no such field; use learning_rate"),
-    (dict(vllm_mode="colocate"), "vllm_mode: no such field; with use_vllm=True"),
-    (dict(model_init_kwargs={}), "model_init_kwargs: no such field; pass dtype to from_pretrained"),
-    (dict(learning_rate="1e-5"), "learning_rate = '1e-5': must be a number, not str"),
-    (
-        dict(num_generations=1),
-        "num_generations = 1: must be at least 2; a group of one has nothing to be compared with",
-    ),
-    (dict(per_device_train_batch_size=3), "which cannot be cut into whole groups of num_generations = 2; the nearest"),
     (dict(loss_type="GRPO"), "loss_type = 'GRPO': did you mean \"grpo\"? must be"),
-    (dict(loss_type="cispo"), "epsilon_high = None: in cispo it is the cap of the ratio itself, not 1 + ε_high; unset"),
-    (dict(sync_ref_model=True), "sync_ref_model = True: with beta = 0 there is no reference to sync; set beta"),
-    (dict(temperature=0), "temperature = 0: must be above 0; sampling needs more than 0 (greedy is for evaluation)"),
-    (dict(generation_batch_size=3), "generation_batch_size = 3: does not split into minibatches of 2 completions"),
-    (dict(max_skipped_updates=0), "max_skipped_updates = 0: must be at least 1; use a whole number from 1 up"),
-]
+]  # fmt: skip
 
 FILES = [
     ("", "dataset is empty: give at least one row with a 'prompt'"),
-    (
-        '{"prompt": "a"}\n\n{"prompt": "b"\n',
-        "line 3 of '{}' is not JSON (Expecting ',' delimiter at column 15): a JSONL",
-    ),
+    ('{"prompt": "a"}\n\n{"prompt": "b"\n',
+        "line 3 of '{}' is not JSON (Expecting ',' delimiter at column 15): a JSONL"),
     (json.dumps(ROWS), "'{}' holds a JSON list: write one object on each line, or give json.load of the file"),
-    (
-        json.dumps(ROWS, indent=1),
-        "line 1 of '{}' is not JSON (Expecting value at column 2): a JSONL file has one object",
-    ),
+    (json.dumps(ROWS, indent=1),
+        "line 1 of '{}' is not JSON (Expecting value at column 2): a JSONL file has one object"),
     ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
     (b"PAR1\xff\xfe", "line 1 of '{}' is no text in UTF-8 (byte 4 of it is 0xff): write the file in UTF-8"),
-]
+]  # fmt: skip
 
 
 def refusal(**given):
@@ -249,13 +181,10 @@ def refusal(**given):
     return str(caught.value)
 
 
-@pytest.mark.quick
 def test_what_is_right_passes():
     assert door().reward_fns == [short]
-    assert len(BAD) + len(FILES) >= 60
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
 def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
     monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled"))
@@ -265,7 +194,6 @@ def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
     assert len(text) < 500, "and is read to its end"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("content", "words"), FILES, ids=[words[:50] for _, words in FILES])
 def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -273,33 +201,22 @@ def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
     assert words.replace("{}", str(path)) in refusal(dataset=path)
 
 
-@pytest.mark.quick
 def test_a_file_from_windows_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
     assert door(dataset=path).data.rows == ROWS
 
 
-@pytest.mark.quick
 def test_all_faults_of_a_run_are_listed_at_once():
     """Of five arguments, and two of some."""
     fns = [lambda completions, gold: 0, lambda completions, hint: 0]
-    text = refusal(
-        dataset=[{"prompt": "abc"}],
-        reward_fns=fns,
-        policy=lambda: tiny_policy().replace(tokenizer=None),
-        eval_dataset="held_out.jsonl",
-        optimizer="adam",
-        reward_weights=[1.0] * 3,
-        max_completion_length=400,
-    )
+    given = {"dataset": [{"prompt": "abc"}], "reward_fns": fns, "eval_dataset": "held_out.jsonl", "optimizer": "adam"}
+    given |= {"policy": lambda: tiny_policy().replace(tokenizer=None), "reward_weights": [1.0] * 3}
+    text = refusal(**given, max_completion_length=400)
     head, *lines = text.split("\n  ")
     assert head == "this run has 7 errors:"
     starts = ["policy has no tokenizer", "optimizer is 'adam'", "eval_dataset is 'held_out.jsonl'"]
-    starts += [
-        "reward function 'lambda' needs the argument 'gold'",
-        "reward function 'lambda_2' needs the argument 'hint'",
-    ]
+    starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
     starts += ["reward_weights = (1.0, 1.0, 1.0): 3 weights for 2", "max_completion_length = 400"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
@@ -307,7 +224,6 @@ def test_all_faults_of_a_run_are_listed_at_once():
     assert text.count("\n  ") == 3, "a model that is missing hides no other fault"
 
 
-@pytest.mark.quick
 def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.eos_token = "!"
@@ -318,7 +234,6 @@ def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
     door(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
 
 
-@pytest.mark.quick
 def test_the_users_own_exception_comes_through():
     def rows():
         yield ROWS[0]
@@ -330,7 +245,6 @@ def test_the_users_own_exception_comes_through():
         door(dataset=(1 / 0 for _ in range(1)))
 
 
-@pytest.mark.quick
 def test_nothing_was_compiled_for_all_that(caplog):
     with jax.log_compiles():
         refusal(dataset=[])
@@ -338,7 +252,6 @@ def test_nothing_was_compiled_for_all_that(caplog):
     assert not [record for record in caplog.records if "Compiling" in record.message]
 
 
-@pytest.mark.quick
 def test_an_environment_that_cannot_be_read_is_no_lack_of_rewards():
     class Game:
         def reset(self, prompt): ...

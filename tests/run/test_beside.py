@@ -69,19 +69,15 @@ def test_completions_are_stale_by_exactly_one_version():
     assert [order.index(*versions) for versions in of_iteration] == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"policy": ADAPTED, "num_iterations": 2, "beta": 0.1},
-        {
-            "dynamic_sampling": True,
-            "max_steps": 3,
-            "fns": lambda completion_ids: [float(i[0] % 2) for i in completion_ids],
-        },
-        {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3},
-    ],
-    ids=["two updates of adapters", "refills", "several turns"],
-)
+AT_ODDS = {
+    "two updates of adapters": {"policy": ADAPTED, "num_iterations": 2, "beta": 0.1},
+    "refills": {"dynamic_sampling": True, "max_steps": 3, "fns": lambda completion_ids: [i[0] % 2 for i in
+        completion_ids]},
+    "several turns": {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", AT_ODDS.values(), ids=AT_ODDS)
 def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, how):
     """To the bit: versions, old log-probs and weights are those of `rollout_ahead` without an engine's thread."""
     found, lines = run(vllm(server.url), **how)
@@ -101,12 +97,8 @@ def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, t
     updated, held = threading.Event(), []
 
     def fault(path, body, n):
-        if (
-            path == "/v1/completions"
-            and body["max_tokens"] == T
-            and len(server.drawn) >= 2 * G + 1
-            and len(held) < 2 * G
-        ):
+        asked = path == "/v1/completions" and body["max_tokens"] == T
+        if asked and len(server.drawn) >= 2 * G + 1 and len(held) < 2 * G:
             held.append(updated.wait(60))
 
     server.fault = fault

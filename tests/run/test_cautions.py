@@ -14,6 +14,8 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.text.prompts import encode_prompts
 
+pytestmark = pytest.mark.quick
+
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 
@@ -41,14 +43,11 @@ def said(rows, tokenizer, reward_fns=(), **how):
     return [str(one.message) for one in caught]
 
 
-@pytest.mark.quick
 def test_a_bos_that_is_added_again():
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
     (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
-    assert line.startswith(
-        "dataset: 2 of 3 prompts, the first of them '!ab', begin with the BOS '!', and the tokenizer"
-    )
+    assert line.startswith("dataset: 2 of 3 prompts, the first of them '!ab', begin with the BOS '!', and the token")
     assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # no BOS at all
     template = "!" + OPENING.replace("<think>", "")
     assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
@@ -59,7 +58,6 @@ def called(**arguments):
     return [*talk(), {"role": "assistant", "content": "", "tool_calls": [call]}, *talk()]
 
 
-@pytest.mark.quick
 def test_arguments_that_datasets_has_filled_in():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizer = tokenizer_with(OPENING)
@@ -71,16 +69,7 @@ def test_arguments_that_datasets_has_filled_in():
     assert said([{"prompt": [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
-MARK = re.compile(r"<think>.*?</think>", re.DOTALL)
-TAG = "<think>"
-
-
-def by_global_pattern(completions, **kwargs):
-    return [float(MARK.match(text) is not None) for text in completions]
-
-
-def by_helper(completions):
-    return [starts(text) for text in completions]
+MARK, TAG = re.compile(r"<think>.*?</think>", re.DOTALL), "<think>"
 
 
 def starts(text):
@@ -107,11 +96,11 @@ def without(completions):
     return [float("</think>" in text) for text in completions]
 
 
-ASKING = [by_global_pattern, by_helper, by_constant, by_closure("<think>"), ByMethod(), ByMethod().__call__]
+ASKING = [lambda completions: [float(MARK.match(text) is not None) for text in completions], by_closure("<think>")]
+ASKING += [lambda completions: [starts(text) for text in completions], by_constant, ByMethod(), ByMethod().__call__]
 ASKING += [format_reward(r"<think>.*</think>.*"), weighted(by_constant, 2.0)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("fn", ASKING, ids=lambda fn: getattr(fn, "__name__", "method"))
 def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
     rows = [{"prompt": talk()}]
@@ -123,28 +112,18 @@ def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
     assert said([{"prompt": "<think> is a tag"}], tokenizer_with(), [fn]) == []
 
 
-@pytest.mark.quick
-def test_without_a_reward_that_asks_for_it_nothing_is_said():
-    assert said([{"prompt": talk()}], tokenizer_with(OPENING), [without, format_reward(r".*</think>.*")]) == []
-
-
-@pytest.mark.quick
 def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
         prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
 
 
-class Long(list):
-    """A list that nobody may read to its end."""
-
-    def __iter__(self):
-        yield from ["x"] * 1000
-        raise AssertionError("it was read to its end")
-
-
-@pytest.mark.quick
 def test_large_things_that_a_function_holds_are_not_searched():
+    class Long(list):
+        def __iter__(self):
+            yield from ["x"] * 1000
+            raise AssertionError("it was read to its end")
+
     held = Long()
     asking = lambda completions: [held[0] is None for _ in completions]
     assert said([{"prompt": "a <think>"}], tokenizer_with(), [asking]) == []

@@ -1,6 +1,5 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
-import dataclasses
 import itertools
 import threading
 
@@ -10,30 +9,27 @@ import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, compute_advantages, train
+from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax.config import batches
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments, Run
-from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.run.run import Arguments
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
-from grpo_jax.watch.hints import Hints
 
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i", "jkl"])]
+SMALL = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
 
 
 def length_reward(completion_ids):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def run_of(reward_fns=length_reward, **settings):
-    settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, **settings}
-    settings = {"shuffle_dataset": False, "max_steps": 4, **settings}
-    return prepare(Arguments(POLICY, ROWS, reward_fns, GRPOConfig(**settings)))
+def run_of(reward_fns=length_reward, rows=ROWS, **settings):
+    return prepare(Arguments(POLICY, rows, reward_fns, GRPOConfig(**SMALL | {"shuffle_dataset": False} | settings)))
 
 
 def collected(run, cursor=0, **keep):
@@ -57,21 +53,10 @@ def test_rows_rewards_and_advantages_belong_together():
 
 def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
     seen = {}
-
-    def spy(prompts, completions, number):
-        seen.update(prompts=prompts, number=number)
-        return [0.0] * len(completions)
-
+    spy = lambda prompts, completions, number: seen.update(prompts=prompts, number=number) or [0.0] * len(completions)
     collected(run_of(spy), cursor=4)
     assert seen["number"] == [4] * 4 + [5] * 4 + [0] * 4 + [1] * 4, "the second epoch follows on the first"
     assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
-
-
-def test_sampled_log_probs_are_kept_and_the_reference_scores_the_same_tokens():
-    run = run_of(beta=0.1)
-    batch = collected(run, keep_reference=True).batch
-    # the reference is the policy at this moment: both scores agree
-    np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
 
 
 @pytest.mark.quick
@@ -112,25 +97,11 @@ def silent_for(*numbers):
 
 
 @pytest.mark.quick
-def test_silent_groups_are_replaced_by_further_prompts():
-    run = run_of(silent_for(1, 3), dynamic_sampling=True)
-    experience = collected(run)
-    prompts = [row["prompt"] for row in experience.rows[::4]]
-    assert prompts == ["ab", "def", "i", "jkl"], "0 and 2 of the first round, 4 and 5 of the second"
-    assert experience.cursor == 8
-    assert np.asarray(experience.batch.counted).all()
-    assert experience.metrics["dynamic_sampling/refills"] == 1
-    assert (np.abs(experience.batch.advantages) > 0).all(axis=1).any()
-
-
-@pytest.mark.quick
-def test_metrics_with_refills_by_hand():
+def test_silent_groups_are_replaced_and_metrics_tell_of_the_first_round():
     """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
     sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
-    weights = {
-        "reward_weights": [1.0, 0.5],
-        "mask_truncated_completions": True,
-    }  # what is masked was sampled all the same
+    # What is masked was sampled all the same.
+    weights = {"reward_weights": [1.0, 0.5], "mask_truncated_completions": True}
     m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, **weights)).metrics
     alone = collected(run_of([silent_for(1, 3), length_reward], **weights)).metrics
     assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward no group is without a signal"
@@ -138,7 +109,11 @@ def test_metrics_with_refills_by_hand():
         assert m[name] == alone[name], name
     assert m["reward"] == pytest.approx(m["rewards/fn/mean"] + 0.5 * m["rewards/length_reward/mean"])
 
-    m = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).metrics
+    experience = collected(run_of(silent_for(1, 3), dynamic_sampling=True))
+    assert [row["prompt"] for row in experience.rows[::4]] == ["ab", "def", "i", "jkl"], "0 and 2, and then 4 and 5"
+    assert experience.cursor == 8
+    assert np.asarray(experience.batch.counted).all()
+    m = experience.metrics
     # Of the first round two groups have 0.5 four times, and two have 0, 1, 2, 3, of which the variance is 5/3.
     assert m["reward"] == m["rewards/fn/mean"] == pytest.approx((2 * 0.5 + 2 * 1.5) / 4)
     assert m["reward_std"] == pytest.approx(2 * (5 / 3) ** 0.5 / 4)
@@ -150,27 +125,6 @@ def test_metrics_with_refills_by_hand():
     assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "what was dropped has been sampled too"
     assert m["dynamic_sampling/refills"] == 1
     assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 once more"
-
-
-@pytest.mark.quick
-def test_what_refills_cost_is_added_up():
-    def fails_on_four(completion_ids, number):
-        return [float(i % 4) if n in (0, 2, 5) else float("nan") if n == 4 else 0.5 for i, n in enumerate(number)]
-
-    with pytest.warns(RuntimeWarning, match="4 of 16 completions scored as missing"):
-        m = collected(run_of(fails_on_four, dynamic_sampling=True, on_reward_error="none")).metrics
-    assert m["rewards/fails_on_four/errors"] == 4, "of a refill"
-    assert m["rewards/fails_on_four/missing"] == 0, "of the first round"
-
-
-@pytest.mark.quick
-def test_a_first_round_without_a_signal_is_told_though_refills_fill_the_batch():
-    hints = Hints(GRPOConfig(dynamic_sampling=True))
-    experience = collected(run_of(silent_for(0, 1, 2, 3), dynamic_sampling=True))
-    assert np.asarray(experience.batch.counted).all()
-    said = [message for _ in range(10) for message in hints(experience.metrics)]
-    assert len(said) == 1
-    assert "100 % of the groups" in said[0]
 
 
 @pytest.mark.quick
@@ -189,15 +143,6 @@ def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(mo
 
 
 @pytest.mark.quick
-def test_a_refilled_group_has_the_samples_of_its_place_in_the_run():
-    """Prompt number 4 since the start of the run: the same completions, sampled as a refill or as a first choice."""
-    refilled = collected(run_of(silent_for(1, 3), dynamic_sampling=True)).batch
-    direct = collected(run_of(), cursor=4).batch
-    longest = min(refilled.tokens.shape[2], direct.tokens.shape[2])
-    np.testing.assert_array_equal(refilled.tokens[2, :, :longest], direct.tokens[0, :, :longest])
-
-
-@pytest.mark.quick
 def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
     """So a run that goes on in the middle of an epoch, whose rows are read anew, goes on with the same rewards."""
 
@@ -205,8 +150,7 @@ def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
         return [float(len([one.pop() for _ in list(one)])) for one in tests]
 
     rows = [{"prompt": text, "tests": [1] * n} for n, text in enumerate(["ab", "c", "def", "gh"], start=1)]
-    settings = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
-    run = prepare(Arguments(POLICY, rows, tries, GRPOConfig(shuffle_dataset=False, **settings)))
+    run = run_of(tries, rows)
     for epoch in range(2):
         rewards = [row["rewards"]["tries"] for row in collected(run, cursor=4 * epoch).rows]
         assert rewards == [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4
@@ -215,71 +159,43 @@ def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
 
 @pytest.mark.quick
 def test_scores_that_are_missing_leave_the_mean_alone():
-    def half(completions):
-        return [None if i % 2 else float(i) for i in range(len(completions))]
-
+    half = lambda completions: [None if i % 2 else float(i) for i in range(len(completions))]
     advantages = np.asarray(collected(run_of(half)).batch.advantages)
     np.testing.assert_array_equal(advantages[:, 1::2], 0)
     np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
 
 
 @pytest.mark.quick
-def test_a_run_is_frozen():
-    run = run_of()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        run.config = None
-    assert isinstance(run, Run)
-    assert encode_prompts(ROWS, tiny_policy().tokenizer).token_ids == run.data.token_ids
-
-
-@pytest.mark.quick
-def test_the_reference_is_at_work_before_the_rewards_are_computed(monkeypatch):
-    events = []
-    score = PackedUpdater.score
-    monkeypatch.setattr(PackedUpdater, "score", lambda *args: events.append("scores") or score(*args))
-
-    def reward(completion_ids):
-        events.append("rewards")
-        return length_reward(completion_ids)
-
+def test_the_reference_is_at_work_before_the_rewards_and_all_is_on_the_host(monkeypatch):
+    """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
+    events, scored, score = [], [], PackedUpdater.score
+    spy = lambda self, params, *x: events.append("scores") or scored.append(x) or score(self, params, *x)
+    monkeypatch.setattr(PackedUpdater, "score", spy)
+    reward = lambda completion_ids: events.append("rewards") or length_reward(completion_ids)
     batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
     assert events == ["scores", "scores", "rewards"]
     np.testing.assert_array_equal(batch.ref_log_probs, batch.initial_log_probs)
+    # The reference is the policy at this moment: both scores agree.
+    np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
+    assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
     events.clear()
     collected(run_of(reward, beta=0.1, dynamic_sampling=True), keep_reference=True)
     assert events == ["rewards", "scores"], "there the rewards choose what is scored"
 
 
 @pytest.mark.quick
-def test_a_batch_is_on_the_host_until_it_is_packed(monkeypatch):
-    """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
-    scored, score = [], PackedUpdater.score
-    monkeypatch.setattr(PackedUpdater, "score", lambda self, params, *x: scored.append(x) or score(self, params, *x))
-    batch = collected(run_of(length_reward, beta=0.1), keep_reference=True).batch
-    assert len(scored) == 1
-    assert batch.ref_log_probs is not None
-    assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
-
-
-@pytest.mark.quick
 def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     """They are taken as they are, of whatever policy, and the next ones come from the present one."""
-    run, theirs = run_of(), tiny_policy(seed=1).params
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts}
-    first = collect(run, state, 0, look_ahead=True, **at)
-    alone = collect(run, state, first.cursor, **at)
-    second = collect(run, state.replace(params=theirs), first.cursor, ahead=first.ahead, **at)
+    run = run_of()
+    at, state = {"count": 4}, create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    first, alone = collect(run, state, 0, look_ahead=True, **at), collect(run, state, 4, **at)
+    second = collect(run, state.replace(params=tiny_policy(seed=1).params), 4, ahead=first.ahead, **at)
     chex.assert_trees_all_equal(second.batch, alone.batch)
     assert second.rows == alone.rows
     assert second.cursor == alone.cursor == 8
     assert second.ahead is alone.ahead is None
-
-
-def test_refills_use_up_what_was_sampled_ahead():
+    # Refills use up what was sampled ahead.
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    at = {"count": run.sizes.prompts}
     plain, ahead = collect(run, state, 0, **at), collect(run, state, 0, look_ahead=True, **at)
     chex.assert_trees_all_equal(plain.batch, ahead.batch)
     assert ahead.cursor == plain.cursor == 8
@@ -315,15 +231,11 @@ def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
     assert calls == [0, 4]
 
 
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [
-        ({}, 4 * 4),  # 16 completions are 4 prompts, in each of 4 steps
-        ({"num_iterations": 2}, 2 * 4),
-        ({"dynamic_sampling": True}, 4 * 4 * 5),
-    ],
-    ids=["plain", "iterations", "refills"],
-)
+COUNTS = [({}, 4 * 4), ({"num_iterations": 2}, 2 * 4), ({"dynamic_sampling": True}, 4 * 4 * 5)]
+"""16 completions are 4 prompts, in each of 4 steps."""
+
+
+@pytest.mark.parametrize(("settings", "count"), COUNTS, ids=["plain", "iterations", "refills"])
 def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, count):
     """In the order of the stream, which `datasets` shuffles by a buffer; the run that goes on reads the same."""
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -338,25 +250,9 @@ def test_of_an_endless_stream_as_many_rows_are_read_as_the_run_takes(settings, c
     expected = [row["prompt"] for row in itertools.islice(stream, count)]
     assert sorted(expected) != expected
     made.clear()
-    how = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
     for _ in range(2):
-        run = prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings)))
+        run = run_of(rows=stream, **{"shuffle_dataset": True} | settings)
         assert [row["prompt"] for row in run.data.rows] == expected
     assert len(made) <= 2 * (count + 5 + 1), "and what fills the buffer"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
-        prepare(Arguments(POLICY, stream, length_reward, GRPOConfig(**how | settings | {"max_steps": -1})))
-
-
-def test_the_steps_of_a_run_take_no_more_rows_than_were_read_for_them():
-    """With refills in every iteration, the most that there can be: no row comes twice."""
-    seen = []
-
-    def silent(prompts):
-        seen.extend(dict.fromkeys(prompts))
-        return [0.5] * len(prompts)
-
-    config = GRPOConfig(
-        max_completion_length=4, per_device_train_batch_size=8, num_generations=4, max_steps=3, dynamic_sampling=True
-    )
-    train(POLICY, ({"prompt": f"{n}"} for n in itertools.count()), silent, config)
-    assert len(seen) == len(set(seen)) == config.most_prompts() == 3 * 2 * 5
+        run_of(rows=stream, **settings | {"max_steps": -1})

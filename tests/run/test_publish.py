@@ -41,20 +41,15 @@ def opened(config, run_dir, policy=None):
 
 
 def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch):
-    def longer(completions):
-        return [float(len(text)) for text in completions]
-
-    config = dataclasses.replace(
-        CONFIG, max_steps=2, save_steps=1, max_completion_length=4, learning_rate=0.01, hub_private_repo=True
-    )
+    longer = lambda completions: [float(len(text)) for text in completions]
+    longer.__name__ = "longer"
+    sizes = {"max_steps": 2, "save_steps": 1, "max_completion_length": 4, "learning_rate": 0.01}
+    config = dataclasses.replace(CONFIG, hub_private_repo=True, **sizes)
     with serving(monkeypatch) as hub:
         state = train(tiny_policy(), [{"prompt": "ab"}], longer, config, run_dir=tmp_path / "run")
     assert hub.private == {"me/sums": True}
     assert {authorization for _, _, authorization, _ in hub.requests} == {"Bearer hf_of_a_test"}
-    assert [commit[:3] for commit in hub.commits] == [
-        ("me/sums", "main", "Training in progress, step 1"),
-        ("me/sums", "main", "End of training"),
-    ]
+    assert [commit[2] for commit in hub.commits] == ["Training in progress, step 1", "End of training"]
     first, last = (loaded(commit, tmp_path / str(i)) for i, commit in enumerate(hub.commits))
     assert same(last.params, state.params)
     assert not same(first.params, state.params)
@@ -69,25 +64,16 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
 
 
 @pytest.mark.quick
-def test_the_repository_has_the_name_of_the_run_or_the_one_given(tmp_path, monkeypatch):
-    with serving(monkeypatch) as hub:
-        opened(dataclasses.replace(CONFIG, hub_model_id=None, hub_revision="dev"), tmp_path / "my-run").end(
-            tiny_policy().params
-        )
-        opened(dataclasses.replace(CONFIG, hub_model_id="team/sums"), tmp_path / "my-run").end(tiny_policy().params)
-    assert [commit[:2] for commit in hub.commits] == [("me/my-run", "dev"), ("team/sums", "main")]
-    assert hub.private == {"me/my-run": None, "team/sums": None}
-
-
-@pytest.mark.quick
 def test_only_the_end_is_pushed_or_nothing(tmp_path, monkeypatch):
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
-        publisher = opened(dataclasses.replace(CONFIG, hub_strategy="end"), tmp_path)
+        publisher = opened(
+            dataclasses.replace(CONFIG, hub_strategy="end", hub_model_id=None, hub_revision="dev"), tmp_path
+        )
         publisher.saved(1, params, last=2)
         assert hub.commits == []
         publisher.end(params)
-        assert [commit[2] for commit in hub.commits] == ["End of training"]
+        assert [commit[:3] for commit in hub.commits] == [(f"me/{tmp_path.name}", "dev", "End of training")]
         before = len(hub.requests)
         publisher = opened(GRPOConfig(hub_model_id="sums"), None)
         publisher.saved(1, params, last=2)
@@ -168,20 +154,15 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
             from_pretrained("me/sums", revision="never")
     # One commit, the large files by LFS, and nothing else was made or changed.
     assert hub.private == {"me/sums": True}
-    assert [commit[:3] for commit in hub.commits] == [
-        ("me/sums", "main", "Upload policy"),
-        ("me/sums", "later", "Upload policy"),
-    ]
+    assert [commit[:3] for commit in hub.commits] == [("me/sums", x, "Upload policy") for x in ("main", "later")]
     assert [first, second] == [f"{hub.url}/me/sums/commit/{n:040x}" for n in (1, 2)]
     stages = ["/api/repos/create", "/api/validate-yaml", "/preupload/main", "/objects/batch", "/store/", "/commit/main"]
     where = [min(i for i, path in enumerate(paths) if stage in path) for stage in stages]
     assert where == sorted(where)
     assert sum("PUT " in path for path in paths) == 2
     files = hub.commits[0][3]
-    assert set(files) == {
-        *("README.md", "report.png", "config.json", "generation_config.json", "model.safetensors"),
-        *policy.files,
-    }
+    wanted = {"README.md", "report.png", "config.json", "generation_config.json", "model.safetensors"}
+    assert set(files) == {*wanted, *policy.files}
     assert files["report.png"] == b"a picture"
     # What comes back is what went in.
     assert same(by_commit.params, policy.params)
@@ -232,24 +213,6 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
         with pytest.raises(ValueError, match="policy has a model of your own, which no checkpoint can hold"):
             push_to_hub(policy.replace(model=object()), "me/sums")
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-        with pytest.raises(
-            PermissionError, match="nobody is logged in to the hub: call `hf auth login`, or set HF_TOKEN"
-        ):
+        with pytest.raises(PermissionError, match="logged in to the hub: call `hf auth login`, or set HF_TOKEN"):
             push_to_hub(policy, "me/sums", run_dir=run_dir)
         assert hub.requests == []
-
-
-@pytest.mark.quick
-def test_what_the_hub_refuses_is_said_and_leaves_nothing(run_dir, monkeypatch):
-    policy = tiny_policy()
-    before = sorted(run_dir.iterdir())
-    with serving(monkeypatch) as hub:
-        with pytest.raises(
-            OSError, match=r"repo_id is 'other/sums': the repository cannot be made \(.*403.*; log in by"
-        ):
-            push_to_hub(policy, "other/sums", run_dir=run_dir)
-        with pytest.raises(ValueError, match=r'"license" must be one of'):
-            push_to_hub(policy, "me/sums", run_dir=run_dir, license="mine")
-    assert hub.commits == []
-    assert hub.stored == {}
-    assert sorted(run_dir.iterdir()) == before

@@ -10,6 +10,8 @@ import pytest
 
 from grpo_jax.run.run_dir import locked
 
+pytestmark = pytest.mark.quick
+
 HOLD = """
 import fcntl, sys, time
 file = open(sys.argv[1], "a+")
@@ -21,7 +23,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.quick
 def test_another_process_holds_it_until_it_is_killed(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:
@@ -36,7 +37,6 @@ def test_another_process_holds_it_until_it_is_killed(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
 
 
-@pytest.mark.quick
 def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
@@ -46,7 +46,6 @@ def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.quick
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (

@@ -1,105 +1,40 @@
 """The best checkpoint, and those that are kept, do not depend on where a run was interrupted."""
 
 import json
-import signal
 
 import pytest
 from test_checkpoint import state_at
 from test_resume import about
-from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.schedule import best_of, kept_of
-from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.watch.progress import Progress
 
 LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "reward"}
 
 
+SCHEDULES = [
+    ({}, [4, 8, 12], {"4": 0.5, "8": 0.1, "12": 0.2}, (4, 0.5), {4, 8, 12}),
+    ({}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.5}, (12, 0.5), {8, 12}),
+    ({"greater_is_better": False}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.2}, (4, 0.1), {4, 8, 12}),
+    ({}, [4, 8, 9], {"4": 0.5, "8": 0.1, "9": 0.9}, (4, 0.5), {4, 8, 9}),
+    ({}, [4, 8, 9, 12], {"4": 0.1, "8": 0.1}, (8, 0.1), {8, 12}), ({}, [1, 2, 3], {}, None, {2, 3}),
+    ({}, [4, 8, 12, 14], {"14": 0.9}, (14, 0.9), {12, 14}), ({}, [4, 6, 8], {"6": 0.9}, None, {4, 8}),
+    ({"save_total_limit": None}, [4, 5, 8], {"5": 0.9}, None, {4, 8}),
+    ({"save_total_limit": None}, [4, 5, 8, 9, 10], {}, None, {4, 8, 10}),
+    ({"save_total_limit": None, "save_steps": None}, [3, 5, 9], {}, None, {9}),
+    ({"save_total_limit": None, "save_steps": None}, [9, 14], {}, None, {14}),
+    ({"save_steps": None}, [3, 5, 9, 14], {"5": 0.9, "14": 0.1}, (14, 0.1), {9, 14}),
+]  # fmt: skip
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("settings", "steps", "metrics", "best", "kept"),
-    [
-        ({}, [4, 8, 12], {"4": 0.5, "8": 0.1, "12": 0.2}, (4, 0.5), {4, 8, 12}),
-        ({}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.5}, (12, 0.5), {8, 12}),
-        ({"greater_is_better": False}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.2}, (4, 0.1), {4, 8, 12}),
-        # A stop after step 9: it is kept to go on from, is not the best whatever it measured, and takes no place.
-        ({}, [4, 8, 9], {"4": 0.5, "8": 0.1, "9": 0.9}, (4, 0.5), {4, 8, 9}),
-        ({}, [4, 8, 9, 12], {"4": 0.1, "8": 0.1}, (8, 0.1), {8, 12}),
-        ({}, [1, 2, 3], {}, None, {2, 3}),
-        # The last step counts; that of a shorter run does not, once the run is longer.
-        ({}, [4, 8, 12, 14], {"14": 0.9}, (14, 0.9), {12, 14}),
-        ({}, [4, 6, 8], {"6": 0.9}, None, {4, 8}),
-        ({"save_total_limit": None}, [4, 5, 8], {"5": 0.9}, None, {4, 8}),
-        ({"save_total_limit": None}, [4, 5, 8, 9, 10], {}, None, {4, 8, 10}),
-        # Without either, those of the clock follow one another, and the last step's stays.
-        ({"save_total_limit": None, "save_steps": None}, [3, 5, 9], {}, None, {9}),
-        ({"save_total_limit": None, "save_steps": None}, [9, 14], {}, None, {14}),
-        # Without a schedule all take places; the last one alone can be the best.
-        ({"save_steps": None}, [3, 5, 9, 14], {"5": 0.9, "14": 0.1}, (14, 0.1), {9, 14}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
 def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
     config = GRPOConfig(**{**LIMITED, **settings})
     assert best_of(config, steps, metrics, 14) == best
     assert kept_of(config, steps, metrics, 14) == kept
-
-
-SETTINGS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 4,
-    "max_steps": 7,
-    "learning_rate": 1e-2,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "eval_steps": 2,
-    "save_steps": 2,
-    "save_total_limit": 1,
-    "load_best_model_at_end": True,
-}
-
-
-def run(run_dir, measured, metric, **settings):
-    """A run whose reward of a step, and of the evaluation after it, is as told."""
-
-    def known(completions, trainer_state):
-        return [measured[trainer_state.global_step]] * len(completions)
-
-    config = GRPOConfig(**SETTINGS, metric_for_best_model=metric, **settings)
-    rows = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
-    return train(tiny_policy(), rows, known, config, eval_dataset=rows[:2], run_dir=run_dir)
-
-
-def kept_in(run_dir):
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-
-
-def test_a_run_that_was_stopped_has_the_best_of_one_that_was_not(tmp_path, monkeypatch):
-    """Evaluations are due after steps 2, 4, 6 and 7.
-
-    The first stop comes in the update before one of them: its checkpoint is written without the metric, which is
-    measured by the run that resumes. The second stop is not at the step of a scheduled checkpoint.
-    """
-    metric, measured, best, stops = "eval/known", [0.1, 0.1, 0.9, 0.1, 0.3, 0.1, 0.4, 0.2], 2, (2, 5)
-    whole = run(tmp_path / "whole", measured, metric)
-    assert int(whole.step) == best
-    update = PackedUpdater.update
-    for stop in stops:
-
-        def stopping(self, state, batch, stop=stop):
-            if int(state.step) == stop - 1:
-                signal.raise_signal(signal.SIGTERM)
-            return update(self, state, batch)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedUpdater, "update", stopping)
-            with pytest.raises(SystemExit):
-                run(tmp_path / "stopped", measured, metric)
-        assert stop in kept_in(tmp_path / "stopped")
-    assert int(run(tmp_path / "stopped", measured, metric).step) == best
-    assert kept_in(tmp_path / "stopped") == kept_in(tmp_path / "whole") == [best, 7]
 
 
 REWARD, KL = (GRPOConfig(save_steps=1, metric_for_best_model=name) for name in ("reward", "kl"))

@@ -18,6 +18,8 @@ from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, sco
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 
+pytestmark = pytest.mark.quick
+
 G, T = 3, 4
 ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i"])]
 
@@ -66,7 +68,6 @@ def of_few(completion_ids, number, log_metric, log_extra):
     return [0.1 * n if n in (0, 3) else None for n in number]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("processes", "rows"), [(2, 4), (2, 5), (3, 5), (3, 2), (2, 1)])
 def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
     (one,), _ = run(monkeypatch, 1, rows, length, of_few)
@@ -84,7 +85,6 @@ def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
         assert found.stats.keys() == one.stats.keys()
 
 
-@pytest.mark.quick
 def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
     def fails_on_odd_rows(completion_ids, number, log_metric, log_extra):
         return [float("nan") if n % 2 else 1.0 for n in number]
@@ -101,7 +101,6 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kept", [4, 1], ids=["all", "the first row"])
 def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch, kept):
     """Though what is kept of a batch that was filled up would be parted otherwise."""
@@ -124,7 +123,6 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
     assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]
 
 
-@pytest.mark.quick
 def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch):
     def by_token(completion_ids, number, log_metric, log_extra):
         return [np.full(len(ids), n, np.float32) if n else None for n, ids in zip(number, completion_ids, strict=True)]
@@ -137,7 +135,6 @@ def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch
     np.testing.assert_array_equal(found[0].rewards.ravel()[G:], [sum(part.values) for part in expected])
 
 
-@pytest.mark.quick
 def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)

@@ -1,7 +1,6 @@
 """Functions of the caller's own: they do what the tables' do where they say the same, and are refused by shape."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -24,15 +23,8 @@ from grpo_jax.update.state import create_state
 # A quarter of the bytes end a turn, so that rows of a group differ in length.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-CONFIG = GRPOConfig(
-    max_completion_length=8,
-    per_device_train_batch_size=16,
-    num_generations=4,
-    max_steps=2,
-    learning_rate=1e-2,
-    gradient_checkpointing=False,
-    shuffle_dataset=False,
-)
+SETTINGS = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 2}
+CONFIG = GRPOConfig(**SETTINGS, learning_rate=1e-2, gradient_checkpointing=False, shuffle_dataset=False)
 
 
 def length(completion_ids):
@@ -71,13 +63,11 @@ def test_the_gradient_weighs_each_token_by_its_own_advantage(bare, devices):
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, G, T)).astype(np.float32))
     b = batch().replace(advantages=weights, ref_log_probs=None)
     completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
-    expected = jax.grad(
-        lambda params: -jnp.sum(weights * scored(model, params, b.prompts, completions), where=b.mask) / b.mask.sum()
-    )(params)
+    loss = lambda params: -jnp.sum(weights * scored(model, params, b.prompts, completions), where=b.mask) / b.mask.sum()
+    expected = jax.grad(loss)(params)
     mesh = make_mesh({"data": devices}) if devices else None
-    updater = choose_updater(
-        Bare(model) if bare else model, CONFIG, micro=(2, 2), optimizer=OPTIMIZER, on_policy=True, mesh=mesh
-    )
+    how = {"micro": (2, 2), "optimizer": OPTIMIZER, "on_policy": True, "mesh": mesh}
+    updater = choose_updater(Bare(model) if bare else model, CONFIG, **how)
     updater = dataclasses.replace(updater, config=dataclasses.replace(CONFIG, max_completion_length=T))
     state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
     grads, _ = updater.gradients(state, b)
@@ -96,27 +86,6 @@ class Says:
 
     def get_reward(self):
         return float(self.turns)
-
-
-def spied(seen, rewards, mask, **context):
-    seen.append({"rewards": rewards, "mask": mask, **context})
-    return jnp.zeros(rewards.shape[:2])
-
-
-def test_the_context_is_that_of_the_batch():
-    seen = []
-    config = dataclasses.replace(CONFIG, max_completion_length=16, beta=0.1, reward_weights=[0.5, 2.0])
-    run = prepare(
-        Arguments(POLICY, ROWS, length, config, environment_factory=Says, advantage_fn=functools.partial(spied, seen))
-    )
-    seen.clear()
-    state = create_state(POLICY.params, run.optimizer, jax.random.key(0), keep_reference=True)
-    experience = collect(run, state, 0, count=4)
-    assert len(seen) == 1, "compiled once"
-    names = {"weights", "lengths", "ended", "tokens", "turns", "log_probs", "ref_log_probs", "step", "key", "config"}
-    assert seen[0].keys() == names | {"rewards", "mask", "token_rewards"}
-    assert seen[0]["config"] is run.own_advantages.config
-    assert [row["advantage"] for row in experience.rows] == [0.0] * 16
 
 
 def test_turns_are_counted_by_their_ends_and_not_by_gaps():
@@ -151,10 +120,6 @@ def wrong_shape(rewards, mask):
     return rewards
 
 
-def of_whole_numbers(rewards, mask):
-    return mask.astype(int)
-
-
 def mistyped(rewards, mask, lenghts):
     return rewards[..., 0]
 
@@ -171,39 +136,24 @@ class Unhashable:
         return self.scale * tokens.ratio
 
 
+UNFIT = [
+    ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
+    ({"advantage_fn": wrong_shape},
+        r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
+        r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
+    ({"advantage_fn": lambda rewards, mask: mask.astype(int)}, r"returns int32 \(5, 4, 8\)"),
+    ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
+    ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
+    ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
+    ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
+    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
+    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
+    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
+]  # fmt: skip
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
-        (
-            {"advantage_fn": wrong_shape},
-            r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
-            r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)",
-        ),
-        ({"advantage_fn": of_whole_numbers}, r"returns int32 \(5, 4, 8\)"),
-        ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
-        ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
-        ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
-        ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
-        ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
-        ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
-        ({"surrogate": Unhashable()}, "surrogate 'Unhashable' cannot be hashed .*unhashable type: 'Unhashable'"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "message"), UNFIT)
 def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
     with pytest.raises(ValueError, match=message):
         prepare(Arguments(POLICY, ROWS, length, CONFIG, **keywords))
-
-
-def halves(rewards, mask, turns):
-    return jnp.where(turns % 2 == 0, for_each_token(rewards, mask), 0.5)
-
-
-def test_a_run_is_resumed_with_its_own_functions_and_with_no_others(tmp_path):
-    config = dataclasses.replace(CONFIG, max_steps=1, save_steps=1, logging_steps=1)
-    functions = {"advantage_fn": halves, "surrogate": reinforce}
-    learn(config, run_dir=tmp_path, **functions)
-    with pytest.raises(ValueError, match=r"advantage_fn: None, the run has test_seams\.halves") as error:
-        learn(config, run_dir=tmp_path, surrogate=ppo)
-    assert "surrogate: grpo_jax.maths.surrogates.ppo, the run has test_seams.reinforce" in str(error.value)

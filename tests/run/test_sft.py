@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, Policy, SFTConfig, add_lora, save_pretrained, sft, train
+from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.beginning import new_state
@@ -31,29 +31,17 @@ sys.path.append(str(Path(__file__).with_name("golden")))
 import make_sft
 
 ROWS = [
-    {"prompt": "ab", "completion": "cde"},
-    {"prompt": "the ", "completion": "cat sat"},
-    {"prompt": "x", "completion": "y"},
-    {"prompt": "one two ", "completion": "three"},
-    {"prompt": "q", "completion": "rstuvw"},
-    {"prompt": "7+5=", "completion": "12"},
-]
+    {"prompt": "ab", "completion": "cde"}, {"prompt": "the ", "completion": "cat sat"},
+    {"prompt": "x", "completion": "y"}, {"prompt": "one two ", "completion": "three"},
+    {"prompt": "q", "completion": "rstuvw"}, {"prompt": "7+5=", "completion": "12"},
+]  # fmt: skip
 ALIKE = [{**row, "prompt": f"Say: {row['prompt']}"} for row in ROWS]
 """The same behind a beginning that is then read once for all of them."""
 
 
 def settings(**more):
-    return SFTConfig(
-        **{
-            "per_device_train_batch_size": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "max_length": 32,
-            **more,
-        }
-    )
+    small = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "max_length": 32}
+    return SFTConfig(**small | {"lr_scheduler_type": "constant", "logging_steps": 1} | more)
 
 
 def loss_by_logits(policy, params, examples):
@@ -167,26 +155,6 @@ def test_trl_computes_the_same_today(tmp_path):
             np.testing.assert_allclose(our_grads[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=f"{case}/{name}")
 
 
-def test_packed_is_padded_and_micro_batches_add_up():
-    policy = tiny_policy()
-    config = settings(per_device_train_batch_size=6, train_sampling_strategy="sequential")
-    loss, grads, _ = gradient(policy, config)
-    padded, padded_grads, _ = gradient(policy, config, micro=(6, 1))
-    parts, parts_grads, _ = gradient(policy, config, micro=(2, 1))
-    np.testing.assert_allclose([padded, parts], loss, rtol=1e-5)
-    for other in (padded_grads, parts_grads):
-        chex.assert_trees_all_close(grads, other, rtol=1e-4, atol=1e-6)
-
-
-def test_dft_weighs_each_token_by_its_probability():
-    policy = tiny_policy()
-    one = [{"input_ids": tiny_tokenizer()("ab")["input_ids"]}]  # a single learned token
-    nll, grads, _ = gradient(policy, settings(per_device_train_batch_size=1), one)
-    dft, weighed, _ = gradient(policy, settings(per_device_train_batch_size=1, loss_type="dft"), one)
-    np.testing.assert_allclose(dft, np.exp(-nll) * nll, rtol=1e-5)
-    chex.assert_trees_all_close(weighed, jax.tree.map(lambda g: np.exp(-nll) * g, grads), rtol=1e-4, atol=1e-9)
-
-
 def test_a_completion_learned_is_one_that_grpo_rewards():
     """One step of plain SGD: SFT, and GRPO's update with advantage 1, ratio 1 and beta 0, on the same batch."""
     policy, optimizer = tiny_policy(), optax.sgd(0.1)
@@ -202,10 +170,8 @@ def test_a_completion_learned_is_one_that_grpo_rewards():
 
 
 def test_it_learns_evaluates_and_keeps_its_best(tmp_path):
-    config = settings(
-        max_steps=30, eval_steps=10, save_steps=10, metric_for_best_model="eval/loss", load_best_model_at_end=True
-    )
-    policy = tiny_policy()
+    best = {"metric_for_best_model": "eval/loss", "load_best_model_at_end": True}
+    config, policy = settings(max_steps=30, eval_steps=10, save_steps=10, **best), tiny_policy()
     state = sft(policy, ROWS, config, eval_dataset=ROWS[:3], run_dir=tmp_path)
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
@@ -215,42 +181,21 @@ def test_it_learns_evaluates_and_keeps_its_best(tmp_path):
     examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
     np.testing.assert_allclose(losses[0], loss_by_logits(policy, policy.params, examples), rtol=1e-5)
     np.testing.assert_allclose(evaluate_examples(run, state.params)["loss"], min(losses), rtol=1e-5)
-    assert {
-        "loss",
-        "entropy",
-        "mean_token_accuracy",
-        "grad_norm",
-        "learning_rate",
-        "num_tokens",
-        "seconds/update",
-    } <= lines[1].keys()
+    wanted = {"loss", "entropy", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens", "seconds/update"}
+    assert wanted <= lines[1].keys()
     assert not (tmp_path / "completions.jsonl").exists()
     assert json.loads((tmp_path / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
-
-
-def test_another_run_is_not_gone_on_with(tmp_path):
-    policy = tiny_policy()
-    sft(policy, ROWS, settings(max_steps=1), run_dir=tmp_path)
-    with pytest.raises(ValueError, match="completion_only_loss = False: the run has None"):
-        sft(policy, ROWS, settings(max_steps=1, completion_only_loss=False), run_dir=tmp_path)
-    with pytest.raises(ValueError, match="dataset: its 6 prompts are not those of the run"):
-        sft(policy, [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}], settings(max_steps=1), run_dir=tmp_path)
+    for changed, message in (
+        ({"completion_only_loss": False}, "completion_only_loss = False: the run has None"),
+        ({"seed": 0}, "dataset: its 6 prompts are not those of the run"),
+    ):
+        rows = [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}] if "seed" in changed else ROWS
+        with pytest.raises(ValueError, match=message):
+            sft(policy, rows, dataclasses.replace(config, **changed), eval_dataset=ROWS[:3], run_dir=tmp_path)
     with pytest.raises(ValueError, match="config: a GRPOConfig, the run has a SFTConfig"):
         train(
-            policy,
-            [{"prompt": "a"}],
-            lambda completions: [0.0] * len(completions),
-            GRPOConfig(max_steps=1, max_completion_length=8),
-            run_dir=tmp_path,
+            policy, [{"prompt": "a"}], lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=tmp_path
         )
-
-
-def test_adapters_learn():
-    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4)
-    lines = []
-    state = sft(policy, ROWS, settings(max_steps=20), callbacks=[lambda step, metrics: lines.append(metrics["loss"])])
-    assert lines[-1] < lines[0] - 0.2
-    assert jax.tree.structure(state.params) == jax.tree.structure(policy.params)
 
 
 def test_a_mesh_of_two_devices_is_one_device():
@@ -268,41 +213,18 @@ def test_examples_that_begin_alike_are_dealt_out_evenly():
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
 
 
-def test_any_model_learns():
-    class Pairs:
-        def apply(self, variables, tokens):
-            return variables["params"]["logits"][tokens]
-
-    policy = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer())
-    lines = []
-    sft(
-        policy,
-        ROWS,
-        settings(max_steps=10, learning_rate=0.5, packing=True),
-        callbacks=[lambda step, m: lines.append(m["loss"])],
-    )
-    np.testing.assert_allclose(lines[0], np.log(258), rtol=1e-5)
-    assert lines[-1] < 2
+BAD = [
+    ({"config": GRPOConfig()}, "config must be an SFTConfig"),
+    ({"policy": 3}, "policy must be what from_pretrained returns"),
+    ({"config": settings(eval_steps=2)}, "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft"),
+    ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
+    ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
+    ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is no"),
+]  # fmt: skip
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"config": GRPOConfig()}, "config must be an SFTConfig"),
-        ({"policy": 3}, "policy must be what from_pretrained returns"),
-        (
-            {"config": settings(eval_steps=2)},
-            "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to sft",
-        ),
-        ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
-        ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
-        (
-            {"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)},
-            "router_aux_loss_coef = 0.1: the model is no",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), BAD)
 def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=said):

@@ -9,6 +9,8 @@ import pytest
 
 from grpo_jax.run.signals import Interrupted, StopSignals
 
+pytestmark = pytest.mark.quick
+
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -21,7 +23,6 @@ def _same_handlers_afterwards():
     signal.signal(signal.SIGINT, found)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("number", BOTH)
 def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, capfd):
     with StopSignals() as signals:
@@ -35,19 +36,13 @@ def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, c
     assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
 
 
-@pytest.mark.quick
 def test_the_second_signal_acts_as_usual():
-    def second():
-        with StopSignals() as signals:
-            signal.raise_signal(signal.SIGINT)
-            assert signals.received is signal.SIGINT
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        second()
+    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.quick
 def test_work_is_interrupted_only_if_no_other_process_waits_for_it():
     for alone in (True, False):
         with StopSignals(alone=alone) as signals:
@@ -57,7 +52,6 @@ def test_work_is_interrupted_only_if_no_other_process_waits_for_it():
                 signals.interrupt()
 
 
-@pytest.mark.quick
 def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with StopSignals() as signals:
@@ -66,7 +60,6 @@ def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatc
             signals.leave()
 
 
-@pytest.mark.quick
 def test_what_cannot_or_shall_not_be_handled_is_left_alone():
     def handlers(enabled=True):
         with StopSignals(enabled):

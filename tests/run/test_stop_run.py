@@ -1,30 +1,21 @@
 """Runs whose turns end at a stop string: what environments receive, and what is learned and counted."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, train
+from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.watch.writer import read_lines
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
 # Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
 STOP = [*"abcdefghijklmnop", "é", "Q", "R"]
 SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 40,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 2,
-    "learning_rate": 1e-2,
-    "stop": STOP,
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40,
+    "gradient_checkpointing": False, "logging_steps": 1, "max_steps": 2, "learning_rate": 1e-2, "stop": STOP,
     "max_turn_length": 9,
-}
+}  # fmt: skip
 
 
 HEARD = []
@@ -66,56 +57,6 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted(tmp_path):
     by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
     assert len(by_text) > 20
     assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn went on behind a text"
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
-def test_stories_play_three_turns_of_a_sentence():
-    """This model draws no EOS in that room. What is said in between has full stops too."""
-    policy = from_pretrained(STORIES)
-    rows = [{"prompt": text, "number": i} for i, text in enumerate(["Once upon a time", "A dog", "The sun", "Tim"])]
-    heard = []
-
-    class Listener:
-        def reset(self, **row):
-            self.turns = []
-
-        def respond(self, text):
-            self.turns.append(text)
-            heard.append(text)
-            return None if len(self.turns) == 3 else " Oh. And then? He said."
-
-        def get_reward(self):
-            return float(len(self.turns))
-
-    settings = {"max_completion_length": 112, "learning_rate": 1e-4, "stop": ["."], "max_turn_length": None}
-    _, lines = run(Listener, rows, policy, **settings)
-    for line in lines:
-        assert line["sampler_gap"] <= 2e-5
-        assert line["turns/max"] == 3
-        assert line["turns/mean"] > 2
-        assert line["completions/clipped_ratio"] < 0.5
-        assert "turns/cut_short" not in line
-    assert len(heard) > 30
-    assert all(text.count(".") == 1 and text.endswith(".") for text in heard)
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
-def test_an_evaluation_of_one_turn_ends_there_too():
-    policy, texts = from_pretrained(STORIES), []
-
-    def length(completions):
-        texts.extend(completions)
-        return [float(len(text)) for text in completions]
-
-    rows = [{"prompt": "Once upon a time"}, {"prompt": "The sun"}]
-    metrics, found = evaluate(policy, rows, length, stop="little girl", max_completion_length=64)
-    assert texts[0].endswith("little girl") or "little girl" not in texts[0]
-    whole, _ = evaluate(policy, rows, length, max_completion_length=64)
-    for row, text, long in zip(found, texts[:2], texts[2:], strict=True):
-        cut = long.find("little girl")
-        assert (text, row["ended"]) == ((long[: cut + len("little girl")], True) if cut >= 0 else (long, False))
-    assert metrics["mean_length"] < whole["mean_length"]
-    assert evaluate(policy, rows, length, max_turn_length=5, max_completion_length=64)[0]["mean_length"] == 5
 
 
 @pytest.mark.quick

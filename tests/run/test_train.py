@@ -5,7 +5,6 @@ import json
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from tiny import tiny_policy
 
@@ -19,15 +18,9 @@ from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 4,
-    "learning_rate": 3e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "seed": 0,
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "gradient_checkpointing": False, "seed": 0,
+}  # fmt: skip
 
 
 def lower_case(completions):
@@ -35,26 +28,14 @@ def lower_case(completions):
 
 
 def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_dir=None, callbacks=(), **settings):
-    config = GRPOConfig(**{**SMALL, "max_steps": 4, **settings})
-    return train(
-        policy or tiny_policy(),
-        rows,
-        reward_fns,
-        config,
-        eval_dataset=eval_dataset,
-        run_dir=run_dir,
-        callbacks=callbacks,
-    )
+    config = GRPOConfig(**SMALL | {"max_steps": 4} | settings)
+    how = {"eval_dataset": eval_dataset, "run_dir": run_dir, "callbacks": callbacks}
+    return train(policy or tiny_policy(), rows, reward_fns, config, **how)
 
 
 def test_a_policy_learns_what_is_rewarded():
-    rewards = []
-    run(
-        max_steps=45,
-        per_device_train_batch_size=24,
-        learning_rate=1e-2,
-        callbacks=[lambda step, metrics: rewards.append(metrics["reward"])],
-    )
+    rewards, note = [], lambda step, metrics: rewards.append(metrics["reward"])
+    run(max_steps=45, per_device_train_batch_size=24, learning_rate=1e-2, callbacks=[note])
     assert np.mean(rewards[:3]) < 0.2
     assert np.mean(rewards[-3:]) > 0.8
 
@@ -73,17 +54,8 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
 
 
 def test_after_warm_up_an_iteration_compiles_nothing():
-    programs = (
-        prompts.read_some,
-        packed.add_gradients,
-        prompts.add_prompts,
-        packed.apply_sums,
-        packed.add_scores,
-        packed.measure,
-        decode_module.prefill,
-        decode_module.decode,
-        decode_module.move,
-    )
+    programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
+    programs += [packed.measure, decode_module.prefill, decode_module.decode, decode_module.move]
     sizes = []
     run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
     assert sizes[1:] == [sizes[1]] * 5
@@ -105,28 +77,13 @@ def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
     chex.assert_trees_all_equal(synced.initial_params, tiny_policy().params)
 
 
-def test_several_passes_and_slices_learn_from_one_rollout(tmp_path):
-    lines = []
-    state = run(
-        run_dir=tmp_path,
-        max_steps=9,
-        num_iterations=2,
-        steps_per_generation=2,
-        callbacks=[lambda step, metrics: lines.append(metrics)],
-    )
-    assert int(state.step) == 9
-    first = [line for line in lines if "reward" in line]
-    assert len(first) == 3, "two whole iterations of 2 passes × 2 minibatches, and the first update of a third"
-    assert lines[0]["sampler_gap"] < 1e-5
-    assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert lines[2]["ratio_max"] > 1.0001, "the second pass is off-policy"
-    rows = list(read_lines(tmp_path / "completions.jsonl"))
-    assert sorted({row["step"] for row in rows}) == [1, 5, 9]
-    assert len(rows) == 3 * 16
+def test_files_of_a_run_which_are_for_one_run_at_a_time(tmp_path):
+    def another(step, metrics):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run(run_dir=tmp_path)
 
-
-def test_files_of_a_run(tmp_path):
-    run(run_dir=tmp_path, eval_dataset=ROWS[:2], max_steps=3, eval_steps=2, num_generations_eval=2, beta=0.1)
+    how = {"max_steps": 3, "eval_steps": 2, "num_generations_eval": 2, "beta": 0.1, "callbacks": [another]}
+    run(run_dir=tmp_path, eval_dataset=ROWS[:2], **how)
     lines = list(read_lines(tmp_path / "metrics.jsonl"))
     assert [line["step"] for line in lines if "reward" in line] == [1, 2, 3]
     assert [line["step"] for line in lines if "eval/lower_case" in line] == [0, 2, 3]
@@ -154,65 +111,25 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
         assert "7,264 parameters" in shown
 
 
-def test_a_directory_is_for_one_run_at_a_time(tmp_path):
-    refused = []
+@pytest.mark.quick
+def test_bad_resume():
+    for resume, message in (("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of")):
+        with pytest.raises(ValueError, match=message):
+            train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
 
-    def another(step, metrics):
-        with pytest.raises(RuntimeError, match="is in use by process"):
-            run(run_dir=tmp_path)
-        refused.append(step)
 
-    run(run_dir=tmp_path, max_steps=1, callbacks=[another])
-    assert refused == [1]
+BAD = [
+    ({"reward_fns": lambda completions: [1.0]}, "reward function 'lambda'.*1 .*8"),
+    ({"reward_fns": lambda completions: "right"}, "reward function 'lambda'.*'right'"),
+    ({"reward_fns": lambda completions: [True] * 3}, "reward function 'lambda'.*3 .*8"),
+    ({"reward_fns": lambda completions: [float("inf")] * 8}, "reward function 'lambda'.*inf"),
+    ({"callbacks": [3]}, r"callbacks\[0\] = 3 is not a function"),
+]  # fmt: skip
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of 'auto', 'must', 'never'")],
-)
-def test_bad_resume(resume, message):
-    with pytest.raises(ValueError, match=message):
-        train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
-
-
-def test_an_optimizer_of_ones_own():
-    config = GRPOConfig(**SMALL, max_steps=1)
-    still = train(tiny_policy(), ROWS, lower_case, config, optimizer=optax.sgd(0.0))
-    chex.assert_trees_all_equal(still.params, tiny_policy().params)
-    assert not jax.tree.leaves(still.opt_state)
-
-
-def test_weighted_and_missing_rewards_from_dataset_columns():
-    def right(completions, answer):
-        return [float(truth in text) for text, truth in zip(completions, answer, strict=True)]
-
-    async def sometimes(completions):
-        return [1.0 if i % 2 else None for i in range(len(completions))]
-
-    lines = []
-    run([right, sometimes], reward_weights=[1.0, 0.5], max_steps=1, callbacks=[lambda step, m: lines.append(m)])
-    assert lines[0]["rewards/sometimes/missing"] == 0.5
-    assert lines[0]["reward"] == pytest.approx(lines[0]["rewards/right/mean"] + 0.25)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"reward_fns": lambda completions: [1.0]}, "reward function 'lambda'.*1 .*8"),
-        ({"reward_fns": lambda completions: "right"}, "reward function 'lambda'.*'right'"),
-        ({"reward_fns": lambda completions: [True] * 3}, "reward function 'lambda'.*3 .*8"),
-        ({"reward_fns": lambda completions: [float("inf")] * 8}, "reward function 'lambda'.*inf"),
-        ({"callbacks": [3]}, r"callbacks\[0\] = 3 is not a function"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_arguments_are_named(change, message):
     """What is found before anything is sampled: test_bad_inputs.py."""
     with pytest.raises((ValueError, TypeError), match=message):
         run(**change)
-
-
-def test_long_prompts_are_dropped_by_choice_and_counted(capsys):
-    run(max_prompt_length=2, on_long_prompt="drop", max_steps=1)
-    assert "2 rows are left out" in capsys.readouterr().err

@@ -1,14 +1,15 @@
 """The same loop trains adapters, a model of the user's own, conversations and other precisions."""
 
+import copy
+
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, mixup, train
+from grpo_jax import GRPOConfig, add_lora, merge_lora, mixup, train
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 
@@ -20,16 +21,9 @@ def lower_case(completions):
 
 def learn(policy, rows=ROWS, steps=30, **settings):
     rewards = []
-    settings = {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, **settings}
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=24,
-        max_completion_length=4,
-        max_steps=steps,
-        logging_steps=1,
-        seed=0,
-        **settings,
-    )
+    small = {"num_generations": 4, "per_device_train_batch_size": 24, "max_completion_length": 4, "logging_steps": 1}
+    small |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, "seed": 0}
+    config = GRPOConfig(**small | settings, max_steps=steps)
     state = train(policy, rows, lower_case, config, callbacks=[lambda step, m: rewards.append(m.get("reward"))])
     return state, rewards
 
@@ -67,53 +61,11 @@ def test_a_sync_of_adapters_mixes_the_weights():
     assert max(jax.tree.leaves(off)) > 1e-3
 
 
-class Foreign(nn.Module):
-    """A causal model that has nothing of this package: an embedding, a running mean, a head."""
-
-    vocab: int
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(self.vocab, 24)(tokens)
-        count = jnp.arange(1, tokens.shape[1] + 1).reshape(1, -1, 1)
-        x = x + nn.Dense(24)(jnp.cumsum(x, axis=1) / count)
-        return nn.Dense(self.vocab)(nn.gelu(x)).astype(jnp.float32)
-
-
-def test_a_model_of_ones_own_learns_by_the_same_loop():
-    tokenizer = tiny_tokenizer()
-    with jax.numpy_rank_promotion("allow"):  # flax's own layers add a bias by broadcasting
-        model = Foreign(len(tokenizer))
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        policy = Policy(model, params, tokenizer, config={"eos_token_id": tokenizer.eos_token_id})
-        _, rewards = learn(policy, beta=0.01)
-    assert np.mean(rewards[:3]) < 0.4
-    assert np.mean(rewards[-3:]) > 0.8
-
-
-def test_a_function_as_a_model():
-    """By the protocol: anything with `apply`, such as an nnx module merged in a lambda."""
-    base = tiny_policy()
-
-    class Merged:
-        apply = staticmethod(lambda variables, tokens: base.model.apply(variables, tokens))
-
-    state, _ = learn(base.replace(model=Merged()), steps=2)
-    direct, _ = learn(base, steps=2)
-    # Adam makes a step of nearly full size of any gradient: what is rounding in it shows.
-    chex.assert_trees_all_close(state.params, direct.params, atol=1e-4)
-
-
 @pytest.mark.quick
 def test_conversations_reach_the_reward_as_messages():
     policy = tiny_policy()
-    tokenizer = tiny_tokenizer().__class__(
-        tokenizer_object=tiny_tokenizer().backend_tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}[a]{% endif %}"
-    )
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": text}]} for text in "abcdef"]
     state, rewards = learn(policy.replace(tokenizer=tokenizer), rows, steps=2)
     assert int(state.step) == 2

@@ -1,17 +1,13 @@
 """Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
 
-import json
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_completions import sentencepiece
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, from_pretrained, init_policy, rehearse, train
+from grpo_jax import GRPOConfig, evaluate, rehearse, train
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.rollout.episodes import EnvironmentFault
 from grpo_jax.run.beginning import new_state
@@ -21,19 +17,13 @@ from grpo_jax.run.run import Arguments
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.watch.writer import read_lines
 
-STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 # A quarter of the bytes end a turn, so that most completions have several.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
 SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 40,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40,
+    "gradient_checkpointing": False, "logging_steps": 1, "max_steps": 3, "learning_rate": 1e-2,
+}  # fmt: skip
 
 
 class Game:
@@ -125,30 +115,6 @@ def test_turns_are_credited_with_what_is_to_go():
     assert experience.metrics["rewards/Graded/mean"] == pytest.approx(np.mean(sums))
 
 
-def test_rewards_of_tokens_need_advantages_in_their_unit():
-    def each(completion_ids):
-        return [np.ones(len(ids)) for ids in completion_ids]
-
-    with pytest.raises(ValueError, match="reward function 'each' returned an array, a reward for each token, and"):
-        experience_of(fns=[each], turn_credit="to_go")
-    _, _, experience = experience_of(fns=[each], turn_credit="to_go", scale_rewards="none", reward_weights=[1.0, 0.0])
-    batch = experience.batch
-    # Within a turn, each token has one less to go than the one before it.
-    within = batch.mask[..., 1:] & batch.mask[..., :-1] & ~np.isin(batch.tokens[..., :-1], POLICY.eos_token_ids)
-    assert within.sum() > 20
-    np.testing.assert_allclose(np.diff(batch.advantages)[within], -1.0, atol=1e-5)
-
-
-def test_credit_and_a_function_of_ones_own_are_two_of_one_kind():
-    with pytest.raises(ValueError, match="advantage_fn: turn_credit = 'to_go' makes the advantages; leave one"):
-        prepare(
-            Arguments(
-                POLICY, ROWS, [], GRPOConfig(**SMALL, turn_credit="to_go"), environment_factory=Game,
-                advantage_fn=lambda rewards, mask: rewards[..., 0],
-            )
-        )  # fmt: skip
-
-
 def test_observations_carry_no_gradient():
     """Other log-probs, weights and advantages where something was observed change nothing."""
     found, state, experience = experience_of(beta=0.1)
@@ -169,18 +135,6 @@ def test_observations_carry_no_gradient():
     assert np.abs(score(jnp.where(observed, 9, batch.tokens)) - batch.sampling_log_probs).max() > 0.01
 
 
-@pytest.mark.quick
-def test_lengths_count_what_was_observed_and_the_end_is_the_environments():
-    _, _, experience = experience_of(fns=[lambda completions: [0.0] * len(completions)])
-    rows, batch = experience.rows, experience.batch
-    ended = [row["ended"] for row in rows]
-    drawn = [sum(turn["by"] == "policy" for turn in row["turns"]) for row in rows]
-    assert {turns for turns, end in zip(drawn, ended, strict=True) if end} == {4}, "the fourth answer is the last"
-    assert min(drawn) < 4, "others had no room for as many"
-    assert experience.metrics["completions/clipped_ratio"] == pytest.approx(1 - np.mean(ended))
-    assert experience.metrics["completions/max_length"] <= batch.mask.shape[-1]
-
-
 def test_evaluation_and_rehearsal_play_too():
     how = {"environment_factory": Game, "max_completion_length": 40, "temperature": 1.0}
     metrics, rows = evaluate(POLICY, ROWS, [lambda completions: [1.0] * len(completions)], reward_weights=[0.5], **how)
@@ -189,21 +143,6 @@ def test_evaluation_and_rehearsal_play_too():
     assert all(row["turns"] for row in rows)
     report = rehearse(POLICY, ROWS, [], GRPOConfig(**SMALL), environment_factory=Game)
     assert report.metrics["turns/mean"] > 0
-
-
-def test_what_is_heard_of_a_turn_is_how_the_completion_begins():
-    """With a tokenizer that takes the first space of a text away."""
-    tokenizer = sentencepiece()
-    settings = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    policy = init_policy({**POLICY.config, **settings}, jax.random.key(0), tokenizer=tokenizer)
-    rows = [{"prompt": "Once upon", "target": 7}] * 8
-    how = {"num_generations": 32, "max_completion_length": 16, "temperature": 1.0}
-    for environments in ({}, {"environment_factory": Game}):
-        _, found = evaluate(policy, rows, [lambda completions: [0.0] * len(completions)], **environments, **how)
-        assert any(row["completion"].startswith(" ") for row in found)
-        for row in found:
-            heard = row["turns"][0]["text"] if environments else row["completion"]
-            assert row["completion"].startswith(heard)
 
 
 class Breaks(Game):
@@ -252,9 +191,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
             run(**given)
     with pytest.raises(ValueError, match="needs the argument 'environments', which is no column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
-    both = {"environment_factory": Game, "sampler": lambda **arguments: None}
+    how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
     with pytest.raises(ValueError, match="sampler makes completions of one turn; give one that takes `answers`"):
-        train(POLICY, ROWS, [], GRPOConfig(**SMALL), **both)
+        train(POLICY, ROWS, [], sampler=lambda **arguments: None, **how)
+    with pytest.raises(ValueError, match="advantage_fn: turn_credit = 'to_go' makes the advantages; leave one"):
+        train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
 class Opens(Game):
@@ -268,15 +209,17 @@ class Opens(Game):
         return np.float32(super().get_reward())
 
 
-def told(completions, environment_rewards, **more):
-    assert "environments" not in more
-    return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
-
-
 def test_a_rollout_ahead_waits_without_its_environments(tmp_path):
     """A policy that does not change plays the same, whether or not it samples one iteration ahead."""
+    given = []
+
+    def told(completions, environment_rewards, **more):
+        given.append("environments" in more)
+        return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
+
     for name, ahead in (("now", False), ("ahead", True)):
         run(Opens, fns=[told], run_dir=tmp_path / name, rollout_ahead=ahead, max_steps=3, learning_rate=0.0)
+    assert given == [True] * 3 + [False] * 3
     now, ahead = (list(read_lines(tmp_path / name / "completions.jsonl")) for name in ("now", "ahead"))
     assert now == ahead
     now, ahead = (list(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("now", "ahead"))
@@ -284,40 +227,3 @@ def test_a_rollout_ahead_waits_without_its_environments(tmp_path):
     for line, other in zip(now, ahead, strict=True):
         assert {name: line[name] for name in names} == {name: other[name] for name in names}
         assert line["turns/mean"] > 1
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not here")
-def test_stories_in_three_turns():
-    """A real model; the third row's environment cannot begin, and the fifth answer fails."""
-
-    class Listener:
-        answers = 0
-
-        def reset(self, number, **row):
-            if number == 2:
-                raise OSError("nobody listens")
-            self.turns = 0
-
-        def respond(self, text):
-            Listener.answers += 1
-            if Listener.answers == 5:
-                raise RuntimeError("fell asleep")
-            self.turns += 1
-            return None if self.turns == 3 else " And then"
-
-        def get_reward(self):
-            return float(getattr(self, "turns", 0))
-
-    policy = from_pretrained(STORIES)
-    comma = policy.tokenizer(",", add_special_tokens=False)["input_ids"][-1]
-    stop = policy.tokenizer(".", add_special_tokens=False)["input_ids"][-1]
-    ends = [*policy.eos_token_ids, comma, stop]
-    policy = policy.replace(generation_config={**policy.generation_config, "eos_token_id": ends})
-    rows = [{"prompt": text, "number": i} for i, text in enumerate(["Once", "A dog", "The sun", "Tim"])]
-    settings = {"max_completion_length": 96, "learning_rate": 1e-4, "max_steps": 2, "beta": 0.01}
-    settings |= {"per_device_train_batch_size": 16, "on_environment_error": "end"}
-    _, lines = run(Listener, rows=rows, policy=policy, **settings)
-    assert lines[0]["sampler_gap"] <= 2e-5
-    assert lines[0]["environment/errors"] >= 5
-    assert lines[0]["turns/max"] == 3
-    assert json.dumps(lines[0])

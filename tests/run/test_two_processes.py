@@ -19,7 +19,7 @@ RUNNING = []
 
 
 class Process(subprocess.Popen):
-    """A process whose words go to files: of a pipe that nobody reads yet, 64 KiB are enough to make it wait."""
+    """A process whose output goes to files: a pipe that is not read makes it wait after 64 KiB."""
 
     def __init__(self, *command):
         self.words = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
@@ -30,11 +30,11 @@ class Process(subprocess.Popen):
         """What it said to stdout and stderr, once it has ended."""
         self.wait(timeout)
         RUNNING.remove(self)
+        said = []
         for words in self.words:
-            words.seek(0)
-        said = [words.read() for words in self.words]
-        for words in self.words:
-            words.close()
+            with words:
+                words.seek(0)
+                said.append(words.read())
         return said
 
 
@@ -124,7 +124,7 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
 
 
-def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_two_or_by_one(tmp_path):
+def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_one(tmp_path):
     """With an engine that draws other tokens in each process: the completions of the first one count."""
     alone, run_dir = tmp_path / "alone", tmp_path / "run"
     finish([start(alone, 6, "--sampler")])
@@ -141,50 +141,14 @@ def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_two_or_by_one(tmp_p
     last_words, _ = (process.communicate()[1] for process in processes)
     assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
     step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
-    finish(together(run_dir, step + 1, "--sampler"))
-    finish([start(run_dir, step + 3, "--sampler")])
+    finish([start(run_dir, step + 2, "--sampler")])
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (run_dir, alone))
-    assert [line["step"] for line in lines] == list(range(1, step + 4))
+    assert [line["step"] for line in lines] == list(range(1, step + 3))
     for line, other in zip(lines, others, strict=False):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
         for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
             assert line.get(name) == (pytest.approx(other[name], rel=1e-4) if name in other else None)
-    texts, others = (
-        [row["completion"] for row in read_lines(where / "completions.jsonl")] for where in (run_dir, alone)
-    )
+    rows = [list(read_lines(where / "completions.jsonl")) for where in (run_dir, alone)]
+    texts, others = ([row["completion"] for row in some] for some in rows)
     assert len(others) == 3 * 32
     assert texts[: len(others)] == others[: len(texts)]
-
-
-def test_several_processes_decide_together_or_end_together(tmp_path):
-    """A clock of one of them, an update that is not finite, checkpoints that one cannot read, an exception in one."""
-    run_dir = tmp_path / "run"
-    processes = together(run_dir, 1, "--faults")
-    deadline = time.monotonic() + 240
-    while not (run_dir / "raised").exists() and time.monotonic() < deadline:
-        assert all(process.poll() is None for process in processes), [some.communicate() for some in processes]
-        time.sleep(0.1)
-    raised = time.monotonic()
-    (_, reason), (out, last_words) = (process.communicate(timeout=60) for process in reversed(processes))
-    assert time.monotonic() - raised < 60, "one waited for the other"
-    assert [process.returncode for process in processes] == [1, 1]
-    assert "of process 1 alone" in reason
-    assert "another process was lost" in last_words
-    for words in (last_words, reason):
-        assert "step 3 was skipped" in words
-        assert "the first number that is not finite is an advantage, nan, at prompt 1, completion 2" in words
-    # Saved when the clock of process 0 said so, and at the end; then gone on with from the newest that both can read.
-    *whole, before, newest = json.loads(out.split("SAVED ")[1].splitlines()[0])
-    assert len(whole) >= 1
-    assert newest == 6
-    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
-    assert sorted(name.split("-")[0] for name in names if "unreadable" in name) == [
-        f"{before}.unreadable",
-        "6.unreadable",
-    ]
-    for words in (last_words, reason):
-        assert f"step {before} cannot be read (OSError: a disk of this machine alone); it is kept" in words
-        assert f"and the run goes on from the one of step {whole[-1]}" in words
-    assert json.loads(out.split("CALLS ")[1]) == [7, 2], "both steps were skipped, and the run went on"
-    lines = list(read_lines(run_dir / "metrics.jsonl"))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]

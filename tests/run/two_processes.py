@@ -1,7 +1,6 @@
 """One of two processes that train together, `two_processes.py RUN_DIR STEPS` and the flags of a run of several."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -11,94 +10,10 @@ ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "
 TURNS = {"max_completion_length": 40, "num_iterations": 1}
 HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 8,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "beta": 0.1,
-    "num_iterations": 2,
-    "seed": 0,
-    "save_steps": 1,
-    "per_device_eval_batch_size": 4,
-    "mesh": {"data": 2, "fsdp": 2},
-}
-
-
-def faults(run_dir):
-    """What goes wrong in one of two processes, or in both, in three runs in a row."""
-    import time
-    from types import SimpleNamespace
-
-    import jax
-    import numpy as np
-    from tiny import tiny_policy
-
-    from grpo_jax import GRPOConfig, train
-    from grpo_jax.devices.sharding import gather_objects
-    from grpo_jax.run import checkpoint
-
-    first, module = jax.process_index() == 0, sys.modules["grpo_jax.run.loop"]
-
-    def run(steps, reward, **settings):
-        config = GRPOConfig(**{**SETTINGS, "max_steps": steps, **settings})
-        return train(tiny_policy(), ROWS, reward, config, run_dir=run_dir)
-
-    fails = []
-
-    def length(completions):
-        if fails:
-            Path(run_dir, "raised").touch()
-            raise KeyError("of process 1 alone")
-        return [float(len(text)) for text in completions]
-
-    # The clock of process 0 says after every second step that a minute has gone by, that of process 1 never; and the
-    # batch of steps 3 and 4 has an advantage that is not finite.
-    ticks = [0.0]
-
-    def monotonic():
-        ticks.append(ticks[-1] + 40 * first)
-        return ticks[-1]
-
-    real, collect = checkpoint.time, module.collect
-    checkpoint._PAUSE = 0  # by that clock each save takes 40 seconds
-
-    def spoilt(run, state, cursor, **how):
-        found = collect(run, state, cursor, **how)
-        advantages = found.batch.advantages.copy()
-        if cursor == len(ROWS):
-            advantages[1, 2] = np.nan
-        return dataclasses.replace(found, batch=found.batch.replace(advantages=advantages))
-
-    checkpoint.time = SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns, sleep=time.sleep)
-    module.collect = spoilt
-    state = run(6, length, save_steps=None, save_minutes=1, save_total_limit=9)  # without, one of them is kept
-    assert int(state.skipped) == 2, int(state.skipped)
-    checkpoint.time, module.collect = real, collect
-
-    # No process can read the newest checkpoint, and process 1 not the one before it either.
-    whole = sorted(int(path.name) for path in (Path(run_dir) / "checkpoints").iterdir())
-    if first:
-        print("SAVED " + json.dumps(whole))
-        for path in (Path(run_dir) / "checkpoints" / str(whole[-1])).glob("*/d/*"):
-            path.write_bytes(b"torn")
-    gather_objects(None)
-    load = checkpoint.Checkpoints._load
-
-    def own_load(self, step, *args):
-        found = load(self, step, *args)  # which counts orbax's operations, in all processes alike
-        if not first and step == whole[-2]:
-            raise OSError("a disk of this machine alone")
-        return found
-
-    checkpoint.Checkpoints._load = own_load
-    state = run(7, length)
-    print("CALLS " + json.dumps([int(state.step), int(state.skipped)]), flush=True)
-    checkpoint.Checkpoints._load = load
-
-    fails += [] if first else [True]
-    run(9, length)
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "num_iterations": 2, "seed": 0, "save_steps": 1,
+    "per_device_eval_batch_size": 4, "mesh": {"data": 2, "fsdp": 2},
+}  # fmt: skip
 
 
 def main():
@@ -124,7 +39,6 @@ def main():
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--sampler", action="store_true")
     parser.add_argument("--environments", action="store_true", help="another run, of several turns")
-    parser.add_argument("--faults", action="store_true", help="other runs, in which something goes wrong")
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
@@ -134,9 +48,6 @@ def main():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
-    if arguments.faults:
-        return faults(run_dir)
-
     calls = {"training": 0, "evaluation": 0}
 
     def lower_case(prompts, completions):
