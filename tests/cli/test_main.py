@@ -17,6 +17,8 @@ from grpo_jax.cli.named import find
 from grpo_jax.devices import distributed
 from grpo_jax.rewards import compute_rewards
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 WIDTH, HEIGHT = 100, 45
 KEYS = "\n\nkeys of RUN.yaml, each as --KEY VALUE too"
@@ -33,7 +35,6 @@ def help_of(command: str) -> str:
         return parsers()[command].format_help() if command else make_parser().format_help()
 
 
-@pytest.mark.quick
 def test_help_completion_and_wrong_options_import_no_jax():
     asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--help", "beta"], ["train", "--halp"]]
     asked += [["--version"], ["--print-completion", "bash"], ["trian"], []]
@@ -52,7 +53,6 @@ def test_help_completion_and_wrong_options_import_no_jax():
     assert project["scripts"] == {"grpo-jax": "grpo_jax.cli.main:main"}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_screen_and_names_every_argument_and_key(command):
     lines = help_of(command).splitlines()
@@ -67,7 +67,6 @@ def test_help_fits_a_screen_and_names_every_argument_and_key(command):
         assert shown == list(dict.fromkeys(GROUPS.values()))
 
 
-@pytest.mark.quick
 def test_every_command_has_a_function_and_its_help_on_the_page():
     from grpo_jax.cli import commands
 
@@ -80,7 +79,6 @@ def test_every_command_has_a_function_and_its_help_on_the_page():
         assert f"| `{name}` | {about} |" in page
 
 
-@pytest.mark.quick
 def test_help_of_a_key_or_a_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     learning_rate = "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
@@ -92,7 +90,6 @@ def test_help_of_a_key_or_a_command(capsys, monkeypatch):
         assert capsys.readouterr().out.strip() == shown.strip()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -117,7 +114,6 @@ def test_a_wrong_command_line_is_one_line(argv, message, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.quick
 def test_keys_may_have_hyphens_and_negative_values():
     argv = ["train", "a.yaml", "--learning-rate", "-1e-5", "--max_steps=3", "--run-dir", "x", "--dry-run"]
     arguments = parse(argv)
@@ -129,7 +125,6 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert (parse(["plan"]).run, parse(["plan", "a.yaml", "--memory", "16"]).memory) == (None, 16.0)
 
 
-@pytest.mark.quick
 def test_several_processes_have_the_flags_of_the_api():
     parser = argparse.ArgumentParser(add_help=False)
     distributed.add_flags(parser)
@@ -139,7 +134,6 @@ def test_several_processes_have_the_flags_of_the_api():
         assert (mine.dest, mine.type or str, mine.choices) == (action.dest, action.type or str, action.choices)
 
 
-@pytest.mark.quick
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="there is no bash")
 def test_bash_completes(tmp_path):
     wanted = {"ex": "export", "train --loss_": "--loss_type", "train --loss_type dr": "dr_grpo"}
@@ -153,7 +147,6 @@ def test_bash_completes(tmp_path):
     assert done.stdout.splitlines() == [*wanted.values()], done.stderr
 
 
-@pytest.mark.quick
 def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
@@ -165,7 +158,6 @@ def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "grpo-jax train: interrupted\n"
 
 
-@pytest.mark.quick
 def test_an_error_of_the_library_is_its_message(tmp_path):
     path = write_run(tmp_path, max_steps=0)
     with pytest.raises(SystemExit) as ended:
@@ -177,7 +169,6 @@ def test_an_error_of_the_library_is_its_message(tmp_path):
         run("train", path, "--learning_rate", "-1e-5")
 
 
-@pytest.mark.quick
 def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, monkeypatch):
     write_run(tmp_path)
     broken = find("judging.py:broken", tmp_path)

@@ -8,12 +8,13 @@ import yaml
 from grpo_jax import GRPOConfig
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, parse_yaml
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["1_000", "no", "off", "2026-01-01", "1:30"]
 SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "007": 7, "true": True, "False": False, "null": None}
 SCALARS |= {"None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{fsdp: 8}": {"fsdp": 8}}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("text", "value"), [*SCALARS.items(), *((text, text) for text in TEXTS)])
 def test_scalars_are_those_of_yaml_1_2(text, value):
     found = parse_yaml(f"x: {text}")["x"]
@@ -21,13 +22,11 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.quick
 def test_a_duplicate_key_is_an_error():
     with pytest.raises(yaml.YAMLError, match="duplicate key beta"):
         parse_yaml("beta: 1\nbeta: 2")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -51,7 +50,6 @@ def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant(name, tex
     assert parse_value(name, text) == value
 
 
-@pytest.mark.quick
 def test_what_is_written_is_read_back_unchanged():
     texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n"]
     values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}

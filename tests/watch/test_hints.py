@@ -11,6 +11,8 @@ import pytest
 from grpo_jax import GRPOConfig
 from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, SAMPLER_GAP, Hints, sampler_gap_limit
 
+pytestmark = pytest.mark.quick
+
 CONFIG = GRPOConfig(beta=0.1)
 # Two real runs of this library, ten optimizer steps a line: `experiments.sort_digits` and `experiments.countdown`.
 HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
@@ -120,7 +122,6 @@ SIGNS = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("name", "lines", "at", "parts"), SIGNS)
 def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at, parts):
     ((index, message),) = said(lines)
@@ -131,12 +132,10 @@ def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at, parts):
     assert named <= set(GRPOConfig.__dataclass_fields__), "fields that exist"
 
 
-@pytest.mark.quick
 def test_every_hint_has_a_sign_here():
     assert {sign[0] for sign in SIGNS} == set(HINTS)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
 def test_a_healthy_run_gets_none(run):
     lines = [line for line in HEALTHY if line["run"] == run]
@@ -145,7 +144,6 @@ def test_a_healthy_run_gets_none(run):
     assert said(lines + lines[-5:] * 4) == []  # and it may stay where it ended
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lines", "config"),
     [
@@ -177,7 +175,6 @@ def test_no_hint_where_none_is_due(lines, config):
     assert said(lines, config) == []
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "platform", "precision", "limit"),
     [
@@ -200,7 +197,6 @@ def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, pla
         assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
-@pytest.mark.quick
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):

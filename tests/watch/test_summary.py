@@ -7,8 +7,9 @@ from grpo_jax import GRPOConfig
 from grpo_jax.watch.summary import MARK, describe_run, headline, held_out, held_out_scores, model_card, phase_seconds
 from grpo_jax.watch.writer import RunWriter
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_held_out_scores():
     scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
     assert {name: held_out(name) for name in scores} == scores
@@ -18,7 +19,6 @@ def test_held_out_scores():
     assert held_out_scores(["eval/reward"]) == {"eval/reward": "reward"}
 
 
-@pytest.mark.quick
 def test_the_banner_by_hand():
     config = GRPOConfig(
         num_generations=4,
@@ -39,7 +39,6 @@ def test_the_banner_by_hand():
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -62,14 +61,12 @@ def test_the_headline(lines, sentence):
     assert headline(lines) == sentence
 
 
-@pytest.mark.quick
 def test_seconds_outside_any_phase_are_other():
     lines = [{"step": 1, "seconds/update": 1.0, "seconds/total": 1.5}, {"step": 2, "seconds/rollout": 2.0}]
     assert phase_seconds(lines) == {"update": 1.0, "rollout": 2.0}  # rounding: never less than zero
     assert phase_seconds([*lines, {"step": 3, "seconds/total": 2.5}]) == {"update": 1.0, "rollout": 2.0, "other": 1.0}
 
 
-@pytest.mark.quick
 def test_a_card_describes_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
     writer = RunWriter(tmp_path / "secret_client")
@@ -97,7 +94,6 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     assert text.rstrip().endswith(MARK)
 
 
-@pytest.mark.quick
 def test_a_card_without_a_run_and_one_of_adapters(tmp_path):
     for run_dir in (None, tmp_path):
         card = ModelCard(model_card("me/sums", run_dir=run_dir))
