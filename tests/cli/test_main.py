@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli_files import run, write_run
 
+from grpo_jax.cli import commands
 from grpo_jax.cli.keys import GROUPS, OWN, explain
 from grpo_jax.cli.main import COMMANDS, keys_of, main, make_parser, parse
 from grpo_jax.cli.named import find
@@ -54,29 +55,23 @@ def test_help_completion_and_wrong_options_import_no_jax():
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_screen_and_names_every_argument_and_key(command):
+def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(command):
     lines = help_of(command).splitlines()
     assert len(lines) <= HEIGHT
     assert max(map(len, lines)) <= WIDTH
-    text = " ".join(" ".join(lines).split())
+    text, page = " ".join(" ".join(lines).split()), (ROOT / "docs" / "cli.md").read_text()
     for about in COMMANDS[command].arguments.values() if command else [c.about for c in COMMANDS.values()]:
         assert about in text
     if command in ("train", "resume", "plan", "evaluate"):
         assert not GROUPS.keys() - {name for line in lines for name in re.findall(r"\w+", line)}
         shown = re.findall(r"^  ([A-Z][\w, ]+): ", help_of(command), flags=re.M)
         assert shown == list(dict.fromkeys(GROUPS.values()))
-
-
-def test_every_command_has_a_function_and_its_help_on_the_page():
-    from grpo_jax.cli import commands
-
-    page = (ROOT / "docs" / "cli.md").read_text()
-    for command in COMMANDS:
-        shown = help_of(command).partition(KEYS)[0].rstrip()
+    if command:
         assert callable(getattr(commands, command.replace("-", "_")))
+        shown = help_of(command).partition(KEYS)[0].rstrip()
         assert f"```text\n{shown}\n```" in page, f"put the output of grpo-jax {command} --help there"
-    for name, about in OWN.items():
-        assert f"| `{name}` | {about} |" in page
+    else:
+        assert all(f"| `{name}` | {about} |" in page for name, about in OWN.items())
 
 
 def test_help_of_a_key_or_a_command(capsys, monkeypatch):
@@ -95,8 +90,6 @@ def test_help_of_a_key_or_a_command(capsys, monkeypatch):
     [
         (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
         (["train", "a", "--bta", "1"], "grpo-jax: unrecognized arguments: --bta 1; did you mean --beta?; see"),
-        (["train", "a", "--learning_rat=1"], "grpo-jax: unrecognized arguments: --learning_rat=1; did you mean --lear"),
-        (["train", "a", "--dry-rnu"], "grpo-jax: unrecognized arguments: --dry-rnu; did you mean --dry-run?; see"),
         (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
         (["train", "a", "--xyz"], "grpo-jax: unrecognized arguments: --xyz; see grpo-jax --help\n"),
         (["export", "a", "b", "--beta=1"], "grpo-jax: unrecognized arguments: --beta=1; see grpo-jax --help\n"),
@@ -128,10 +121,8 @@ def test_keys_may_have_hyphens_and_negative_values():
 def test_several_processes_have_the_flags_of_the_api():
     parser = argparse.ArgumentParser(add_help=False)
     distributed.add_flags(parser)
-    ours = {tuple(action.option_strings): action for action in parsers()["train"]._actions}
-    for action in parser._actions:
-        mine = ours[tuple(action.option_strings)]
-        assert (mine.dest, mine.type or str, mine.choices) == (action.dest, action.type or str, action.choices)
+    of = lambda one: {tuple(a.option_strings): (a.dest, a.type or str, a.choices) for a in one._actions}
+    assert of(parser).items() <= of(parsers()["train"]).items()
 
 
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="there is no bash")
@@ -163,10 +154,6 @@ def test_an_error_of_the_library_is_its_message(tmp_path):
     with pytest.raises(SystemExit) as ended:
         run("train", path)
     assert str(ended.value).startswith(f"grpo-jax train: {path} has 1 error:\n  max_steps = 0: nothing would be learnt")
-    with pytest.raises(
-        SystemExit, match=r"with --learning_rate has 2 errors:\n  learning_rate = -1e-05: must .*\n  max"
-    ):
-        run("train", path, "--learning_rate", "-1e-5")
 
 
 def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, monkeypatch):

@@ -27,27 +27,17 @@ def test_a_duplicate_key_is_an_error():
         parse_yaml("beta: 1\nbeta: 2")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("run_name", "7", "7"),
-        ("run_name", "null", None),
-        ("metric_for_best_model", "eval/early", "eval/early"),
-        ("max_steps", "7", 7),
-        ("max_steps", "x", "x"),
-        ("reward_weights", "[1, 0.5]", [1, 0.5]),
-        ("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}),
-        ("pad_to_multiple_of", "auto", "auto"),
-        ("scale_rewards", "false", False),
-        ("prompt", "{question", "{question"),
-        ("prompt", "Q: {question}", "Q: {question}"),
-        ("prompt", "[{role: user, content: hi}]", [{"role": "user", "content": "hi"}]),
-        *((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default)
-          for field in dataclasses.fields(GRPOConfig)),
-    ],
-)  # fmt: skip
-def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant(name, text, value):
-    assert parse_value(name, text) == value
+def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
+    said = [{"role": "user", "content": "hi"}]
+    cases = [("run_name", "7", "7"), ("run_name", "null", None), ("metric_for_best_model", "eval/early", "eval/early")]
+    cases += [("max_steps", "7", 7), ("max_steps", "x", "x"), ("reward_weights", "[1, 0.5]", [1, 0.5])]
+    cases += [("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}), ("scale_rewards", "false", False)]
+    cases += [("prompt", "{question", "{question"), ("prompt", "Q: {question}", "Q: {question}")]
+    cases += [("prompt", "[{role: user, content: hi}]", said), ("pad_to_multiple_of", "auto", "auto")]
+    for field in dataclasses.fields(GRPOConfig):
+        cases.append((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default))
+    for name, text, value in cases:
+        assert parse_value(name, text) == value, name
 
 
 def test_what_is_written_is_read_back_unchanged():
