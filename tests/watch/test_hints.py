@@ -35,13 +35,6 @@ def rewards(right, style, std=0.4):
     ]
 
 
-def speeds(rates, rollout):
-    return [
-        {"tokens_per_second": rate, "seconds/rollout": s, "seconds/update": 1.0, "seconds/total": s + 1}
-        for rate, s in zip(rates, rollout, strict=True)
-    ]
-
-
 def played(**changed):
     """Lines of a run of several turns that goes well, except for values that are changed from line 20 on."""
     usual = {
@@ -93,18 +86,6 @@ SIGNS = [
         rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.4] * 30),
         36,
         ["'right' has risen from 0.2 to 0.62 while 'style' has fallen from 0.7 to 0.49", "reward_weights"],
-    ),
-    # The median of ten is halfway, 55 of 100, with five slow lines, and 10 with six.
-    (
-        "slower",
-        speeds([1.0] + [100.0] * 20 + [10.0] * 20, [9.0] + [1.0] * 20 + [12.0] * 20),
-        26,
-        [
-            "10 completion tokens per second",
-            "100 at the beginning",
-            "'rollout' has grown most",
-            "max_completion_length",
-        ],
     ),
     # 3 − 2k/10 is at most 1.02 for k = 10 only.
     ("few turns", played(turns__mean=1.0), 29, ["had 1.00 turns on average", "temperature (now 1)"]),
@@ -160,7 +141,6 @@ def test_a_healthy_run_gets_none(run):
         (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
         (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
-        (speeds([1000.0] + [100.0] * 40, [1.0] * 41), CONFIG),
         (played(), CONFIG),
         (played(turns__mean=1.1), CONFIG),
         (played(tools__failures=13.0), CONFIG),
@@ -199,7 +179,7 @@ def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, pla
 
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
-    for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):
+    for line in series("entropy", [2.0] * FIRST + [0.2] * 300 + [0.0] * 7):
         assert hints(line) == []
     assert len(hints._history) == FIRST + LAST
     (message,) = hints({"entropy": 0.0})

@@ -55,16 +55,12 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
 
 
-def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
+def test_a_run_that_stops_in_a_hurry_leaves_the_picture_out_and_a_complete_one_needs_no_directory(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
         monitor.end(1, 4, hurry=True)
     assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.png").exists()
-
-
-def test_a_complete_run_ends_without_a_directory_as_with_one(capsys):
-    """Of several processes, all but one have no directory."""
     with Monitor(None, CONFIG) as monitor:
         monitor.start(STATE, Progress(step=4), total_steps=4, num_rows=4, num_dropped=7, resumed=True)
     shown = capsys.readouterr().err
