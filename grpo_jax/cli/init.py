@@ -24,10 +24,10 @@ _RUN = """\
 model: {model}
 data: rows.jsonl                  # one JSON object on each line; or a file of CSV or Parquet, or a dataset of the hub
 prompt: {prompt}
-rewards: [rewards.py:{reward}]    # {about_reward}
+rewards: [rewards.py:{reward}]    # a function of the file beside this one
 run_dir: runs/{name}               # in the folder that grpo-jax is called in: report.html, metrics.jsonl, checkpoints
 
-max_steps: {steps}
+max_steps: 100
 num_generations: 8                # completions of each prompt
 per_device_train_batch_size: 8    # completions at a time: a group
 gradient_accumulation_steps: 8    # prompts of a step
@@ -96,37 +96,31 @@ def write_start(folder: str | Path, model: str | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     if model is None:
         save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_letters()))
-        rows = [{"word": word} for word in _WORDS]
-        run = _RUN.format(
-            name=folder.resolve().name,
-            model="model                      # a tiny one of fresh weights; or a name on the hub, or a directory",
-            cue="cat: ",
-            prompt='"{word}: "                # made of a row\'s columns; or a list of messages, for an instruct model',
-            reward="in_word",
-            about_reward="a function of the file beside this one",
-            steps=100,
-            length=8,
-            rate="3e-3",
-        )
-    else:
-        rows = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in _PAIRS]
-        run = _RUN.format(
-            name=folder.resolve().name,
-            model=json.dumps(model),
-            cue="What is 12 + 30? Answer with the number only.",
-            prompt='[{role: user, content: "What is {question}? Answer with the number only."}]',
-            reward="right",
-            about_reward="a function of the file beside this one",
-            steps=100,
-            length=24,
-            rate="1e-5",
-        )
+    rows = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in _PAIRS] if model else []
+    rows = rows or [{"word": word} for word in _WORDS]
+    about = _ABOUT_SUMS | {"model": json.dumps(model)} if model else _ABOUT_LETTERS
+    run = _RUN.format(name=folder.resolve().name, **about)
     contents = (run, "".join(json.dumps(row) + "\n" for row in rows), _LETTERS if model is None else _SUMS)
     for path, content in zip(files, contents, strict=True):
         path.write_text(content, encoding="utf-8")
     return files
 
 
+_ABOUT_LETTERS = {
+    "model": "model                      # a tiny one of fresh weights; or a name on the hub, or a directory",
+    "cue": "cat: ",
+    "prompt": '"{word}: "                # made of a row\'s columns; or a list of messages, for an instruct model',
+    "reward": "in_word",
+    "length": 8,
+    "rate": "3e-3",
+}
+_ABOUT_SUMS = {
+    "cue": "What is 12 + 30? Answer with the number only.",
+    "prompt": '[{role: user, content: "What is {question}? Answer with the number only."}]',
+    "reward": "right",
+    "length": 24,
+    "rate": "1e-5",
+}
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ def weighted(fn: RewardFn, weight: float) -> RewardFn:
     """
     if not np.isfinite(weight):
         raise ValueError(f"weight is {weight}: give a finite number")
-    return _Weighted(fn, float(weight))
+    return _Mapped(fn, functools.partial(np.multiply, float(weight)))
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
@@ -131,7 +132,7 @@ def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardF
     """
     if not low <= high:
         raise ValueError(f"low is {low} and high is {high}: give low ≤ high")
-    return _Clipped(fn, float(low), float(high))
+    return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
@@ -187,26 +188,13 @@ class _Combinator:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weighted(_Combinator):
-    """The reward function that `weighted` returns."""
+class _Mapped(_Combinator):
+    """The reward function that `weighted` and `clipped` return: each score is replaced by a function of it."""
 
-    weight: float
-
-    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
-        return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.weight * values, faults))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Clipped(_Combinator):
-    """The reward function that `clipped` returns."""
-
-    low: float
-    high: float
+    function: Callable[[np.ndarray], np.ndarray]
 
     def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
-        return _scores_then(
-            self.fn, inputs, lambda values, faults: give_scores(np.clip(values, self.low, self.high), faults)
-        )
+        return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.function(values), faults))
 
 
 @dataclasses.dataclass(frozen=True)

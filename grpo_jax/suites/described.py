@@ -55,11 +55,7 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
             hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join(known)}"
             raise ValueError(f"{argument}.{name}: no such key; {hint}")
     for name, parameter in known.items():
-        if (
-            parameter.default is parameter.empty
-            and parameter.kind is not parameter.VAR_KEYWORD
-            and name not in keywords
-        ):
+        if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY and name not in keywords:
             raise ValueError(f"{argument}.{name}: is missing, and {names[0]} needs it")
     try:
         return function(source[names[0]], **keywords)

@@ -77,20 +77,10 @@ def openenv(
     client = import_extra("openenv.core", _PACKAGE).GenericEnvClient
     asked: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     connect = functools.partial(client, base_url=base_url, message_timeout_s=timeout)
-    make = functools.partial(
-        OpenEnv, connect, base_url, _field(action) if isinstance(action, str) else action, observation, max_turns, wait
-    )
+    action_of = action if callable(action) else lambda text: {action: text}
+    make = functools.partial(OpenEnv, connect, base_url, action_of, observation, max_turns, wait)
     rows = [{"prompt": asked, "seed": seed + index} for index in range(size)]
     return Suite(rows=rows, environment_factory=make)
-
-
-def _field(name: str) -> Callable[[str], Json]:
-    """Return what makes an action of a text: it is one of its fields."""
-
-    def action_of(text: str) -> Json:
-        return {name: text}
-
-    return action_of
 
 
 class OpenEnv:

@@ -214,34 +214,6 @@ def reward_hacking(history: History, config: GRPOConfig) -> str | None:
     )
 
 
-def slower(history: History, config: GRPOConfig) -> str | None:
-    """Tokens per second have fallen to less than half of what they were."""
-    rates = numbers(history, "tokens_per_second")[1:]  # the first line compiles
-    if len(rates) < 2 * WINDOW:
-        return None
-    first, now = statistics.median(rates[:WINDOW]), statistics.median(rates[-WINDOW:])
-    if now >= first / 2:
-        return None
-    growth: dict[str, float] = {}  # phase → additional seconds
-    for name in history[-1]:
-        values = numbers(history, name)
-        if name.startswith("seconds/") and name != "seconds/total" and len(values) > WINDOW:
-            before, after = statistics.median(values[1 : 1 + WINDOW]), statistics.median(values[-WINDOW:])
-            growth[name.removeprefix("seconds/")] = after - before
-    phase = max(growth, key=growth.__getitem__, default="")
-    longer = "are completions longer? max_completion_length bounds them"
-    advice = {
-        "rewards": "is a reward function slow? make it async, give it workers with isolated, or use rollout_ahead=True",
-        "evaluation": "raise eval_steps",
-        **dict.fromkeys(("rollout", "reference", "update"), longer),
-    }
-    longest = f" {phase!r} has grown most ({advice.get(phase, 'see the phase times')})," if growth else ""
-    return (
-        f"{now:,.0f} completion tokens per second in the last {WINDOW} logged steps, {first:,.0f} at the beginning:"
-        f"{longest} unless the machine is shared with others now"
-    )
-
-
 def few_turns(history: History, config: GRPOConfig) -> str | None:
     """Hardly any completion has a second turn, or most of them end with a call beyond the limit.
 
@@ -297,7 +269,6 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "much clipped": much_clipped,
     "sampler mismatch": sampler_mismatch,
     "reward hacking": reward_hacking,
-    "slower": slower,
     "few turns": few_turns,
     "failing tools": failing_tools,
 }

@@ -1,11 +1,11 @@
 """Callbacks of a run, and trackers: callbacks that are closed at the end.
 
 `Tracker(log, close)` makes a tracker from two functions, where `log(step, metrics)` receives the finite numbers of
-`metrics.jsonl`. TensorBoard, Weights & Biases, trackio and a live plot for notebooks are here; their packages are
-extras and are imported by the function that opens the tracker.
+`metrics.jsonl`. `open_tracker` opens TensorBoard, Weights & Biases or trackio, `live_plot` a plot in a notebook; their
+packages are extras, imported when a tracker is opened.
 
 ```python
-with tensorboard("runs/sums/tensorboard") as tracker:
+with open_tracker("tensorboard", logdir="runs/sums/tensorboard") as tracker:
     train(policy, rows, right, config, run_dir="runs/sums", callbacks=[tracker])
 ```
 
@@ -14,6 +14,7 @@ With `GRPOConfig(report_to=...)`, `train` opens and closes them itself: `open_tr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import io
@@ -109,49 +110,27 @@ class Tracker:
         self._close()
 
 
-def tensorboard(log_dir: str | os.PathLike[str], **settings: object) -> Tracker:
-    """Open a TensorBoard event file, written without TensorFlow or PyTorch.
+def open_tracker(name: str, **settings: Any) -> Tracker:
+    """Open an event file of TensorBoard (written without TensorFlow), or a run of Weights & Biases or trackio.
 
     Args:
-      log_dir: a directory; `tensorboard --logdir` shows it.
-      **settings: further arguments of `tensorboardX.SummaryWriter`.
+      name: "tensorboard", "wandb" or "trackio".
+      **settings: arguments of `tensorboardX.SummaryWriter`, `wandb.init` or `trackio.init`.
 
     Raises:
-      ImportError: tensorboardX is not installed.
+      ImportError: the package is not installed.
     """
-    writer = _package("tensorboardX", "tensorboard").SummaryWriter(os.fspath(log_dir), **settings)
+    package = _package(_PACKAGES[name], name)
+    if name != "tensorboard":
+        return _run_tracker(package.init(**settings))
+    writer = package.SummaryWriter(**settings)
 
     def log(step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        for metric, value in metrics.items():
+            writer.add_scalar(metric, value, step)
         writer.flush()
 
     return Tracker(log, writer.close)
-
-
-def wandb(**settings: object) -> Tracker:
-    """Open a run of Weights & Biases.
-
-    Args:
-      **settings: arguments of `wandb.init`, such as `project`, `name`, `config=config.to_dict()`; a run that may be
-        resumed needs an `id` and `resume="allow"`.
-
-    Raises:
-      ImportError: wandb is not installed.
-    """
-    return _run_tracker(_package("wandb", "wandb").init(**settings))
-
-
-def trackio(**settings: object) -> Tracker:
-    """Open a run of trackio.
-
-    Args:
-      **settings: arguments of `trackio.init`, such as `project`, `name`, `config=config.to_dict()`, `resume="allow"`.
-
-    Raises:
-      ImportError: trackio is not installed.
-    """
-    return _run_tracker(_package("trackio", "trackio").init(**settings))
 
 
 def live_plot(
@@ -233,17 +212,12 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
     names = check_trackers(config, run_dir)
     kept = None if run_dir is None else Path(run_dir) / RUNS
     runs = json.loads(kept.read_text(encoding="utf-8")) if step and kept is not None and kept.exists() else {}
-    opened: list[Tracker] = []
-    try:
-        for name in names:
-            opened.append(_opened(name, config, run_dir, step, runs))
-    except BaseException:
-        for tracker in opened:
-            tracker.__exit__()
-        raise
+    with contextlib.ExitStack() as opened:  # an error closes the ones that are open
+        trackers = [opened.enter_context(_opened(name, config, run_dir, step, runs)) for name in names]
+        opened.pop_all()
     if kept is not None and runs:
         kept.write_text(json.dumps(runs), encoding="utf-8")
-    return opened
+    return trackers
 
 
 def _opened(
@@ -252,19 +226,18 @@ def _opened(
     """Open one tracker. `runs` maps its name to the run that it continues, and gets a new one."""
     if name == "tensorboard":
         directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
-        return tensorboard(Path(directory).expanduser(), purge_step=step + 1 if step else 0)
-    package, all_settings = _package(name, name), config.to_dict()
+        return open_tracker(name, logdir=str(Path(directory).expanduser()), purge_step=step + 1 if step else 0)
+    package = _package(name, name)
+    settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
     if name == "trackio":  # continues a run by its name
-        run_name = runs.get(name, config.run_name)
-        run = package.init(project=config.project, name=run_name, config=all_settings, resume="allow")
-        runs[name] = run.name
-        return _run_tracker(run)
-    if getattr(package, "run", None) is not None:  # an active one, which its owner closes
-        return Tracker(_run_tracker(package.run), lambda: None)
-    known, resume = runs.get(name), "allow" if name in runs else None
-    project = os.environ.get("WANDB_PROJECT", config.project)
-    run = package.init(project=project, name=config.run_name, config=all_settings, id=known, resume=resume)
-    runs[name] = run.id
+        settings["name"] = runs.get(name, config.run_name)
+    elif getattr(package, "run", None) is not None:  # an active one, which its owner closes
+        return Tracker(lambda step, metrics: package.run.log(metrics, step=step), lambda: None)
+    else:
+        settings["project"] = os.environ.get("WANDB_PROJECT", config.project)
+        settings |= {"id": runs.get(name), "resume": "allow" if name in runs else None}
+    run = package.init(**settings)
+    runs[name] = run.name if name == "trackio" else run.id
     return _run_tracker(run)
 
 

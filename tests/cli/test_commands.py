@@ -11,7 +11,7 @@ from cli_files import lines_of, run, write_run
 from tiny import tiny_policy
 
 from grpo_jax import add_lora, from_pretrained, generate, make_prompts, train
-from grpo_jax.cli import commands
+from grpo_jax.cli import chat, commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.types import as_argument
@@ -53,6 +53,7 @@ def state(folder, trained):
 def test_training_is_that_of_the_api(folder, trained, state):
     assert metrics_of(trained) == metrics_of(folder / "by_api")
     assert len(metrics_of(trained)) > 2
+    assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]
     kept = yaml.safe_load((trained / "run.yaml").read_text())
     assert kept == {**yaml.safe_load((folder / "my_run.yaml").read_text()), "folder": str(folder)}
 
@@ -100,21 +101,9 @@ def test_evaluation_is_that_of_the_run(folder, trained, state):
     means = {f"eval/{name}": found[name] for name in ("early", "accuracy", "mean_length")}
     assert means.items() <= evaluations[-1].items()
     assert [row["prompt"] for row in lines_of(out.read_text().splitlines())] == ["say a: "] * 2 + ["say aa: "] * 2
-    # A file is evaluated with its untrained model, as the run is before its first step.
-    assert json.loads(run("evaluate", write_run(folder)))["early"] == evaluations[0]["eval/early"]
-    with pytest.raises(SystemExit, match="is a file; give the directory of a run"):
-        run("evaluate", folder / "my_run.yaml", "--checkpoint", 2)
     # The directory of a run of the API has no data and no rewards.
     with pytest.raises(SystemExit, match="data: is missing"):
         run("evaluate", folder / "by_api")
-
-
-def test_the_report_is_drawn_again(trained):
-    for name in ("report.html", "report.png"):
-        (trained / name).unlink()
-    assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]
-    assert "<!doctype html>" in (trained / "report.html").read_text()
-    assert (trained / "report.png").stat().st_size > 1000
 
 
 @pytest.mark.quick
@@ -160,36 +149,26 @@ def test_chat_prints_what_generate_draws(folder, trained, state):
             run("chat", folder / "model", "--say", "a", *wrong)
 
 
-@pytest.mark.quick
-def test_tokens_are_printed_as_they_are_drawn_and_an_incomplete_character_waits(capsys):
-    from grpo_jax.cli.chat import _Shown
-
-    tokenizer = tiny_policy().tokenizer
-    ids = np.array(tokenizer("aé!")["input_ids"])
-    shown, printed = _Shown(tokenizer), []
-    for count in range(len(ids) + 1):
-        shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
-        printed.append(capsys.readouterr().out)
-    assert printed == ["", "a", "", "é", "!"]
-
-
 def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
-    own = tiny_policy().tokenizer
-    tokenizer = own.__class__(tokenizer_object=own.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
-    seen, template = [], tokenizer.apply_chat_template
-
-    def spy(said, **keywords):
-        if said[0]["content"] in ("one", "three"):  # the template is tried out with other words, too
-            seen.append(said)
-        return template(said, **keywords)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", spy)
-    config = read_run(None, {"max_completion_length": "4"}).config
-    commands.talk(tiny_policy().replace(tokenizer=tokenizer), config, ["one", "two", "", "three"])
-    roles = [[message["role"] for message in said] for said in seen]
-    assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
-    assert capsys.readouterr().out.startswith(seen[1][1]["content"] + "\n")
+    shown, said = chat._Shown(tiny_policy().tokenizer), []
+    ids = np.array(tiny_policy().tokenizer("aé!")["input_ids"])
+    for count in range(len(ids) + 1):  # tokens are printed as they are drawn, and an incomplete character waits
+        shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
+        said.append(capsys.readouterr().out)
+    assert said == ["", "a", "", "é", "!"]
+    seen, tokenizer = (
+        [],
+        tiny_policy().tokenizer.__class__(
+            tokenizer_object=tiny_policy().tokenizer.backend_tokenizer,
+            eos_token="<eos>",
+            chat_template="{{ messages }}",
+        ),
+    )
+    monkeypatch.setattr(chat, "_answer", lambda policy, config, prompt, index: seen.append(prompt) or f"answer {index}")
+    chat.talk(tiny_policy().replace(tokenizer=tokenizer), read_run(None).config, ["one", "two", "", "three"])
+    roles = [[(message["role"][0], message["content"]) for message in prompt] for prompt in seen]
+    first, third = [("u", "one")], [("u", "three")]
+    assert roles == [first, [*first, ("a", "answer 0"), ("u", "two")], third]
 
 
 def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_path):

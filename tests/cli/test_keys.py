@@ -6,8 +6,9 @@ from grpo_jax import GRPOConfig
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN, choices, explain
 from grpo_jax.messages import Faults, problems_of
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_every_key_has_a_group_and_an_explanation():
     assert list(GROUPS) == [*OWN, *FIELDS]
     assert not ELSEWHERE.keys() & GROUPS.keys()
@@ -21,7 +22,6 @@ def test_every_key_has_a_group_and_an_explanation():
     assert explain("use_bias_correction_kl").startswith("use_bias_correction_kl (default True, one of true, false)\n")
 
 
-@pytest.mark.quick
 def test_choices_are_values_that_the_config_takes():
     for name, field in FIELDS.items():
         for choice in choices(field.type):

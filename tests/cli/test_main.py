@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from cli_files import run, write_run
 
+from grpo_jax.cli import commands
 from grpo_jax.cli.keys import GROUPS, OWN, explain
 from grpo_jax.cli.main import COMMANDS, keys_of, main, make_parser, parse
 from grpo_jax.cli.named import find
 from grpo_jax.devices import distributed
 from grpo_jax.rewards import compute_rewards
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 WIDTH, HEIGHT = 100, 45
@@ -33,7 +36,6 @@ def help_of(command: str) -> str:
         return parsers()[command].format_help() if command else make_parser().format_help()
 
 
-@pytest.mark.quick
 def test_help_completion_and_wrong_options_import_no_jax():
     asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--help", "beta"], ["train", "--halp"]]
     asked += [["--version"], ["--print-completion", "bash"], ["trian"], []]
@@ -52,35 +54,26 @@ def test_help_completion_and_wrong_options_import_no_jax():
     assert project["scripts"] == {"grpo-jax": "grpo_jax.cli.main:main"}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_screen_and_names_every_argument_and_key(command):
+def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(command):
     lines = help_of(command).splitlines()
     assert len(lines) <= HEIGHT
     assert max(map(len, lines)) <= WIDTH
-    text = " ".join(" ".join(lines).split())
+    text, page = " ".join(" ".join(lines).split()), (ROOT / "docs" / "cli.md").read_text()
     for about in COMMANDS[command].arguments.values() if command else [c.about for c in COMMANDS.values()]:
         assert about in text
     if command in ("train", "resume", "plan", "evaluate"):
         assert not GROUPS.keys() - {name for line in lines for name in re.findall(r"\w+", line)}
         shown = re.findall(r"^  ([A-Z][\w, ]+): ", help_of(command), flags=re.M)
         assert shown == list(dict.fromkeys(GROUPS.values()))
-
-
-@pytest.mark.quick
-def test_every_command_has_a_function_and_its_help_on_the_page():
-    from grpo_jax.cli import commands
-
-    page = (ROOT / "docs" / "cli.md").read_text()
-    for command in COMMANDS:
-        shown = help_of(command).partition(KEYS)[0].rstrip()
+    if command:
         assert callable(getattr(commands, command.replace("-", "_")))
+        shown = help_of(command).partition(KEYS)[0].rstrip()
         assert f"```text\n{shown}\n```" in page, f"put the output of grpo-jax {command} --help there"
-    for name, about in OWN.items():
-        assert f"| `{name}` | {about} |" in page
+    else:
+        assert all(f"| `{name}` | {about} |" in page for name, about in OWN.items())
 
 
-@pytest.mark.quick
 def test_help_of_a_key_or_a_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     learning_rate = "learning_rate (default 1e-06)\n  Peak of the schedule, for AdamW."
@@ -92,14 +85,11 @@ def test_help_of_a_key_or_a_command(capsys, monkeypatch):
         assert capsys.readouterr().out.strip() == shown.strip()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
         (["train", "a", "--bta", "1"], "grpo-jax: unrecognized arguments: --bta 1; did you mean --beta?; see"),
-        (["train", "a", "--learning_rat=1"], "grpo-jax: unrecognized arguments: --learning_rat=1; did you mean --lear"),
-        (["train", "a", "--dry-rnu"], "grpo-jax: unrecognized arguments: --dry-rnu; did you mean --dry-run?; see"),
         (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
         (["train", "a", "--xyz"], "grpo-jax: unrecognized arguments: --xyz; see grpo-jax --help\n"),
         (["export", "a", "b", "--beta=1"], "grpo-jax: unrecognized arguments: --beta=1; see grpo-jax --help\n"),
@@ -117,7 +107,6 @@ def test_a_wrong_command_line_is_one_line(argv, message, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.quick
 def test_keys_may_have_hyphens_and_negative_values():
     argv = ["train", "a.yaml", "--learning-rate", "-1e-5", "--max_steps=3", "--run-dir", "x", "--dry-run"]
     arguments = parse(argv)
@@ -129,17 +118,13 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert (parse(["plan"]).run, parse(["plan", "a.yaml", "--memory", "16"]).memory) == (None, 16.0)
 
 
-@pytest.mark.quick
 def test_several_processes_have_the_flags_of_the_api():
     parser = argparse.ArgumentParser(add_help=False)
     distributed.add_flags(parser)
-    ours = {tuple(action.option_strings): action for action in parsers()["train"]._actions}
-    for action in parser._actions:
-        mine = ours[tuple(action.option_strings)]
-        assert (mine.dest, mine.type or str, mine.choices) == (action.dest, action.type or str, action.choices)
+    of = lambda one: {tuple(a.option_strings): (a.dest, a.type or str, a.choices) for a in one._actions}
+    assert of(parser).items() <= of(parsers()["train"]).items()
 
 
-@pytest.mark.quick
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="there is no bash")
 def test_bash_completes(tmp_path):
     wanted = {"ex": "export", "train --loss_": "--loss_type", "train --loss_type dr": "dr_grpo"}
@@ -153,7 +138,6 @@ def test_bash_completes(tmp_path):
     assert done.stdout.splitlines() == [*wanted.values()], done.stderr
 
 
-@pytest.mark.quick
 def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
@@ -165,19 +149,13 @@ def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "grpo-jax train: interrupted\n"
 
 
-@pytest.mark.quick
 def test_an_error_of_the_library_is_its_message(tmp_path):
     path = write_run(tmp_path, max_steps=0)
     with pytest.raises(SystemExit) as ended:
         run("train", path)
     assert str(ended.value).startswith(f"grpo-jax train: {path} has 1 error:\n  max_steps = 0: nothing would be learnt")
-    with pytest.raises(
-        SystemExit, match=r"with --learning_rate has 2 errors:\n  learning_rate = -1e-05: must .*\n  max"
-    ):
-        run("train", path, "--learning_rate", "-1e-5")
 
 
-@pytest.mark.quick
 def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, monkeypatch):
     write_run(tmp_path)
     broken = find("judging.py:broken", tmp_path)

@@ -11,6 +11,8 @@ import pytest
 from grpo_jax.cli.named import find, resolve_source, reward_function, sampler_of
 from grpo_jax.text.rows import load_rows
 
+pytestmark = pytest.mark.quick
+
 CODE = "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
 SERVER = "http://127.0.0.1:8000"
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
@@ -30,7 +32,6 @@ def folder(tmp_path):
         del sys.modules[name]
 
 
-@pytest.mark.quick
 def test_a_function_of_a_module_and_of_a_file(folder):
     right = find("my_own_judges.py:right", folder)
     assert right(["a", "b"], ["a", "a"]) == [1.0, 0.0]
@@ -42,7 +43,6 @@ def test_a_function_of_a_module_and_of_a_file(folder):
     assert find("json:dumps", folder) is json.dumps
 
 
-@pytest.mark.quick
 def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow_them(folder):
     made = reward_function({"accuracy_reward": {"column": "truth", "extract": "<a>(.*?)</a>"}}, folder)
     assert made(completions=["<a>4</a>", "4"], truth=["4", "4"]) == [1.0, 0.0]
@@ -53,7 +53,6 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
     assert repr(made) == repr(sampler_of({"vllm": SERVER}, folder))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("read", "entry", "said"),
     [
@@ -85,7 +84,6 @@ def rows_of(source, folder: Path, **columns):
     return load_rows(resolve_source(source, folder, "data"), argument="data", **columns)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "source", ["rows.jsonl", "rows_of_my_own.py:ROWS", "rows_of_my_own:make", {"path": "rows_of_my_own:make"}]
 )
@@ -98,7 +96,6 @@ def test_rows_are_those_of_a_file_in_the_folder_or_of_a_reference(folder, source
         rows_of("rows_of_my_own.py:mke", folder)
 
 
-@pytest.mark.quick
 def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
     hub = SimpleNamespace(load_dataset=lambda *names, split: [{"prompt": f"{names} {split}"}])
     monkeypatch.setitem(sys.modules, "datasets", hub)

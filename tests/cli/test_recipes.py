@@ -14,12 +14,8 @@ from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.lora import LoraModel
 
 RECIPES = Path(__file__).parents[2] / "experiments" / "recipes"
-REWARDS = {
-    "agent": ["few_guesses", "found"],
-    "countdown": ["accuracy", "follows_rules"],
-    "gsm8k": ["accuracy", "format"],
-}
-REWARDS |= {"instruct": ["score", "right"], "stories": ["uses_word"]}
+REWARDS = {"agent": ["few_guesses", "found"], "countdown": ["accuracy", "follows_rules"], "stories": ["uses_word"]}
+REWARDS |= {"instruct": ["score", "right"], "gsm8k": ["accuracy", "format"]}
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from cli_files import write_run
 from grpo_jax import add_lora
 from grpo_jax.cli.runfile import Lora, read_lora, read_run
 
+pytestmark = pytest.mark.quick
+
 ALL = ("model", "data", "rewards")
 
 
@@ -17,7 +19,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.quick
 def test_a_run_is_the_arguments_of_train(folder):
     path = write_run(folder / "project")
     run = read_run(path, {"max_steps": "5", "beta": "0.1", "mesh": "data=2"}, wanted=ALL)
@@ -37,7 +38,6 @@ def test_a_run_is_the_arguments_of_train(folder):
     assert read_run(path, {"run_dir": "null"}).run_dir is None
 
 
-@pytest.mark.quick
 def test_files_of_the_command_line_are_relative_to_the_current_directory(folder):
     path = write_run(folder / "project")
     (folder / "here.jsonl").write_text('{"question": "c", "answer": "c"}\n')
@@ -69,7 +69,6 @@ def test_files_of_the_command_line_are_relative_to_the_current_directory(folder)
     assert found.config.run_name == "a"
 
 
-@pytest.mark.quick
 def test_all_errors_come_together_each_with_its_key(folder):
     wrong = {
         "modle": ("x", "modle: no such key; did you mean model?"),
@@ -109,7 +108,6 @@ def test_all_errors_come_together_each_with_its_key(folder):
     assert len(lines) == 20
 
 
-@pytest.mark.quick
 def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_only_reward(folder):
     with pytest.raises(ValueError, match="has 3 errors") as caught:
         read_run(write_run(folder, model=None, data=None, rewards=None), wanted=ALL)
@@ -124,7 +122,6 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
 NEW = "new weights take "
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -161,20 +158,19 @@ def test_a_wrong_value_is_refused_before_the_model_is_loaded(folder, changes, sa
         read_run(write_run(folder, **changes), wanted=ALL)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("a: [", "is not YAML"), ("- a", r"contains \['a'\]; give keys with values"), ("", "contains None")],
-)
-def test_a_file_that_is_not_a_run(folder, text, said):
-    (folder / "bad.yaml").write_text(text)
-    with pytest.raises(ValueError, match=said):
-        read_run("bad.yaml")
+def test_a_file_that_is_not_a_run(folder):
+    for text, said in (
+        ("a: [", "is not YAML"),
+        ("- a", r"contains \['a'\]; give keys with values"),
+        ("", "contains None"),
+    ):
+        (folder / "bad.yaml").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_run("bad.yaml")
     with pytest.raises(FileNotFoundError, match=r"none\.yaml does not exist; give a RUN\.yaml"):
         read_run("none.yaml")
 
 
-@pytest.mark.quick
 def test_adapters_are_a_rank_or_the_arguments_of_add_lora():
     assert read_lora(4) == Lora(rank=4, alpha=8.0)
     assert read_lora({"rank": 4, "alpha": 4, "dropout": 0.1}) == Lora(rank=4, alpha=4, dropout=0.1)

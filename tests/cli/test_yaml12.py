@@ -8,12 +8,13 @@ import yaml
 from grpo_jax import GRPOConfig
 from grpo_jax.cli.yaml12 import dump_yaml, parse_value, parse_yaml
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["1_000", "no", "off", "2026-01-01", "1:30"]
 SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "007": 7, "true": True, "False": False, "null": None}
 SCALARS |= {"None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{fsdp: 8}": {"fsdp": 8}}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("text", "value"), [*SCALARS.items(), *((text, text) for text in TEXTS)])
 def test_scalars_are_those_of_yaml_1_2(text, value):
     found = parse_yaml(f"x: {text}")["x"]
@@ -21,37 +22,24 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.quick
 def test_a_duplicate_key_is_an_error():
     with pytest.raises(yaml.YAMLError, match="duplicate key beta"):
         parse_yaml("beta: 1\nbeta: 2")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("run_name", "7", "7"),
-        ("run_name", "null", None),
-        ("metric_for_best_model", "eval/early", "eval/early"),
-        ("max_steps", "7", 7),
-        ("max_steps", "x", "x"),
-        ("reward_weights", "[1, 0.5]", [1, 0.5]),
-        ("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}),
-        ("pad_to_multiple_of", "auto", "auto"),
-        ("scale_rewards", "false", False),
-        ("prompt", "{question", "{question"),
-        ("prompt", "Q: {question}", "Q: {question}"),
-        ("prompt", "[{role: user, content: hi}]", [{"role": "user", "content": "hi"}]),
-        *((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default)
-          for field in dataclasses.fields(GRPOConfig)),
-    ],
-)  # fmt: skip
-def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant(name, text, value):
-    assert parse_value(name, text) == value
+def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
+    said = [{"role": "user", "content": "hi"}]
+    cases = [("run_name", "7", "7"), ("run_name", "null", None), ("metric_for_best_model", "eval/early", "eval/early")]
+    cases += [("max_steps", "7", 7), ("max_steps", "x", "x"), ("reward_weights", "[1, 0.5]", [1, 0.5])]
+    cases += [("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}), ("scale_rewards", "false", False)]
+    cases += [("prompt", "{question", "{question"), ("prompt", "Q: {question}", "Q: {question}")]
+    cases += [("prompt", "[{role: user, content: hi}]", said), ("pad_to_multiple_of", "auto", "auto")]
+    for field in dataclasses.fields(GRPOConfig):
+        cases.append((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default))
+    for name, text, value in cases:
+        assert parse_value(name, text) == value, name
 
 
-@pytest.mark.quick
 def test_what_is_written_is_read_back_unchanged():
     texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n"]
     values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}

@@ -4,8 +4,9 @@ import pytest
 
 from grpo_jax.compat.scripts import from_trl_script
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_a_run_evaluates_if_trl_does():
     cases = [({"eval_strategy": "steps"}, "test"), ({"eval_strategy": "no"}, None), ({"eval_strategy": False}, None)]
     cases += [({"eval_strategy": "steps", "dataset_test_split": "held_out"}, "held_out")]
@@ -17,7 +18,6 @@ def test_a_run_evaluates_if_trl_does():
         assert not moved.missing
 
 
-@pytest.mark.quick
 def test_the_base_under_adapters_is_quantized():
     adapters = {"use_peft": True, "lora_target_modules": "all-linear"}
     for bits, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
@@ -26,7 +26,6 @@ def test_the_base_under_adapters_is_quantized():
         assert set(from_trl_script({bits: True})[1].missing) == {bits}, "without adapters nothing could be trained"
 
 
-@pytest.mark.quick
 def test_values_server_and_rewards_of_a_script():
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "b", "vllm_server_port": 81}
     run, moved = from_trl_script(

@@ -6,8 +6,9 @@ from experiments import estimators
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import LOSS_TYPES
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_every_estimator_and_loss_is_compared():
     configs = [estimators.make_config(0, 4, 12, settings) for settings in estimators.SETTINGS.values()]
     assert {config.loss_type for config in configs} == set(LOSS_TYPES)
@@ -17,7 +18,6 @@ def test_every_estimator_and_loss_is_compared():
     assert {config.sizes().updates for config in configs} == {4}
 
 
-@pytest.mark.quick
 def test_the_table_has_means_and_steps_to_half_of_the_gain_of_dapo():
     line = {"task": "sort_digits", "pass@8": 0.5, "entropy": 0.25, "kl": 0.0}
     curve = [[4 * i, 0.1 * i] for i in range(1, 11)]  # means of five: 0.3 at step 20, 0.4 at 24, …

@@ -4,6 +4,8 @@ import pytest
 
 from experiments import gsm8k
 
+pytestmark = pytest.mark.quick
+
 PROBLEMS = [
     {
         "question": f"Tom has {n} apples and buys {n + 1}. How many has he?",
@@ -13,7 +15,6 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.quick
 def test_a_problem_is_a_conversation_or_text():
     chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
     assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
@@ -27,7 +28,6 @@ def test_a_problem_is_a_conversation_or_text():
         ]
 
 
-@pytest.mark.quick
 def test_the_format_is_a_last_line_with_the_answer():
     right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
     wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]

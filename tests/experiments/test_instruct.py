@@ -4,12 +4,13 @@ import pytest
 
 from experiments import instruct, problems
 
+pytestmark = pytest.mark.quick
+
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>' }}{% endfor %}"
 
 
-@pytest.mark.quick
 def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
     test, learnt = instruct.held_out(size=20), instruct.train_problems(seed=3, size=30)
     questions = [row["prompt"][-1]["content"] for row in (*test, *learnt)]
@@ -22,7 +23,6 @@ def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
     assert instruct.train_problems(seed=3, size=30) == learnt != instruct.train_problems(seed=4, size=30)
 
 
-@pytest.mark.quick
 def test_the_rewards_are_the_suites():
     """An answer in spaces gets 1, and any other text what the verifier gives it."""
     rows = instruct.held_out(size=5)

@@ -8,6 +8,8 @@ import pytest
 
 from experiments import kit
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = {"v5e-8": "kaggle_tpu", "T4-2": "kaggle_gpu"}
 QUESTION = "Tom has {} apples and buys as many again. How many has he?"
@@ -28,7 +30,6 @@ def data(tmp_path):
     return tmp_path
 
 
-@pytest.mark.quick
 def test_lessons_prompts_and_tests_are_apart(data):
     machine = kit.MACHINES["small"]
     lessons, rows, tests = kit.load_data(str(data), machine)
@@ -38,7 +39,6 @@ def test_lessons_prompts_and_tests_are_apart(data):
     assert all(kit.accuracy(completions=[row["answer"] for row in rows], answer=[row["answer"] for row in rows]))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_says_what_its_machines_compiler_found(name):
     figures = json.loads(kit.FIGURES.read_text(encoding="utf-8"))[name]
@@ -50,7 +50,6 @@ def test_a_notebook_says_what_its_machines_compiler_found(name):
     assert machine.grpo.sizes(devices).prompts * machine.grpo.max_steps / machine.grpo.sizes(devices).updates > 1000
 
 
-@pytest.mark.quick
 def test_both_notebooks_have_the_same_code_but_for_the_hours():
     tpu, gpu = ([cell.source for cell in read(name).cells if cell.cell_type == "code"] for name in NOTEBOOKS)
     assert [

@@ -16,6 +16,8 @@ from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_reward
 from grpo_jax.rewards.combine import gated, weighted
 from grpo_jax.rewards.contract import RewardError, check_reward_fns, own_copy, reward_names
 
+pytestmark = pytest.mark.quick
+
 B, G = 2, 3
 N = B * G
 PROMPTS = ["p0"] * G + ["p1"] * G
@@ -50,7 +52,6 @@ def length(completions):
 # --- the arguments
 
 
-@pytest.mark.quick
 def test_scores_land_on_their_prompt_completion_and_function():
     def ids(completion_ids):
         return [-len(row) for row in completion_ids]
@@ -61,7 +62,6 @@ def test_scores_land_on_their_prompt_completion_and_function():
     np.testing.assert_array_equal(rewards[..., 1], [[-1, -2, -3], [-4, -5, -6]])
 
 
-@pytest.mark.quick
 def test_a_function_gets_what_it_names_and_no_more():
     seen = {}
 
@@ -96,7 +96,6 @@ def test_a_function_gets_what_it_names_and_no_more():
     assert seen["trl"] == {"prompts", "completion_ids", "level"}
 
 
-@pytest.mark.quick
 def test_methods_partials_and_objects_are_functions_too():
     class Judge:
         def __call__(self, completions, answer):
@@ -121,7 +120,6 @@ def test_methods_partials_and_objects_are_functions_too():
     assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "distinct, and stay so"
 
 
-@pytest.mark.quick
 def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
     def same(completions, answer):
         return [float(truth == "mine") for truth in answer]
@@ -139,7 +137,6 @@ def takes_all(completions, tests):
     return [float(len([one.pop() for _ in list(one)])) for one in tests]
 
 
-@pytest.mark.quick
 def test_each_completion_and_each_function_has_objects_of_its_own():
     """A row's list is one object for its whole group, and for every epoch."""
 
@@ -177,14 +174,12 @@ def test_each_completion_and_each_function_has_objects_of_its_own():
     assert [completion[0]["content"] for completion in completions] == ["a", "bb", "ccc", "dddd"]
 
 
-@pytest.mark.quick
 def test_a_function_behind_a_gate_sees_what_the_gate_has_not_changed():
     columns = {"tests": [[1, 2], [1, 2], [1, 2], [], [1], [1]]}
     rewards, _ = score(gated(takes_all, weighted(takes_all, 2.0)), columns=columns)
     assert rewards.ravel().tolist() == [4, 4, 4, 0, 2, 2]
 
 
-@pytest.mark.quick
 def test_a_copy_shares_nothing_that_can_be_changed():
     class Client:
         def __deepcopy__(self, memo):
@@ -213,7 +208,6 @@ def test_a_copy_shares_nothing_that_can_be_changed():
     assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("fns", "columns", "message"),
     [
@@ -237,7 +231,6 @@ def test_check_reward_fns_refuses_before_anything_runs(fns, columns, message):
         check_reward_fns(fns, columns)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -254,7 +247,6 @@ def test_compute_rewards_refuses(keywords, message):
 # --- what comes back
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("value", [
     [1, 0, 1, 0, 1, 0], (True, False) * 3,
     [np.float64(1), np.int8(0), np.bool_(True), jnp.float32(0), np.array(1.0), Decimal("0")],
@@ -267,7 +259,6 @@ def test_all_kinds_of_numbers_are_rewards(value):
     np.testing.assert_array_equal(rewards.ravel(), [1, 0, 1, 0, 1, 0])
 
 
-@pytest.mark.quick
 def test_none_is_not_scored_and_not_zero():
     rewards, stats = score([returns([1.0, None, 0.0, None, None, 0.5]), returns([None, None, 1.0, 1.0, None, None])])
     np.testing.assert_array_equal(rewards[..., 0].ravel(), [1, np.nan, 0, np.nan, np.nan, 0.5])
@@ -282,7 +273,6 @@ def test_none_is_not_scored_and_not_zero():
     assert "rewards/reward_2/std" not in stats
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("weights", [None, [2.0, -0.5, 1.0]])
 def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
     rewards = np.array([[0.25, np.nan, 1], [np.nan, 2, np.nan], [np.nan] * 3, [0, 0, np.nan]], np.float32)
@@ -336,7 +326,6 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_failing_function_can_be_scored_as_missing(case):
     """Or stops the run; with `on_error="none"` the other functions keep their scores."""
@@ -352,7 +341,6 @@ def test_a_failing_function_can_be_scored_as_missing(case):
     assert (stats["rewards/reward/errors"], stats["rewards/reward/missing"]) == (6, 1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", ELEMENTS)
 def test_a_bad_value_names_function_prompt_and_completion(case):
     """Or is scored as missing, and the others are kept."""
@@ -370,7 +358,6 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
         score(fns, on_error="none", loud_share=1 / 6)
 
 
-@pytest.mark.quick
 def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none():
     error = KeyError("gold")
     with pytest.raises(RewardError) as caught:
@@ -395,7 +382,6 @@ def make_async(value, seconds=0.0):
     return judge
 
 
-@pytest.mark.quick
 def test_async_functions_run_together_and_keep_their_order():
     def thread(completions):  # math-verify, for one, uses signal.alarm, which works in the main thread only
         assert threading.current_thread() is threading.main_thread()
@@ -410,7 +396,6 @@ def test_async_functions_run_together_and_keep_their_order():
     assert stats["rewards/judge/seconds"] >= 0.5
 
 
-@pytest.mark.quick
 def test_async_objects_keep_clients_bound_to_their_loop():
     class Judge:
         lock = None
@@ -433,7 +418,6 @@ def test_async_objects_keep_clients_bound_to_their_loop():
     assert asyncio.run(cell()).sum() == N
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
 def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
     with pytest.raises(RewardError, match="'reward' raised ValueError: no"):

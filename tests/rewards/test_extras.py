@@ -84,20 +84,9 @@ def test_all_that_a_run_logs_itself_is_refused(tmp_path):
     def length(completions):
         return [float(i) for i, _ in enumerate(completions)]
 
-    settings = {
-        "beta": 0.1,
-        "sync_ref_model": True,
-        "delta": 2.0,
-        "max_kl_old": 1.0,
-        "num_iterations": 2,
-        "max_steps": 2,
-    }
-    settings |= {
-        "entropy_coef": 0.1,
-        "use_adaptive_entropy": True,
-        "top_entropy_quantile": 0.5,
-        "dynamic_sampling": True,
-    }
+    settings = {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "max_steps": 2}
+    settings |= {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5}
+    settings |= {"dynamic_sampling": True}
     names = {"step"}
     config = GRPOConfig(**SIZES | settings)
     callbacks = [lambda step, line: names.update(line)]

@@ -7,6 +7,8 @@ from grpo_jax.rewards.calls import compute_parts, compute_rewards
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.parts import PartReader, RewardParts, place_rewards
 
+pytestmark = pytest.mark.quick
+
 INPUTS = {
     "prompts": ["p"] * 4,
     "completions": ["ab", "cd", "ef", "gh"],
@@ -22,7 +24,6 @@ def returned(*values):
     return fn
 
 
-@pytest.mark.quick
 def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_rewards():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
     rewards, stats, parts = compute_parts([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
@@ -36,7 +37,6 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
     assert stats["rewards/fn/missing"] == 0.25
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -60,7 +60,6 @@ def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, mess
         compute_parts(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("value", [[1.0], [1, 2], np.zeros(3)])
 def test_where_nobody_counts_turns_only_numbers_are_taken(value):
     with pytest.raises(
@@ -69,7 +68,6 @@ def test_where_nobody_counts_turns_only_numbers_are_taken(value):
         compute_rewards(returned(value, 0, 0, 0), **INPUTS)
 
 
-@pytest.mark.quick
 def test_rewards_stand_at_the_tokens_that_they_were_given_for():
     turns = np.array([[[0, 0, -1, 1, -1], [0, -1, -1, -1, -1]], [[0, 1, 1, -1, -1], [0, 0, 0, 0, 0]]])
     present = np.array([[[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], [[1, 1, 1, 0, 0], [1] * 5]], bool)

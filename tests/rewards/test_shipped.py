@@ -20,6 +20,8 @@ from grpo_jax.rewards.shipped import (
     tag_reward,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def length(completions):
     return [len(text) for text in completions]
@@ -48,7 +50,6 @@ def score(fns, completions, *, prompts=None, on_error="raise", **columns):
 # --- from_row
 
 
-@pytest.mark.quick
 def test_from_row_sees_the_text_and_the_row_of_each_completion():
     seen = []
 
@@ -72,7 +73,6 @@ def divide(completion, row):
     return None if row["by"] is None else 6 / row["by"]
 
 
-@pytest.mark.quick
 def test_from_row_keeps_the_scores_beside_a_fault():
     assert score(from_row(divide), ["x"] * 4, by=[1, 0, None, 3], on_error="none") == pytest.approx(
         [6, np.nan, np.nan, 2], nan_ok=True
@@ -96,7 +96,6 @@ def some(values):
     return lambda completions: list(values)
 
 
-@pytest.mark.quick
 def test_weighted_multiplies_and_clipped_bounds():
     assert weighted(some([1.0, None, -2.0]), -0.5)(completions=["x"] * 3) == [-0.5, None, 1.0]
     values = [-3.0, 0.25, None, 9.0]
@@ -105,7 +104,6 @@ def test_weighted_multiplies_and_clipped_bounds():
     assert clipped(some(values), high=0)(completions=["x"] * 4) == [-3.0, 0.0, None, 0.0]
 
 
-@pytest.mark.quick
 def test_gated_asks_the_second_only_about_what_passed():
     asked = []
 
@@ -127,7 +125,6 @@ def test_gated_asks_the_second_only_about_what_passed():
     )
 
 
-@pytest.mark.quick
 def test_combinators_ask_for_the_arguments_of_the_functions_inside():
     def first(completions, answer):
         return [0.0] * len(completions)
@@ -156,7 +153,6 @@ def combined(fn):
     return [weighted(fn, 1.0), clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "outcome", [None, 1.0, [1.0], "abc", [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]]
 )
@@ -167,7 +163,6 @@ def test_no_combinator_hides_a_bad_value_or_list(outcome):
             score(reward, ["x"] * 3)
 
 
-@pytest.mark.quick
 def test_combinators_hand_partial_scores_on():
     by = [1, 0, 3]
     divided = from_row(divide)
@@ -188,7 +183,6 @@ def test_combinators_hand_partial_scores_on():
     assert scores == pytest.approx([12, np.nan, 4], nan_ok=True)
 
 
-@pytest.mark.quick
 def test_combinators_of_async_functions_are_async():
     async def judge(completions):
         await asyncio.sleep(0.4)
@@ -218,7 +212,6 @@ def test_combinators_of_async_functions_are_async():
         score(weighted(strict, 1.0), ["a"])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -243,7 +236,6 @@ def test_factories_refuse(make, message):
 # --- shipped
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("form", [list, messages])
 def test_accuracy_compares_the_extracted_answer_with_the_column(form):
     tagged = accuracy_reward("truth", r"<answer>(.*?)</answer>")
@@ -263,7 +255,6 @@ def last_word(text):
     return text.split()[-1] if text.split() else None
 
 
-@pytest.mark.quick
 def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
     texts = ["it is 12", "12", "", "13 "]
     assert score(accuracy_reward(extract=last_word), texts, answer=[12] * 4) == [1, 1, 0, 0]
@@ -272,7 +263,6 @@ def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
     assert score(accuracy_reward(), texts, answer=["13"] * 4) == [0, 0, 0, 1]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("form", [list, messages])
 def test_format_matches_the_whole_completion_across_lines(form):
     reward = format_reward(r"<think>.*</think>\s*<answer>.*</answer>\s*")
@@ -285,7 +275,6 @@ def test_format_matches_the_whole_completion_across_lines(form):
     assert score(reward, form(texts)) == [1, 0, 0, 0]
 
 
-@pytest.mark.quick
 def test_tags_count_marks_that_stand_exactly_once():
     reward = tag_reward("a", "b")
     texts = ["<a></a><b></b>", "<a></a><b>", "<a><a></a><b></b>", "", "</b></a><b><a>"]
@@ -301,7 +290,6 @@ def overlong_by_the_paper(length, longest, cache):
     return -1.0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("longest", "cache"), [(10, 4), (10, 10), (10, 0), (1, 1)])
 def test_soft_overlong_is_the_papers_equation(longest, cache):
     ids = [[1] * length for length in range(longest + 4)]
@@ -310,7 +298,6 @@ def test_soft_overlong_is_the_papers_equation(longest, cache):
     assert min(expected) == -1
 
 
-@pytest.mark.quick
 def test_repetition_counts_n_grams():
     random.seed(0)
     for size in (1, 2, 3):
@@ -328,7 +315,6 @@ def test_repetition_counts_n_grams():
     assert get_repetition_penalty_reward(3)(completion_ids=[[1, 2], [], [7] * 5]) == pytest.approx([0, 0, -2 / 3])
 
 
-@pytest.mark.quick
 def test_no_reward_is_minus_zero():
     rewards = [
         weighted(some([0.0]), -1.0)(completions=["x"]),
@@ -352,7 +338,6 @@ SHIPPED = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("reward", SHIPPED, ids=reward_names(SHIPPED))
 def test_all_of_them_pickle_and_score_the_same_after(reward):
     texts, columns = ["<answer>4</answer>", "4 4 4"], {"answer": ["4", "4"], "by": [1, 2]}

@@ -7,6 +7,8 @@ import pytest
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.suites import SUITES, Suite, suite_of
 
+pytestmark = pytest.mark.quick
+
 ALL = ("data", "rewards")
 
 
@@ -37,7 +39,6 @@ def written(tmp_path, text):
     return tmp_path / "run.yaml"
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("stand_in")
 def test_what_a_run_does_not_say_is_the_suites(tmp_path):
     path = written(tmp_path, "data: {made: sums, size: 3, seed: 1}\neval_data: {made: sums, seed: 9}")
@@ -49,7 +50,6 @@ def test_what_a_run_does_not_say_is_the_suites(tmp_path):
     assert read_run(tmp_path / "again.yaml", wanted=ALL).rows == run.rows
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("stand_in")
 def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
     text = "data: {made: sums}\nprompt: '{answer}?'\n"
@@ -63,7 +63,6 @@ def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
     assert ([fn.__name__ for fn in run.rewards], run.config.reward_weights) == (["judge"], None)
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -83,7 +82,6 @@ def test_faults_are_said_with_their_key(tmp_path, text, message):
         read_run(written(tmp_path, text), wanted=ALL)
 
 
-@pytest.mark.quick
 def test_a_suite_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.utils", None)
@@ -91,7 +89,6 @@ def test_a_suite_that_is_not_installed_is_named(monkeypatch):
         suite_of({"reasoning_gym": "chain_sum"})
 
 
-@pytest.mark.quick
 def test_a_file_with_tasks_of_reasoning_gym_is_a_run(tmp_path):
     """Its rewards are checked against its columns, as those of any run."""
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")

@@ -41,8 +41,8 @@ def scored(suite, completions, **extras) -> list[float | None]:
 @pytest.mark.quick
 @pytest.mark.parametrize("task", TEN)
 def test_rows_and_scores_are_the_suites_own(task):
-    suite, own = reasoning_gym(task, size=100, seed=3), gym.create_dataset(task, size=100, seed=3)
-    entries = [own[i] for i in range(100)]
+    suite, own = reasoning_gym(task, size=24, seed=3), gym.create_dataset(task, size=24, seed=3)
+    entries = [own[i] for i in range(24)]
     assert [{name: row[name] for name in entries[0]} for row in suite.rows] == entries
     assert [row["prompt"][-1]["content"] for row in suite.rows] == [entry["question"] for entry in entries]
     given = [answers_to(entry)[i % 8] for i, entry in enumerate(entries)]

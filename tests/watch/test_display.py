@@ -2,24 +2,18 @@
 
 import io
 import re
+import types
 
 import pytest
 from rich.console import Console
 
 from grpo_jax.watch.display import Display, format_metrics
 
-METRICS = {
-    "reward": 0.5,
-    "kl": 0.00123,
-    "completions/mean_length": 41.26,
-    "tokens_per_second": 4120.4,
-    "loss": 3.0,
-    "eval/accuracy": 0.9,
-    "eval/mean_length": 40.0,
-    "seconds/rollout": 2.14,
-    "seconds/update": 2.4,
-    "seconds/total": 5.0,
-}
+pytestmark = pytest.mark.quick
+
+METRICS = {"reward": 0.5, "kl": 0.00123, "completions/mean_length": 41.26, "tokens_per_second": 4120.4, "loss": 3.0}
+METRICS |= {"eval/accuracy": 0.9, "eval/mean_length": 40.0}
+METRICS |= {"seconds/rollout": 2.14, "seconds/update": 2.4, "seconds/total": 5.0}
 NUMBERS = "reward 0.500 · KL 0.00123 · length 41.3 · tokens/s 4,120 · held-out accuracy 0.900"
 SECONDS = "5.0 s: rollout 2.1, update 2.4"
 
@@ -28,7 +22,6 @@ def console(terminal=False):
     return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
 
 
-@pytest.mark.quick
 def test_the_numbers_in_words():
     assert format_metrics(METRICS) == (NUMBERS, SECONDS)
     assert format_metrics({}) == ("", "")
@@ -37,7 +30,6 @@ def test_the_numbers_in_words():
     assert format_metrics({"tokens_per_second": 12.345, "kl": 1e-7})[0] == "KL 1e-07 · tokens/s 12.3"
 
 
-@pytest.mark.quick
 def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
     now = [0.0]
     out = Console(file=io.StringIO(), width=40, force_jupyter=False)
@@ -54,31 +46,23 @@ def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
     ]
 
 
-@pytest.mark.quick
 def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
     shown = []
-
-    class Handle:
-        def display(self, data, raw):
-            shown.append(("new", data["text/plain"], raw))
-
-        def update(self, data, raw):
-            shown.append(("same", data["text/plain"], raw))
-
+    handle = types.SimpleNamespace(
+        display=lambda data, raw: shown.append(("new", data["text/plain"])),
+        update=lambda data, raw: shown.append(("same", data["text/plain"])),
+    )
     display_module = pytest.importorskip("IPython.display", reason="IPython is not installed")
-    monkeypatch.setattr(display_module, "DisplayHandle", Handle)
+    monkeypatch.setattr(display_module, "DisplayHandle", lambda: handle)
     out = Console(file=io.StringIO(), force_jupyter=True)
     with Display(console=out) as display:
         display.start(total_steps=2)
         display(1, {"reward": 0.75})
         display(2, {"reward": 1.0})
-    assert [kind for kind, *_ in shown] == ["new", "same", "same"]
-    assert shown[0][1] == "step 0/2"
-    assert shown[-1] == ("same", "step 2/2 · reward 1.000", True)
+    assert shown == [("new", "step 0/2"), ("same", "step 1/2 · reward 0.750"), ("same", "step 2/2 · reward 1.000")]
     assert out.file.getvalue() == ""
 
 
-@pytest.mark.quick
 def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     out = console(terminal=True)
 
@@ -103,7 +87,6 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     assert SECONDS in screen
 
 
-@pytest.mark.quick
 def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
     for quiet in (False, True):
         with Display(quiet=quiet) as display:
@@ -116,11 +99,13 @@ def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
 
 
 def rows():
+    rewards = [{"accuracy": float(i == 1), "judge": None} for i in range(3)]
+    group = {"prompt": "[b]3 1 2"}
     return [
-        {
-            "prompt": "[b]3 1 2",
+        group
+        | {
             "completion": f"<answer>{i}[/b]</answer>",
-            "rewards": {"accuracy": float(i == 1), "judge": None},
+            "rewards": rewards[i],
             "advantage": 0.7 * (-1) ** i,
             "ended": i != 2,
         }
@@ -128,7 +113,6 @@ def rows():
     ] + [{"prompt": [{"role": "user", "content": "hi"}], "completion": "ho", "rewards": {}, "advantage": float("nan")}]
 
 
-@pytest.mark.quick
 def test_completions_are_shown_unchanged_side_by_side():
     out = console()
     Display(console=out).completions(rows())
@@ -145,22 +129,18 @@ def test_completions_are_shown_unchanged_side_by_side():
     assert ["<answer>1" in out.file.getvalue(), "<answer>2" in out.file.getvalue()] == [True, False]
 
 
-TURNS = [{"by": "policy", "text": "is it 32?"}, {"by": "environment", "text": "higher"}, {"by": "policy", "text": "48"}]
-
-
-@pytest.mark.quick
 def test_turns_are_shown_with_their_speakers():
-    played = [{**rows()[2], "turns": TURNS}, {**rows()[1], "turns": 3}]
+    turns = [{"by": "policy", "text": "is it 32?"}, {"by": "environment", "text": "higher"}]
+    played = [{**rows()[2], "turns": turns}, {**rows()[1], "turns": 3}]
     plain, colours = console(), Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
     Display(console=plain).completions(played)
-    for line in ("policy: is it 32?", "environment: higher", "policy: 48 …", "<answer>1[/b]</answer>"):
+    for line in ("policy: is it 32?", "environment: higher …", "<answer>1[/b]</answer>"):
         assert re.search(rf"│ *{re.escape(line)} *│", plain.file.getvalue()), line
     Display(console=colours).completions(played)
     assert "\x1b[2menvironment: higher\x1b[0m" in colours.file.getvalue()
     assert "\x1b[2mpolicy" not in colours.file.getvalue()
 
 
-@pytest.mark.quick
 def test_untrusted_text_neither_drives_the_terminal_nor_reorders_it():
     nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
     row = {**rows()[0], "turns": [{"by": "environment", "text": nasty}]}

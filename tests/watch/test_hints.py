@@ -11,6 +11,8 @@ import pytest
 from grpo_jax import GRPOConfig
 from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, SAMPLER_GAP, Hints, sampler_gap_limit
 
+pytestmark = pytest.mark.quick
+
 CONFIG = GRPOConfig(beta=0.1)
 # Two real runs of this library, ten optimizer steps a line: `experiments.sort_digits` and `experiments.countdown`.
 HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
@@ -30,13 +32,6 @@ def rewards(right, style, std=0.4):
     return [
         {"rewards/right/mean": a, "rewards/right/std": std, "rewards/style/mean": b, "rewards/style/std": std}
         for a, b in zip(right, style, strict=True)
-    ]
-
-
-def speeds(rates, rollout):
-    return [
-        {"tokens_per_second": rate, "seconds/rollout": s, "seconds/update": 1.0, "seconds/total": s + 1}
-        for rate, s in zip(rates, rollout, strict=True)
     ]
 
 
@@ -92,18 +87,6 @@ SIGNS = [
         36,
         ["'right' has risen from 0.2 to 0.62 while 'style' has fallen from 0.7 to 0.49", "reward_weights"],
     ),
-    # The median of ten is halfway, 55 of 100, with five slow lines, and 10 with six.
-    (
-        "slower",
-        speeds([1.0] + [100.0] * 20 + [10.0] * 20, [9.0] + [1.0] * 20 + [12.0] * 20),
-        26,
-        [
-            "10 completion tokens per second",
-            "100 at the beginning",
-            "'rollout' has grown most",
-            "max_completion_length",
-        ],
-    ),
     # 3 − 2k/10 is at most 1.02 for k = 10 only.
     ("few turns", played(turns__mean=1.0), 29, ["had 1.00 turns on average", "temperature (now 1)"]),
     # 0.1 + 0.09 k is at least 0.5 from k = 5 on.
@@ -120,7 +103,6 @@ SIGNS = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("name", "lines", "at", "parts"), SIGNS)
 def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at, parts):
     ((index, message),) = said(lines)
@@ -131,12 +113,10 @@ def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at, parts):
     assert named <= set(GRPOConfig.__dataclass_fields__), "fields that exist"
 
 
-@pytest.mark.quick
 def test_every_hint_has_a_sign_here():
     assert {sign[0] for sign in SIGNS} == set(HINTS)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
 def test_a_healthy_run_gets_none(run):
     lines = [line for line in HEALTHY if line["run"] == run]
@@ -145,7 +125,6 @@ def test_a_healthy_run_gets_none(run):
     assert said(lines + lines[-5:] * 4) == []  # and it may stay where it ended
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lines", "config"),
     [
@@ -162,7 +141,6 @@ def test_a_healthy_run_gets_none(run):
         (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
         (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
-        (speeds([1000.0] + [100.0] * 40, [1.0] * 41), CONFIG),
         (played(), CONFIG),
         (played(turns__mean=1.1), CONFIG),
         (played(tools__failures=13.0), CONFIG),
@@ -177,7 +155,6 @@ def test_no_hint_where_none_is_due(lines, config):
     assert said(lines, config) == []
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "platform", "precision", "limit"),
     [
@@ -200,10 +177,9 @@ def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, pla
         assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
-@pytest.mark.quick
 def test_a_long_run_keeps_its_beginning_and_little_else():
     hints = Hints(CONFIG)
-    for line in series("entropy", [2.0] * FIRST + [0.2] * 3000 + [0.0] * 7):
+    for line in series("entropy", [2.0] * FIRST + [0.2] * 300 + [0.0] * 7):
         assert hints(line) == []
     assert len(hints._history) == FIRST + LAST
     (message,) = hints({"entropy": 0.0})

@@ -15,6 +15,8 @@ from grpo_jax.watch.progress import Progress
 from grpo_jax.watch.trackers import Tracker
 from grpo_jax.watch.writer import read_lines
 
+pytestmark = pytest.mark.quick
+
 STATE = create_state({"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0))
 CONFIG = GRPOConfig(beta=0.1)
 
@@ -23,7 +25,6 @@ def lines(run_dir, name="metrics.jsonl"):
     return list(read_lines(run_dir / name))
 
 
-@pytest.mark.quick
 def test_lines_go_to_files_and_callbacks(tmp_path):
     seen = []
     with Monitor(tmp_path, CONFIG, callbacks=[lambda step, m: seen.append((step, m))], quiet=True) as monitor:
@@ -41,7 +42,6 @@ def test_lines_go_to_files_and_callbacks(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
-@pytest.mark.quick
 def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
     done = []
     tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
@@ -55,18 +55,12 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
 
 
-@pytest.mark.quick
-def test_in_a_hurry_the_page_is_written_and_the_picture_left_out(tmp_path):
+def test_a_run_that_stops_in_a_hurry_leaves_the_picture_out_and_a_complete_one_needs_no_directory(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
         monitor.end(1, 4, hurry=True)
     assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.png").exists()
-
-
-@pytest.mark.quick
-def test_a_complete_run_ends_without_a_directory_as_with_one(capsys):
-    """Of several processes, all but one have no directory."""
     with Monitor(None, CONFIG) as monitor:
         monitor.start(STATE, Progress(step=4), total_steps=4, num_rows=4, num_dropped=7, resumed=True)
     shown = capsys.readouterr().err
@@ -74,7 +68,6 @@ def test_a_complete_run_ends_without_a_directory_as_with_one(capsys):
     assert "complete: 4 of 4 steps" in shown
 
 
-@pytest.mark.quick
 def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
@@ -94,7 +87,6 @@ def cut_off(monitor, steps):
         monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})  # no tokens, no pace to judge
 
 
-@pytest.mark.quick
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
 
@@ -115,7 +107,6 @@ def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp
         assert [line["step"] for line in lines(tmp_path, name)] == [0, 2]
 
 
-@pytest.mark.quick
 def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG) as monitor:
         monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
@@ -135,7 +126,6 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
-@pytest.mark.quick
 def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
     texts = ["an early warning", *["a slow reward"] * 3, *[f"a number {i}" for i in range(2 * MOST_WARNINGS)]]
     with warnings.catch_warnings(record=True) as caught:

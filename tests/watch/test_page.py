@@ -142,45 +142,35 @@ def played(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_turns_replace_the_text_of_their_completion(played):
+def test_turns_replace_the_text_of_their_completion(played, tmp_path):
     data = embedded(played)
     rows = [row for group in data["steps"][0]["groups"] for row in group["rows"]]
     assert [row["turns"] for row in rows] == escaped([row["turns"] for row in read_lines(played / "completions.jsonl")])
     assert not any("completion" in row for row in rows)
     assert data["extras"] == []
-    assert {tag for tag, _ in Parsed(html_report(played)).tags if tag in ("b", "i", "img")} == set()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("turns", [3, [], [{"by": "policy"}]])
-def test_a_column_named_turns_of_a_reward_function_is_shown(tmp_path, turns):
-    RunWriter(tmp_path).completions(1, [completion(0, turns=turns)])
+    # A column of that name of a reward function; and equal prompts in a row are groups of their own.
+    writer = RunWriter(tmp_path)
+    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
+    writer.completions(1, [completion(i, prompt="same", turns=[{"by": "policy"}]) for i in range(4)])
     data = embedded(tmp_path)
     assert data["extras"] == ["turns"]
+    assert [len(group["rows"]) for group in data["steps"][0]["groups"]] == [2, 2]
     assert data["steps"][0]["groups"][0]["rows"][0]["completion"] == "completion 0"
 
 
 @pytest.mark.quick
-def test_equal_prompts_in_a_row_are_groups_of_their_own(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
-    writer.completions(1, [completion(i, prompt="same") for i in range(6)])
-    assert [len(group["rows"]) for group in embedded(tmp_path)["steps"][0]["groups"]] == [2, 2, 2]
-
-
-@pytest.mark.quick
 def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
+    assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
     writer = RunWriter(tmp_path)
-    steps = range(1, 5001)
-    lines = [{"step": step, "reward": step / 5000, "kl": 0.1, "entropy": 1.0, "seconds/update": 1.0} for step in steps]
-    writer._append("metrics.jsonl", lines)
+    writer._append("metrics.jsonl", [{"step": step, "reward": step / 5000} for step in range(1, 5001)])
     for step in range(1, 31):
         text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each, once they are in the page
         writer.completions(step, [completion(i, completion=text) for i in range(200 if step > 1 else 6)])
-    page = html_report(tmp_path)
-    data = embedded(tmp_path)
+    with open(tmp_path / "completions.jsonl", "ab") as file:  # torn by a kill
+        file.write(b'{"step": 31, "prom')
+    page, data = html_report(tmp_path), embedded(tmp_path)
     assert len(page) < COMPLETION_BYTES + 300_000
-    (reward,) = [curve for panel in data["panels"] if panel["title"] == "Reward" for curve in panel["curves"]]
+    ((reward,),) = (panel["curves"] for panel in data["panels"])
     assert 100 < len(reward["y"]) == len(reward["smooth"]) <= POINTS
     assert sum(reward["y"]) / len(reward["y"]) == pytest.approx(0.5, abs=1e-3)  # means of neighbours, none left out
     kept = [step["step"] for step in data["steps"]]
@@ -188,15 +178,6 @@ def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
     assert len(data["steps"][0]["groups"][0]["rows"][0]["completion"]) < TEXT + 100
     assert 0 < sum(len(group["rows"]) for group in data["steps"][1]["groups"]) < 200
     assert data["kept"] == "completions.jsonl has all 5,806 of 30 steps"
-
-
-@pytest.mark.quick
-def test_empty_and_torn_files(tmp_path):
-    assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
-    RunWriter(tmp_path).completions(1, [completion(0)])
-    with open(tmp_path / "completions.jsonl", "ab") as file:
-        file.write(b'{"step": 2, "prom')
-    assert [step["step"] for step in embedded(tmp_path)["steps"]] == [1]
 
 
 @pytest.fixture
@@ -221,7 +202,7 @@ def chrome(tmp_path):
         assert ours == {(tmp_path / "report.html").as_uri()}, "the page requests nothing but itself"
 
 
-def test_the_page_in_a_real_browser(run_dir, chrome):
+def test_the_page_in_a_real_browser(run_dir, played, chrome):
     show, run = chrome
 
     def column(name):
@@ -233,10 +214,6 @@ def test_the_page_in_a_real_browser(run_dir, chrome):
     titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
     assert titles == ["Reward", "Held-out prompts", "KL divergence"]
     assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1
-    assert (
-        run("[...document.querySelectorAll('.panel text.label')].map(node => node.textContent)")
-        == ["optimizer step"] * 3
-    )
     # The reward rises from step to step (y grows downwards).
     path = run("document.querySelector('.panel path.curve').getAttribute('d')")
     heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
@@ -254,21 +231,13 @@ def test_the_page_in_a_real_browser(run_dir, chrome):
         assert column("advantage") == expected
     run("document.querySelector('#rows th[data-column=\"rewards/short\"]').click()")
     assert column("rewards/short") == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
-    # Untrusted text is shown as text, escaped, in the table and among the warnings.
+    # Untrusted text is shown as text; filters work by the address.
     show(html_report(run_dir))
     assert column("completion")[2] == SHOWN
     assert SHOWN in run("document.querySelector('.warning').textContent")
-    assert run("document.querySelectorAll('script').length") == 2
-    # Filters, by the address and by hand.
-    run("document.getElementById('text').value = 'COMPLETION 1'")
-    run("document.getElementById('text').dispatchEvent(new Event('input'))")
-    assert column("completion") == ["completion 1"] * 3
     show(html_report(run_dir), "#step=2&by=rewards/right&min=1")
     assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
-
-
-def test_a_dialogue_in_a_real_browser(played, chrome):
-    show, run = chrome
+    # A completion of several turns.
     show(html_report(played))
     turns = "[...document.querySelectorAll('#rows tbody tr')].map(tr => [...tr.querySelectorAll('.turn')]"
     texts = run(f"{turns}.map(turn => turn.lastChild.data))")
@@ -276,7 +245,6 @@ def test_a_dialogue_in_a_real_browser(played, chrome):
     kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
     assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
     assert [name for _, name in kinds[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
-    assert run("document.querySelectorAll('.turn *:not(b)').length") == 0
 
 
 @pytest.mark.quick

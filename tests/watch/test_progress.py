@@ -9,8 +9,9 @@ import pytest
 
 from grpo_jax.watch.progress import Phases, Progress
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_counts_and_means_of_a_window():
     progress = Progress()
     progress.collected(8, {"num_tokens": 100, "reward": 0.25})
@@ -26,7 +27,6 @@ def test_counts_and_means_of_a_window():
     assert progress.log_line() == {"num_tokens": 150, "reward": 0.75, "num_prompts": 16}
 
 
-@pytest.mark.quick
 def test_phases_count_each_second_once():
     now = [100.0]
     phases = Phases(lambda: now[0])

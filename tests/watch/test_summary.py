@@ -7,8 +7,9 @@ from grpo_jax import GRPOConfig
 from grpo_jax.watch.summary import MARK, describe_run, headline, held_out, held_out_scores, model_card, phase_seconds
 from grpo_jax.watch.writer import RunWriter
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_held_out_scores():
     scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
     assert {name: held_out(name) for name in scores} == scores
@@ -18,18 +19,10 @@ def test_held_out_scores():
     assert held_out_scores(["eval/reward"]) == {"eval/reward": "reward"}
 
 
-@pytest.mark.quick
 def test_the_banner_by_hand():
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=16,
-        gradient_accumulation_steps=2,
-        steps_per_generation=6,
-        num_iterations=2,
-        max_completion_length=64,
-        max_steps=20,
-        mesh={"data": 2},
-    )
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
+    sizes |= {"num_generations": 4, "num_iterations": 2, "max_completion_length": 64, "max_steps": 20}
+    config = GRPOConfig(**sizes, mesh={"data": 2})
     # On two devices: 16 × 2 × 6 = 192 completions of 48 prompts; 3 minibatches of 16 prompts, each in 2; 2 passes.
     assert describe_run(config, num_rows=48, num_parameters=999_600, state_bytes=4_000_000_000) == (
         "1 M parameters · 4 GB of training state · 2 devices\n"
@@ -39,37 +32,22 @@ def test_the_banner_by_hand():
     )
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ([], ""),
-        ([{"step": 1, "seconds/rollout": 3.0}], "1 step"),
-        ([{"step": 1, "reward": 0.5}], "reward 0.5 in 1 step"),
-        (
-            [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"step": 3, "reward": 1}],
-            "reward 0.5 → 1 in 3 steps",
-        ),
-        # A held-out score is preferred to a reward, also if it is logged later.
-        (
-            [{"step": 10, "reward": 0.5, "eval/mean_length": 9.0}, {"step": 2000, "reward": 0.9, "eval/right": 0.1234}],
-            "right on held-out prompts 0.123 in 2,000 steps",
-        ),
-    ],
-    ids=str,
-)
-def test_the_headline(lines, sentence):
-    assert headline(lines) == sentence
+def test_the_headline():
+    line = {"step": 1, "reward": 0.5}
+    assert (headline([]), headline([{"step": 1, "seconds/rollout": 3.0}])) == ("", "1 step")
+    assert headline([line]) == "reward 0.5 in 1 step"
+    assert headline([line, {"step": 2, "reward": None}, {"step": 3, "reward": 1}]) == "reward 0.5 → 1 in 3 steps"
+    # A held-out score is preferred to a reward, also if it is logged later.
+    lines = [line | {"eval/mean_length": 9.0}, {"step": 2000, "reward": 0.9, "eval/right": 0.1234}]
+    assert headline(lines) == "right on held-out prompts 0.123 in 2,000 steps"
 
 
-@pytest.mark.quick
 def test_seconds_outside_any_phase_are_other():
     lines = [{"step": 1, "seconds/update": 1.0, "seconds/total": 1.5}, {"step": 2, "seconds/rollout": 2.0}]
     assert phase_seconds(lines) == {"update": 1.0, "rollout": 2.0}  # rounding: never less than zero
     assert phase_seconds([*lines, {"step": 3, "seconds/total": 2.5}]) == {"update": 1.0, "rollout": 2.0, "other": 1.0}
 
 
-@pytest.mark.quick
 def test_a_card_describes_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
     writer = RunWriter(tmp_path / "secret_client")
@@ -97,7 +75,6 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     assert text.rstrip().endswith(MARK)
 
 
-@pytest.mark.quick
 def test_a_card_without_a_run_and_one_of_adapters(tmp_path):
     for run_dir in (None, tmp_path):
         card = ModelCard(model_card("me/sums", run_dir=run_dir))

@@ -12,13 +12,15 @@ import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.watch import trackers
-from grpo_jax.watch.trackers import check_callbacks, notify
+from grpo_jax.watch.trackers import check_callbacks, notify, open_tracker
+
+pytestmark = pytest.mark.quick
 
 
 class Fake(types.ModuleType):
-    """A package with `init`, as wandb and trackio are; it notes what is done to it."""
+    """A package with `init`, as wandb and trackio are; it records the calls."""
 
-    run = None  # the one that is active, in wandb
+    run = None  # the active one, in wandb
     id, name = "id-7", "brave-sun"
 
     def __init__(self, name):
@@ -36,34 +38,27 @@ class Fake(types.ModuleType):
         self.done.append(("finish",))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_run_of_wandb_or_trackio_is_closed_also_after_an_error(name, monkeypatch):
-    package = Fake(name)
-    monkeypatch.setitem(sys.modules, name, package)
-    with contextlib.suppress(KeyError), getattr(trackers, name)(project="sums") as tracker:
-        notify([tracker], 10, {"reward": 0.25, "kl": math.nan, "note": "text"})
-        raise KeyError
-    assert package.done == [("init", {"project": "sums"}), ("log", 10, {"reward": 0.25}), ("finish",)]
-
-
-# `report_to` ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def packages(monkeypatch):
     """The three packages, faked."""
     fakes = {name: Fake(name) for name in ("tensorboardX", "wandb", "trackio")}
-    fakes["tensorboardX"].SummaryWriter = lambda directory, **settings: types.SimpleNamespace(
-        add_scalar=lambda *value: fakes["tensorboardX"].done.append(value),
-        flush=lambda: None,
-        close=lambda: fakes["tensorboardX"].done.append(("close", directory, settings)),
+    done = fakes["tensorboardX"].done
+    fakes["tensorboardX"].SummaryWriter = lambda **settings: types.SimpleNamespace(
+        add_scalar=lambda *value: done.append(value), flush=lambda: None, close=lambda: done.append(("close", settings))
     )
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
     for name in ("WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
         monkeypatch.delenv(name, raising=False)
     return fakes
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_run_of_wandb_or_trackio_is_closed_also_after_an_error(name, packages):
+    with contextlib.suppress(KeyError), open_tracker(name, project="sums") as tracker:
+        notify([tracker], 10, {"reward": 0.25, "kl": math.nan, "note": "text"})
+        raise KeyError
+    assert packages[name].done == [("init", {"project": "sums"}), ("log", 10, {"reward": 0.25}), ("finish",)]
 
 
 def report(config, run_dir, step=0):
@@ -74,43 +69,30 @@ def report(config, run_dir, step=0):
     return len(opened)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("names", [["tensorboard", "wandb", "trackio"], "all"], ids=str)
-def test_trackers_are_opened_under_the_name_of_the_run(names, packages, tmp_path):
+def test_trackers_are_opened_under_the_name_of_the_run_which_a_resumed_run_continues(names, packages, tmp_path):
     config = GRPOConfig(report_to=names, run_name="sums-1", project="sums")
     assert report(config, tmp_path) == 3
     same = {"project": "sums", "name": "sums-1", "config": config.to_dict()}
-    logged = [("log", 1, {"reward": 0.5}), ("finish",)]
+    logged, files = [("log", 1, {"reward": 0.5}), ("finish",)], str(tmp_path / "tensorboard")
     assert packages["wandb"].done == [("init", same | {"id": None, "resume": None}), *logged]
     assert packages["trackio"].done == [("init", same | {"resume": "allow"}), *logged]
-    assert packages["tensorboardX"].done == [
-        ("reward", 0.5, 1),
-        ("close", str(tmp_path / "tensorboard"), {"purge_step": 0}),
-    ]
-
-
-@pytest.mark.quick
-def test_a_resumed_run_continues_its_runs_in_trackers(packages, tmp_path):
-    config = GRPOConfig(report_to=["tensorboard", "wandb", "trackio"])
-    report(config, tmp_path)
+    assert packages["tensorboardX"].done == [("reward", 0.5, 1), ("close", {"logdir": files, "purge_step": 0})]
     packages["wandb"].id, packages["trackio"].name = "another", "another"
-    for fake in packages.values():
-        fake.done.clear()
     report(config, tmp_path, step=4)
-    assert packages["wandb"].done[0][1].items() >= {"id": "id-7", "resume": "allow", "name": None}.items()
-    assert packages["trackio"].done[0][1].items() >= {"name": "brave-sun", "resume": "allow"}.items()
-    assert packages["tensorboardX"].done[-1][2] == {"purge_step": 5}
+    assert packages["wandb"].done[-3][1] == same | {"id": "id-7", "resume": "allow"}
+    assert packages["trackio"].done[-3][1] == same | {"name": "brave-sun", "resume": "allow"}
+    assert packages["tensorboardX"].done[-1] == ("close", {"logdir": files, "purge_step": 5})
     report(config, tmp_path)  # a new run
     assert packages["wandb"].done[-3][1]["id"] is None
 
 
-@pytest.mark.quick
 def test_environment_variables_and_an_active_run_of_wandb(packages, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "of the shell")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "elsewhere"))
     assert report(GRPOConfig(report_to=["wandb", "tensorboard"], project="sums"), None) == 2
     assert packages["wandb"].done[0][1]["project"] == "of the shell"
-    assert packages["tensorboardX"].done[-1][1] == str(tmp_path / "elsewhere")
+    assert packages["tensorboardX"].done[-1][1]["logdir"] == str(tmp_path / "elsewhere")
     packages["wandb"].done.clear()
     packages["wandb"].run = packages["wandb"]
     report(GRPOConfig(report_to="wandb"), tmp_path)
@@ -118,15 +100,13 @@ def test_environment_variables_and_an_active_run_of_wandb(packages, tmp_path, mo
     assert not (tmp_path / trackers.RUNS).exists()
 
 
-@pytest.mark.quick
-def test_one_that_cannot_be_opened_closes_those_before_it(packages, tmp_path, monkeypatch):
+def test_one_that_cannot_be_opened_closes_the_ones_before_it(packages, tmp_path, monkeypatch):
     monkeypatch.setattr(packages["trackio"], "init", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trackers.open_trackers(GRPOConfig(report_to=["wandb", "trackio"]), tmp_path)
     assert packages["wandb"].done[-1] == ("finish",)
 
 
-@pytest.mark.quick
 def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to = 'tensorboard': there is no directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
@@ -135,21 +115,15 @@ def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_p
         trackers.check_trackers(GRPOConfig(report_to=["trackio", "wandb"]), tmp_path)
     assert trackers.check_trackers(GRPOConfig(report_to="all"), tmp_path) == ["tensorboard", "trackio"]
     assert trackers.check_trackers(GRPOConfig(), None) == []
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
+    with pytest.raises(ImportError, match=r"IPython.display cannot be imported .*: pip install 'grpo_jax\[notebook\]'"):
+        trackers.live_plot()
 
 
-class Screen(types.ModuleType):
-    """`IPython.display`, of which a handle notes what it shows."""
-
-    def __init__(self):
-        super().__init__("IPython.display")
-        self.shown = []
-        self.Pretty = self.Image = lambda data: data
-        self.DisplayHandle = lambda: types.SimpleNamespace(display=self.shown.append, update=self.shown.append)
-
-
-@pytest.mark.quick
 def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypatch):
-    screen, now, drawn = Screen(), [0.0], []
+    screen, shown, now, drawn = types.ModuleType("IPython.display"), [], [0.0], []
+    screen.Pretty = screen.Image = lambda data: data
+    screen.DisplayHandle = lambda: types.SimpleNamespace(display=shown.append, update=shown.append)
     monkeypatch.setitem(sys.modules, "IPython.display", screen)
     monkeypatch.setattr(trackers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     draw = trackers.draw_report
@@ -159,22 +133,10 @@ def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypat
             now[0] = seconds
             plot(step, {"reward": step / 4, "kl": math.nan, "entropy": 1.0})
     assert drawn == [1, 3, 4]
-    assert isinstance(screen.shown[0], str)
-    assert [picture[:8] for picture in screen.shown[1:]] == [b"\x89PNG\r\n\x1a\n"] * 3
-    width, height = struct.unpack(">II", screen.shown[-1][16:24])
+    assert isinstance(shown[0], str)
+    assert [picture[:8] for picture in shown[1:]] == [b"\x89PNG\r\n\x1a\n"] * 3
+    width, height = struct.unpack(">II", shown[-1][16:24])
     assert width < 1.5 * height + 200  # one panel of the two that could be drawn
-
-
-@pytest.mark.quick
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    for opening, package, extra in (
-        (lambda: trackers.tensorboard("x"), "tensorboardX", "tensorboard"),
-        (trackers.trackio, "trackio", "trackio"),
-        (trackers.live_plot, "IPython.display", "notebook"),
-    ):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ImportError, match=rf"{package} cannot be imported .*: pip install 'grpo_jax\[{extra}\]'"):
-            opening()
 
 
 def scalars(path):
@@ -190,20 +152,15 @@ def scalars(path):
     return found
 
 
-@pytest.mark.quick
 def test_a_real_event_file_of_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    with trackers.tensorboard(tmp_path) as tracker:
+    with open_tracker("tensorboard", logdir=str(tmp_path)) as tracker:
         notify([tracker], 10, {"reward": 0.25, "kl": math.nan})
         notify([tracker], 20, {"reward": 0.5, "kl": 0.125})
     (path,) = tmp_path.glob("events.out.tfevents.*")
     assert scalars(path) == {(10, "reward"): 0.25, (20, "reward"): 0.5, (20, "kl"): 0.125}
 
 
-# Callbacks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick
 def test_callbacks_get_plain_numbers_and_copies_of_their_own():
     seen = []
 
@@ -216,7 +173,6 @@ def test_callbacks_get_plain_numbers_and_copies_of_their_own():
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
 
 
-@pytest.mark.quick
 def test_a_callback_that_raises_or_is_not_a_function_is_named():
     def tracker(step, metrics):
         raise ConnectionError("no network")
