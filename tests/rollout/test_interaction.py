@@ -8,6 +8,8 @@ from grpo_jax.rollout.episodes import Episode, Texts
 from grpo_jax.rollout.interaction import encode_rows, make_interaction
 from grpo_jax.text.formats import FORMATS
 
+pytestmark = pytest.mark.quick
+
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
 ALONE = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
 
@@ -51,7 +53,6 @@ def begun(interaction, row=CHAT):
     return episode
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("template", [ALONE, {"default": PLAIN, "tool_use": ALONE}])
 @pytest.mark.parametrize("given", [{"tools": [add]}, {"environment_factory": Sums}])
 def test_a_template_for_tools_alone_is_taken_for_tools_and_for_an_environments_own(template, given):
@@ -66,7 +67,6 @@ def test_a_template_for_tools_alone_is_taken_for_tools_and_for_an_environments_o
     assert "3\n</tool_response>" in tokenizer.decode(begun(interaction).answer(ids(tokenizer, turn), 100))
 
 
-@pytest.mark.quick
 def test_an_environment_speaks_where_the_eos_opens_its_turn():
     tokenizer = tokenizer_of(GLM, "<|user|>")
     ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|eot_id|>"])

@@ -7,12 +7,13 @@ import pytest
 
 from grpo_jax.rollout.played import EpisodeCounts, Played, turn_ids
 
+pytestmark = pytest.mark.quick
+
 
 def record(*lengths):
     return Played([], [], None, EpisodeCounts(), lengths)
 
 
-@pytest.mark.quick
 def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_nobody_noted():
     drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
     played = [record(1, 2), record(1, 1), record(), record(), record(0, 2, 1)]
@@ -25,7 +26,6 @@ def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_nobody_noted():
     ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("reward", [1.0, None, [0.5, 1.0]])
 def test_a_record_goes_through_json_and_those_of_older_versions_are_read(reward):
     one = Played([(True, "a")], [], reward, EpisodeCounts(turns=1), [3])

@@ -13,6 +13,8 @@ import pytest
 
 from grpo_jax.rollout.tools import as_text, bind_arguments, call_within, environment_tools, read_tools
 
+pytestmark = pytest.mark.quick
+
 
 def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:
     """Multiply two numbers.
@@ -102,7 +104,6 @@ class World(Base):
         return cls.__name__
 
 
-@pytest.mark.quick
 def test_a_function_becomes_a_schema_of_its_signature_and_docstring():
     tools = read_tools([multiply, fetch, now])
     assert list(tools) == ["multiply", "fetch", "now"]
@@ -123,7 +124,6 @@ def test_a_function_becomes_a_schema_of_its_signature_and_docstring():
     assert json.dumps([tool.schema for tool in tools.values()])
 
 
-@pytest.mark.quick
 def test_the_schema_is_what_transformers_makes_of_the_function_itself():
     from transformers.utils import get_json_schema
 
@@ -131,7 +131,6 @@ def test_the_schema_is_what_transformers_makes_of_the_function_itself():
         assert read_tools([function])[function.__name__].schema == get_json_schema(function)
 
 
-@pytest.mark.quick
 def test_every_problem_is_named_in_one_error():
     def silent(a: int):
         return a
@@ -179,7 +178,6 @@ def test_every_problem_is_named_in_one_error():
         assert re.search(part, said), part
 
 
-@pytest.mark.quick
 def test_an_environment_has_its_public_methods_as_tools():
     world = World()
     tools = environment_tools(world)
@@ -202,7 +200,6 @@ def test_an_environment_has_its_public_methods_as_tools():
 TOOL = read_tools([multiply])["multiply"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "bound"),
     [
@@ -257,7 +254,6 @@ def of_types(
     """
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
@@ -312,7 +308,6 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -341,7 +336,6 @@ def test_whatever_a_tool_returns_becomes_text(value, text):
     assert as_text(value) == text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seconds", [None, 10.0])
 def test_a_function_of_any_kind_returns_or_raises(seconds):
     async def later(x, *, y):
@@ -361,7 +355,6 @@ def test_a_function_of_any_kind_returns_or_raises(seconds):
             call_within(seconds, function)
 
 
-@pytest.mark.quick
 def test_one_that_hangs_is_left_behind():
     free, begun = threading.Event(), time.monotonic()
 
