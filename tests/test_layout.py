@@ -283,6 +283,8 @@ TESTED_ELSEWHERE = {
     "engines.weights": "engines/test_engine.py",
     "devices.program": "run/test_warm_up.py",
     "rollout.draw": "rollout/test_decode.py",
+    "rollout.interaction": "rollout/test_episodes.py",
+    "rollout.played": "rollout/test_episodes.py",
     "rollout.rollout": "rollout/test_turns.py",
     "run.sample": "run/test_turns_run.py",
     "run.run": "run/test_collect.py",

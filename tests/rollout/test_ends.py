@@ -59,21 +59,6 @@ def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
     assert stops.end_of(np.array([vocabulary["time"], vocabulary["▁a"]])) is None
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("", None, None), "stop = '': must be a text or a list of texts, none of them empty; or None"),
-        (([1], None, None), r"stop = \[1\]: must be a text"),
-        ((None, [True], None), r"stop_token_ids = \[True\]: id 0 must be a whole number"),
-        ((None, 1.5, None), "stop_token_ids = 1.5: must be a list of token ids; or None"),
-        ((None, None, 0), "max_turn_length must be an integer ≥ 1; got 0"),
-    ],
-)
-def test_what_is_no_end_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        TurnEnds.read(*values)
-
-
 def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
     tokenizer = FAMILIES["bytes"]()
     turn, eos = np.array(ids_of(tokenizer, "abc")), [tokenizer.eos_token_id]

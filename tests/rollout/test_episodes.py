@@ -10,9 +10,10 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
 from grpo_jax.rollout.interaction import encode_rows, make_interaction, with_environments
-from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of
+from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of, turn_ids
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import Texts, before_of
+from grpo_jax.text.formats import FORMATS
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 
 pytestmark = pytest.mark.quick
@@ -453,18 +454,6 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
 
 
-def test_rows_are_those_of_the_dataset_whatever_their_environments():
-    """The only row of an environment may be dropped, and a message counts all rows."""
-    tokenizer, ends = family("hermes")
-    long = {"prompt": [{"role": "user", "content": "x " * 400}], "target": 1, "environment": "b"}
-    rows = [{**CHAT, "environment": "a"}, long]
-    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
-    assert (data.rows, data.dropped) == (rows[:1], [1])
-    with pytest.raises(ValueError, match=r"1 of 2 prompts are longer; the longest, of dataset row 1, has"):
-        encode_rows(interaction, rows, tokenizer, max_prompt_length=600)
-
-
 # Before anything is sampled -----------------------------------------------------------------------------------------
 
 
@@ -512,3 +501,38 @@ class Untold(Sums):
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
+
+
+# For tools alone: no template without them.
+ALONE = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
+
+
+@pytest.mark.parametrize("template", [ALONE, {"default": PLAIN, "tool_use": ALONE}])
+@pytest.mark.parametrize("given", [{"tools": [sorted_words]}, {"factory": Sums}])
+def test_a_template_for_tools_alone_is_taken_for_tools_and_for_an_environments_own(template, given):
+    tokenizer = tokenizer_of(template)
+    interaction = interaction_of(tokenizer=tokenizer, eos=(tokenizer.eos_token_id,), rows=(CHAT,), **given)
+    assert interaction.format is FORMATS["hermes"]
+    assert not interaction.thinking
+    (prompt,) = encode_rows(interaction, [CHAT], tokenizer).token_ids
+    assert tokenizer.decode(prompt).count("ToolCall one as <tool_call>") == 1
+    call = ("sorted_words", {"text": "3"}) if "tools" in given else ("add", {"n": 3})
+    written = f"<tool_call>\n{json.dumps({'name': call[0], 'arguments': call[1]})}\n</tool_call><|im_end|>"
+    assert "3" in tokenizer.decode(begun(interaction, CHAT).answer(ids(tokenizer, written), 100))
+
+
+# Records ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_was_not_noted():
+    drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
+    lengths = [(1, 2), (1, 1), (), (), (0, 2, 1)]
+    ids = turn_ids(drawn, [Played([], [], None, EpisodeCounts(), each) for each in lengths])
+    assert ids.tolist() == [[0, 1, 1, -1], [0, -1, 1, 1], [0, 0, -1, -1], [-1, -1, -1, -1], [-1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("reward", [1.0, None, [0.5, 1.0]])
+def test_a_record_goes_through_json_and_those_of_older_versions_are_read(reward):
+    one = Played([(True, "a")], [], reward, EpisodeCounts(turns=1), [3])
+    assert Played.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert Played.from_json(one.to_json()[:4]).lengths == ()

@@ -14,9 +14,7 @@ from grpo_jax import generate, make_prompts
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import choose_ladder
-from grpo_jax.rollout.programs import RolloutShapes
 from grpo_jax.rollout.variables import copies, decode_variables, variables_shape
 from grpo_jax.types import as_argument
 
@@ -56,21 +54,6 @@ def test_rounded_kernels_sample_the_same_bits(shape, monkeypatch):
     plain = sampled()
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
     np.testing.assert_array_equal(ours.log_probs, plain.log_probs)
-
-
-def test_no_step_rounds_a_kernel():
-    """The program of a burst converts no matrix; given the params as they are, it would convert all."""
-    model, params = on_two_devices()
-    sizes = {"num_generations": 2, "max_completion_length": 20}
-    shapes = RolloutShapes.of(model, params, 4, 5, **sizes, settings=DecodeSettings())
-
-    def rounded(shapes):
-        text = shapes.largest().lower().as_text()
-        of = {f"(tensor<{x.shape[0]}x{x.shape[1]}xf32>)" for x in jax.tree.leaves(params) if x.ndim == 2}
-        return sum("stablehlo.convert" in line and any(f"{x} ->" in line for x in of) for line in text.splitlines())
-
-    assert rounded(shapes) == 0
-    assert rounded(dataclasses.replace(shapes, variables={"params": shapes.params})) > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False}], ids=["tied", "head"])
