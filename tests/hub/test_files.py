@@ -41,6 +41,9 @@ def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
     (tmp_path / "notes").mkdir()
     with pytest.raises(FileExistsError, match=r"holds files that are no checkpoint's \(notes\)"):
         check_replaceable(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match=r"is no directory"):
+        check_replaceable(tmp_path / "thesis.tex")
 
 
 def test_some():
