@@ -277,7 +277,6 @@ TESTED_ELSEWHERE = {
     "rewards.processes": "rewards/test_workers.py",
     "text.calls": "text/test_formats.py",
     "engines.client": "engines/test_engine.py",
-    "engines.row": "engines/test_engine.py",
     "engines.server": "engines/test_engine.py",
     "engines.vllm": "engines/test_engine.py",
     "engines.weights": "engines/test_engine.py",
