@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
 
 class VLLM:
-    """What an `Engine` and an `EngineScorer` request of a vLLM server; called from many threads.
+    """Requests to a vLLM server, for an `Engine` and an `EngineScorer`; called from many threads.
 
     All of it raises `engines.client.EngineError`; its subclass `Lost` means that the server may come back.
 
