@@ -150,7 +150,8 @@ class Repository:
         from huggingface_hub import CommitOperationAdd
 
         added: Files = {**{path.name: path for path in sorted(directory.iterdir())}, **files}
-        return self._api.create_commit(
+        create: Any = self._api.create_commit  # its overloads take no bool for `run_as_future`
+        return create(
             self.name,
             [CommitOperationAdd(name, content) for name, content in added.items()],
             commit_message=message,
