@@ -11,13 +11,18 @@ import http.client
 import json
 import os
 import socket
+import threading
 import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from grpo_jax.messages import show
 from grpo_jax.types import Json
+
+Result = TypeVar("Result")
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
@@ -86,14 +91,19 @@ class Client:
     def __repr__(self) -> str:
         return f"Client({self.base_url!r})"
 
-    def post(
-        self, path: str, body: Json, *, stopped: Callable[[], bool] = lambda: False, busy: Sequence[int] = BUSY
+    def request(
+        self,
+        path: str,
+        body: Json | None = None,
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        busy: Sequence[int] = BUSY,
     ) -> Json:
         """Return the object that the server answers, {} for anything else; a busy server is asked again for a while.
 
         Args:
-          path: behind the base.
-          body: the request.
+          path: after the base.
+          body: of a POST; None sends a GET.
           stopped: whether to give up, looked at between two tries.
           busy: statuses after which to ask again.
 
@@ -101,36 +111,9 @@ class Client:
           Lost: no answer, or a server that is still busy after all this time.
           Refused: any other status than 200.
         """
-        return self._again(lambda: self._once("POST", path, body), path, stopped, busy)
-
-    def get(self, path: str) -> Json:
-        """Return what the server answers, as `post`."""
-        return self._again(lambda: self._once("GET", path, None), path, lambda: False, BUSY)
-
-    def alive(self) -> bool:
-        """Whether the server answers at all; asked once."""
-        try:
-            return self._once("GET", "/health", None)[0] in (200, 404)
-        except Lost:
-            return False
-
-    def close(self) -> None:
-        """Break off what is being asked, in whichever thread; the next request opens a connection again."""
-        self._closed += 1
-        for connection in list(self._busy):
-            sock = connection.sock
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
-        _close(self._idle)
-
-    def _again(
-        self, once: Callable[[], tuple[int, bytes]], path: str, stopped: Callable[[], bool], busy: Sequence[int]
-    ) -> Json:
-        """One request, and again while the server is busy."""
         end, tries = time.monotonic() + self.patience, 0
         while True:
-            status, content = once()
+            status, content = self._once(path, body)
             if status == 200:
                 try:
                     return dict(json.loads(content)) if content.strip()[:1] == b"{" else {}
@@ -143,6 +126,23 @@ class Client:
                 raise Lost(f"{self._message(path, status, content)}, {tries + 1} times in {self.patience:g} s")
             time.sleep(pause)
             tries += 1
+
+    def alive(self) -> bool:
+        """Whether the server answers at all; asked once."""
+        try:
+            return self._once("/health", None)[0] in (200, 404)
+        except Lost:
+            return False
+
+    def close(self) -> None:
+        """Break off what is being asked, in whichever thread; the next request opens a connection again."""
+        self._closed += 1
+        for connection in list(self._busy):
+            sock = connection.sock
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        _close(self._idle)
 
     def _message(self, path: str, status: int, content: bytes) -> str:
         """How a status other than 200 is told."""
@@ -158,7 +158,7 @@ class Client:
             mend = f": put its key into the environment variable {self._env or 'that api_key_env names'}"
         return f"{self.base_url}{path} answered {status}, {show(said, 300)}{mend}"
 
-    def _once(self, method: str, path: str, body: Json | None) -> tuple[int, bytes]:
+    def _once(self, path: str, body: Json | None) -> tuple[int, bytes]:
         """Status and content; on a kept connection that the server has closed meanwhile, asked once more."""
         (connection, kept), closed = self._taken(), self._closed
         headers = {"Content-Type": "application/json"}
@@ -167,7 +167,8 @@ class Client:
             headers["Authorization"] = f"Bearer {key}"
         self._busy.add(connection)
         try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
+            method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+            connection.request(method, self._path + path, data, headers)
             answer = connection.getresponse()
             content = answer.read()
         except TimeoutError as error:
@@ -179,7 +180,7 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if kept and closed == self._closed and not isinstance(error, http.client.IncompleteRead):
-                return self._once(method, path, body)
+                return self._once(path, body)
             raise Lost(
                 f"{self.base_url}{path}: {type(error).__name__}: {error}; is the server running, and is base_url its?"
             ) from error
@@ -195,6 +196,38 @@ class Client:
             return self._idle.pop(), True
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=self._timeout), False
+
+
+def run_together(
+    tasks: Sequence[Callable[[], Result]],
+    most: int,
+    stop: threading.Event,
+    close: Callable[[], None],
+    interrupt: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """The results of tasks that send requests, each in a thread, `most` at a time; an error stops all of them.
+
+    Args:
+      stop: set at an error, for the tasks to look at.
+      close: breaks off the requests that are in flight.
+      interrupt: called every 0.2 s; what it raises stops the tasks too.
+    """
+    with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
+        coming = [pool.submit(task) for task in tasks]
+        try:
+            rest = set(coming)
+            while rest:
+                done, rest = wait(rest, timeout=0.2, return_when="FIRST_EXCEPTION")
+                interrupt()
+                for one in done:
+                    one.result()
+        except BaseException:
+            stop.set()
+            for one in coming:
+                one.cancel()
+            close()
+            raise
+    return [one.result() for one in coming]
 
 
 def _close(connections: list[http.client.HTTPConnection]) -> None:

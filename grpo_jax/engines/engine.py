@@ -11,6 +11,7 @@ A batch is learned from only if the server had the run's weights before it and a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -21,7 +22,6 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,16 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import gather_objects
-from grpo_jax.engines.client import EngineError, Lost
-from grpo_jax.engines.row import Asked, Row, completions_of, wait_for
-from grpo_jax.engines.server import Drawn, Server
+from grpo_jax.engines.client import EngineError, Lost, run_together
+from grpo_jax.engines.server import VLLM, Drawn
 from grpo_jax.engines.weights import probe_ids, score_probe, stale_tensors, write_weights
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import TurnEnds, stops_of
-from grpo_jax.rollout.turns import Answers
+from grpo_jax.rollout.rollout import Table
+from grpo_jax.rollout.turns import Answers, wait_for
 from grpo_jax.types import Completions, Params, Prompts, Tokenizer
 
 TOLERANCES = {"float32": 1e-4}
@@ -73,6 +74,26 @@ class _Version(NamedTuple):
     policy: Policy
 
 
+class Asked(NamedTuple):
+    """How a batch is asked for.
+
+    Attributes:
+      sampling: the distribution.
+      stop: ids that end a turn.
+      longest: tokens of a completion, at most.
+      answers: who answers its turns; None: it has one.
+      stops: of the texts that end a turn; None where there are none.
+      turn: tokens of a turn, at most.
+    """
+
+    sampling: Sampling
+    stop: tuple[int, ...]
+    longest: int
+    answers: Answers | None
+    stops: Stops | None
+    turn: int
+
+
 class Engine:
     """A `run.sampler.Sampler` by a server: `engines.vllm` makes one.
 
@@ -90,7 +111,7 @@ class Engine:
     """
 
     def __init__(
-        self, server: Server, *, directory: str | None = None, tolerance: float | None = None, patience: float = 300.0
+        self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None, patience: float = 300.0
     ):
         if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance = {tolerance!r}: give nats per token > 0, or None")
@@ -175,21 +196,22 @@ class Engine:
         data = jax.random.key_data(completion_keys(key, jnp.asarray(prompt_indices), num_generations))
         words = np.asarray(data).reshape(len(ids), -1).astype(np.uint64)
         seeds = [int(words[i, 0]) << 32 | int(words[i, -1]) for i in range(len(ids))]
-        rows, fault = [Row() for _ in ids], None
+        table, fault = Table(len(ids), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
-                rows = self._sampled(ids, seeds, asked, interrupt)
+                table = self._sampled(ids, seeds, asked, pad_token_id, interrupt)
             except Exception as error:
                 if jax.process_count() == 1:
                     raise
                 fault = one_line(error, None)
         if (fault := gather_objects(fault)[0]) is not None:  # where one fails, all do
             raise EngineError(fault)
-        return completions_of(rows, (len(lengths), num_generations, max_completion_length), pad_token_id)
+        several = bool((table.mask.sum(-1) < table.lengths).any())
+        return table.completions(len(lengths), turns=several)
 
     def _sampled(
-        self, ids: list[list[int]], seeds: list[int], asked: Asked, interrupt: Callable[[], None]
-    ) -> list[Row]:
+        self, ids: list[list[int]], seeds: list[int], asked: Asked, pad_token_id: int, interrupt: Callable[[], None]
+    ) -> Table:
         """All completions, by weights that the server had all along."""
         begin, self._lost, played = time.monotonic(), 0, False
         while True:
@@ -197,7 +219,9 @@ class Engine:
             try:
                 self._hand_over(asked, max(map(len, ids)) + asked.longest)
                 sampled, played = time.monotonic(), asked.answers is not None
-                rows = self._all(ids, seeds, asked, interrupt)
+                table = Table(len(ids), asked.longest, pad_token_id)
+                tasks = [functools.partial(self._one, table, i, ids[i], seeds[i], asked) for i in range(len(ids))]
+                run_together(tasks, MOST, self._stop, self._server.close, interrupt)
                 if self._still():
                     break
                 lost = Lost(f"{self._server.base_url} was started again, with other weights")
@@ -212,48 +236,33 @@ class Engine:
             "sampler/seconds/sample": time.monotonic() - sampled,
             "sampler/lost": float(self._lost),
         }
-        return rows
+        return table
 
-    def _all(self, ids: list[list[int]], seeds: list[int], asked: Asked, interrupt: Callable[[], None]) -> list[Row]:
-        """All completions at once, a thread for each."""
-        with ThreadPoolExecutor(min(MOST, len(ids)), "grpo_jax-engine") as pool:
-            coming = [pool.submit(self._one, i, ids[i], seeds[i], asked) for i in range(len(ids))]
-            try:
-                rest = set(coming)
-                while rest:
-                    done, rest = wait(rest, timeout=0.2, return_when="FIRST_EXCEPTION")
-                    interrupt()
-                    for one in done:
-                        one.result()
-            except BaseException:
-                self._stop.set()
-                for one in coming:
-                    one.cancel()
-                self._server.close()
-                raise
-        return [one.result() for one in coming]
-
-    def _one(self, number: int, ids: list[int], seed: int, asked: Asked) -> Row:
+    def _one(self, table: Table, number: int, ids: list[int], seed: int, asked: Asked) -> None:
         """One completion: its turns, and what is said between them."""
-        row = Row()
+
+        def stopped() -> None:
+            if self._stop.is_set():
+                raise EngineError("the batch was given up")
+
         while True:
-            begins = len(row.tokens)
+            begins = int(table.lengths[number])
             room = asked.longest - begins
             at = (seed + begins * STEP) % 2**63
-            drawn = self._turn(ids + row.tokens, min(room, asked.turn), at, asked)
-            row.add(drawn.tokens, drawn.log_probs)
-            row.ended = drawn.ended and asked.answers is None
-            if asked.answers is None or (not drawn.ended and len(row.tokens) == asked.longest):
-                return row
-            promise = asked.answers(number, np.array(drawn.tokens, np.int32), room - len(drawn.tokens) - 1)
+            drawn = self._turn(ids + table.tokens[number, :begins].tolist(), min(room, asked.turn), at, asked)
+            table.append(number, drawn.tokens, drawn.log_probs)
+            table.ended[number] = drawn.ended and asked.answers is None
+            room -= len(drawn.tokens)
+            if asked.answers is None or (not drawn.ended and room == 0):
+                return
+            promise = asked.answers(number, np.array(drawn.tokens, np.int32), room - 1)
             assert promise is not None, "one process plays all of them"
-            said = wait_for(promise, self._stop)
+            said = wait_for(promise, stopped)
             if said is None:
-                row.ended = True
-                return row
-            if len(said) >= asked.longest - len(row.tokens):
-                return row
-            row.add(said, None)
+                table.ended[number] = True
+            if said is None or len(said) >= room:
+                return
+            table.observe(number, said)
 
     def _turn(self, ids: list[int], most: int, seed: int, asked: Asked) -> Drawn:
         """One turn; asked for again if the server was lost meanwhile and is back."""

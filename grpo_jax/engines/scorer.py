@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.engines.client import EngineError, Lost
+from grpo_jax.engines.client import EngineError, Lost, run_together
 from grpo_jax.engines.engine import MOST, NOTHING, RECOVERIES
-from grpo_jax.engines.server import ScoringServer
+from grpo_jax.engines.server import VLLM
 from grpo_jax.messages import raise_all
 from grpo_jax.types import Completions, Prompts, Tokenizer, Told
 
@@ -41,7 +41,7 @@ class EngineScorer:
 
     def __init__(
         self,
-        server: ScoringServer,
+        server: VLLM,
         *,
         top_k: int | None = None,
         at_once: int = MOST,
@@ -114,24 +114,13 @@ class EngineScorer:
         self._stop.clear()
         self._gone = None
         self._longest = max(map(len, texts)) + 1  # it draws a token, which nobody reads
-        self._patiently(self._look_up)
-        with ThreadPoolExecutor(min(self._at_once, len(texts)), "grpo_jax-scorer") as pool:
-            coming = [pool.submit(self._ask, ids) for ids in texts]
-            try:
-                return [one.result() for one in coming]
-            except BaseException:
-                self._stop.set()
-                for one in coming:
-                    one.cancel()
-                self._server.close()
-                raise
+        self._patiently(lambda: self._server.look_up(self._longest))
+        tasks = [functools.partial(self._ask, ids) for ids in texts]
+        return run_together(tasks, self._at_once, self._stop, self._server.close)
 
     def _ask(self, ids: Sequence[int]) -> list[dict[int, float]]:
         """Ask about a text."""
         return self._patiently(lambda: self._server.tell(ids, self.top_k or 0, stopped=self._stop.is_set))
-
-    def _look_up(self) -> None:
-        self._server.look_up(self._longest)
 
     def _patiently(self, ask: Callable[[], _Answer]) -> _Answer:
         """The answer of a server that may be lost meanwhile."""
@@ -159,4 +148,4 @@ class EngineScorer:
                     self._gone = EngineError(f"{lost}. It was waited for {self._patience:g} s. {NOTHING}")
                     self._stop.set()
                     raise self._gone from lost
-        self._look_up()  # one that was started again may be another one
+        self._server.look_up(self._longest)  # one that was started again may be another one

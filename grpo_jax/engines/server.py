@@ -1,13 +1,25 @@
-"""The protocol of a server that samples: what an `Engine` asks of vLLM, SGLang or another one."""
+"""A vLLM server: token ids in, token ids and their log-probs out, by its OpenAI-compatible API."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import numpy as np
+
+from grpo_jax.engines.client import Client, EngineError, Lost, Refused
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
+from grpo_jax.messages import some
+from grpo_jax.types import Json
+
+START = (
+    "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
+    " --logprobs-mode processed_logprobs"
+)
 
 
 class Drawn(NamedTuple):
@@ -24,23 +36,90 @@ class Drawn(NamedTuple):
     ended: bool
 
 
-class Server(Protocol):
-    """A small client of one kind of server; its methods are called from many threads.
+class VLLM:
+    """Requests to a vLLM server, for an `Engine` and an `EngineScorer`; called from many threads.
 
-    All of them raise `engines.client.EngineError`, of which `Lost` says that the server may come back.
+    All of it raises `engines.client.EngineError`; its subclass `Lost` means that the server may come back.
+
+    Args:
+      client: HTTP to the server.
+      model: the name that it serves the base model under; "" for the only one.
     """
 
-    base_url: str
+    def __init__(self, client: Client, model: str = ""):
+        self._client, self._asked_for, self.base_url = client, model, client.base_url
+        self.alive, self.close = client.alive, client.close
+        self._base, self._name = model, model
+        self._says_version = True
+
+    def __repr__(self) -> str:
+        return f"VLLM({self.base_url!r})"
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise an `EngineError` unless it samples by these settings, with the log-probs of what it samples from, and
-        has room for sequences of so many tokens; asked before the first completion."""
+        """Raise an `EngineError` unless the server samples by these settings, returns the log-probs of the distribution
+        that it samples from, and takes sequences of `longest` tokens."""
+        self._find(longest, adapters=False)
+        # Cut to one token, the distribution that is drawn from gives it the log-prob 0, and the model's own less.
+        if sampling == Sampling() or sampling.temperature == 0:
+            return
+        cut = Sampling(top_k=1)
+        drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=cut, stop=[], stops=None, stopped=lambda: False)
+        if drawn.log_probs[0] < -1e-6:
+            raise EngineError(
+                f"{self.base_url} gives the log-probs of the model, and not those that temperature, top_k, top_p and"
+                " min_p leave: start it with --logprobs-mode processed_logprobs"
+            )
+
+    def look_up(self, longest: int) -> None:
+        """Raise an `EngineError` unless the server has the model (base or adapters) and takes `longest` tokens."""
+        self._find(longest, adapters=True)
+        self._asked_for = self._base  # one that is started again has to be the same
+
+    def _find(self, longest: int, *, adapters: bool) -> None:
+        """Decide on a model, of those that it serves with adapters or without."""
+        models = self._client.request("/v1/models")["data"]
+        bases = {one["id"]: one for one in models if one.get("parent") is None}
+        served = {one["id"]: one for one in models} if adapters else bases
+        if self._asked_for and self._asked_for not in served:
+            raise EngineError(f"{self.base_url} serves {some(list(served))}, and model = {self._asked_for!r}: name one")
+        if not self._asked_for and len({one.get("root") for one in bases.values()}) != 1:
+            raise EngineError(f"{self.base_url} serves {some(list(bases))}: say which one by model")
+        self._base = self._asked_for or next(iter(bases))
+        self._name = self._name or self._base
+        found = served[self._base]
+        room = bases.get(found.get("parent"), found).get("max_model_len")
+        if room is not None and longest > room:
+            raise EngineError(
+                f"{self.base_url} takes {room} tokens, and a prompt with its completion may have {longest}: start it"
+                f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
+            )
 
     def load(self, version: str, directory: Path, adapters: bool) -> None:
-        """Give it the weights of a directory, or the adapters in PEFT's format; no request may be on its way."""
+        """Load adapters in PEFT's format under a new name, or replace all weights; no request may be in flight."""
+        before, self._name = self._name, version if adapters else self._base
+        if adapters:
+            self._rpc("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
+            if before not in (version, self._base):
+                with contextlib.suppress(Refused):  # a server that was started again has not had it
+                    self._client.request("/v1/unload_lora_adapter", {"lora_name": before})
+            return
+        self._rpc("/pause?mode=wait", {})
+        try:
+            kwargs = {"weights_path": str(directory)}
+            self._rpc("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            self._rpc("/reset_prefix_cache", {})
+        finally:
+            self._rpc("/resume", {})
+        try:
+            self._client.request("/update_weight_version", {"new_version": version})
+        except Refused:  # of an older vLLM, whose weights the probe alone knows
+            self._says_version = False
 
     def holds(self, version: str) -> bool:
-        """Whether it still has those weights, as far as it can say."""
+        """Whether it still has these weights, as far as it can say: adapters are requested by their name."""
+        if self._name == version or not self._says_version:
+            return True
+        return bool(self._client.request("/weight_info")["weight_version"] == version)
 
     def draw(
         self,
@@ -53,34 +132,96 @@ class Server(Protocol):
         stops: Stops | None,
         stopped: Callable[[], bool],
     ) -> Drawn:
-        """Draw at most so many tokens after `ids`, up to one of `stop` or one that completes a text of `stops`, by the
+        """Draw at most `most` tokens after `ids`, up to one of `stop` or one that completes a text of `stops`, by the
         weights loaded last."""
+        body = {
+            "prompt": list(ids),
+            "max_tokens": most,
+            "seed": seed,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or 0.0,
+            # The settings of the model's own generation_config.json are not the run's.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": list(stop),
+            "logprobs": 0,
+            "return_token_ids": True,
+            **({} if stops is None else {"stop": list(stops.strings)}),
+        }
+        choice = self._complete(body, stopped)
+        tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+        log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
+        if reason not in ("stop", "length"):  # paused, or stopped, by somebody else
+            raise Lost(f"{self.base_url}/v1/completions broke a completion off ({reason})")
+        if not tokens or log_probs is None or len(tokens) != len(log_probs):
+            raise EngineError(
+                f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])}"
+                " log-probs for a completion: vLLM 0.10 and newer give both"
+            )
+        # Both sides look for texts, ours in bytes, and vLLM in characters, for which it may wait a token longer. A turn
+        # ends where ours finds one: with the same token as by `generate`.
+        end = None if stops is None else stops.end_of(np.array(tokens))
+        if end is not None:
+            return Drawn(tokens[:end], log_probs[:end], True)
+        ended = tokens[-1] in stop
+        if ended != (reason == "stop") or (not ended and len(tokens) != most):
+            raise EngineError(
+                f"{self.base_url}/v1/completions ended a completion after {len(tokens)} of {most} tokens by {reason!r},"
+                f" with the token {tokens[-1]}: that is none of {some([str(i) for i in stop])}"
+                f"{'' if stops is None else f', and they spell none of {some(list(map(repr, stops.strings)))}'}; is its"
+                " --max-model-len long enough, and its tokenizer the policy's?"
+            )
+        return Drawn(tokens, log_probs, ended)
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """The log-probs of ids[1:] at temperature 1, by the weights loaded last."""
-
-    def alive(self) -> bool:
-        """Whether it answers."""
-
-    def close(self) -> None:
-        """Break off what is being asked."""
-
-
-class ScoringServer(Protocol):
-    """The part of a server's client that an `EngineScorer` calls, from many threads; all of it raises `EngineError`."""
-
-    base_url: str
-
-    def look_up(self, longest: int) -> None:
-        """Raise an `EngineError` unless it has the model, and room for sequences of so many tokens."""
+        return [place[token] for token, place in zip(ids[1:], self.tell(ids), strict=True)]
 
     def tell(
         self, ids: Sequence[int], k: int = 0, *, stopped: Callable[[], bool] = lambda: False
     ) -> list[dict[int, float]]:
-        """For each of ids[1:], log-probs by token: its own and those of the k most probable ones, at temperature 1."""
+        """For each of ids[1:], log-probs by token at temperature 1: its own and the k most probable ones."""
+        body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
+        try:
+            told = self._complete(body, stopped).get("prompt_logprobs") or []
+        except Refused as refused:
+            if "max allowed" not in str(refused):
+                raise
+            raise EngineError(f"{refused}; start it with --max-logprobs {k}, or lower distillation_topk") from refused
+        if len(told) != len(ids):
+            raise EngineError(f"{self.base_url} scored {len(told)} of {len(ids)} tokens: prompt_logprobs is needed")
+        places = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in told[1:]]
+        for token, place in zip(ids[1:], places, strict=True):
+            if token not in place or len(place) < k:
+                raise EngineError(
+                    f"{self.base_url} told {len(place)} log-probs in the place of the token {token}, and"
+                    f" prompt_logprobs = {k} asks for as many, and for its own"
+                )
+        return places
 
-    def alive(self) -> bool:
-        """Whether it answers."""
+    def _complete(self, body: Json, stopped: Callable[[], bool]) -> Json:
+        """The only choice of a completion; an adapter that is not there any more is a server started again."""
+        try:
+            answer = self._client.request("/v1/completions", {"model": self._name, **body}, stopped=stopped)
+        except Refused as refused:
+            if refused.status == 404 and self._name != self._base:
+                raise Lost(str(refused)) from refused
+            raise
+        choice: Json = answer["choices"][0]
+        return choice
 
-    def close(self) -> None:
-        """Break off what is being asked."""
+    def _rpc(self, path: str, body: Json) -> None:
+        """A request that hands weights over; the server has to have been started for it."""
+        try:
+            self._client.request(path, body, busy=(429, 503))
+        except Refused as refused:
+            if re.search(r"already been loaded", str(refused)):
+                return
+            mend = "; does it see this directory, under this name?" if str(body).count("_path") else ""
+            if refused.status in (404, 405):
+                mend = f"; start it as `{START}`, and let it see {body.get('lora_path', 'the directory of weights')}"
+            raise EngineError(f"{refused}{mend}") from refused

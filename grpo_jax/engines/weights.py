@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
-from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.peft import load_lora, save_lora
+from grpo_jax.hub.files import stored_tensors
+from grpo_jax.hub.huggingface import from_pretrained
+from grpo_jax.hub.peft import load_lora, write_policy
 from grpo_jax.hub.tensors import layout_of, tensor_plan
 from grpo_jax.maths.log_probs import token_log_probs
 from grpo_jax.models.lora import LoraModel
@@ -47,15 +48,12 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     Returns:
       Whether these are adapters.
     """
-    if isinstance(policy.model, LoraModel):
-        whole = fetch(params)
-        if jax.process_index() == 0:
-            save_lora(directory, policy.replace(params=whole))
-        return True
-    if not policy.config:
+    adapters = isinstance(policy.model, LoraModel)
+    if not adapters and not policy.config:
         raise ValueError("sampler: an engine needs the policy's config.json, by which it names tensors; it has none")
-    save_pretrained(directory, with_head(policy.replace(params=params)))
-    return False
+    whole = policy.replace(params=params)
+    write_policy(directory, whole if adapters else with_head(whole))
+    return adapters
 
 
 def with_head(policy: Policy) -> Policy:
@@ -113,7 +111,9 @@ def stale_tensors(policy: Policy, new: Path, old: Path, ids: list[int], theirs: 
     adapted = isinstance(policy.model, LoraModel)
     base = policy.replace(model=policy.model.model, params=policy.model.base) if adapted else policy
     now, before = (
-        load_lora(path, base).params if adapted else from_pretrained(path, dtype=_dtype(path)).params
+        load_lora(path, base).params
+        if adapted
+        else from_pretrained(path, dtype=next(iter(stored_tensors(path).values())).dtype.name).params
         for path in (new, old)
     )
     tokens, model = jnp.array([ids], jnp.int32), as_argument(policy.model)
@@ -134,13 +134,3 @@ def stale_tensors(policy: Policy, new: Path, old: Path, ids: list[int], theirs: 
         gaps[name] = gap(_log_probs(model, jax.tree.unflatten(paths, mixed), tokens))
     best = min(gaps, key=gaps.__getitem__)
     return [best] if gaps[best] < 0.2 * at_once else []
-
-
-def _dtype(directory: Path) -> str:
-    """That of the weights in a directory."""
-    from safetensors import safe_open
-
-    with safe_open(next(directory.glob("*.safetensors")), "np") as file:
-        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[
-            file.get_slice(next(iter(file.keys()))).get_dtype()
-        ]

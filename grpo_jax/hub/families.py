@@ -176,12 +176,9 @@ def _gpt_oss(keys: Keys) -> Fields:
 
 
 _GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ STORED = {
     }.items()
 }
 """Dtypes of stored tensors, as a safetensors header names them."""
+
+FLOAT32 = STORED["F32"]
 
 READ = ("F32", "F16", "BF16")
 """Those that parameters may be stored in."""
@@ -109,6 +111,16 @@ class Stored(Protocol):
     def rows(self, first: int, count: int) -> np.ndarray:
         """Rows first..first+count-1."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A tensor whose rows are computed from other rows of a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], np.ndarray]
+    dtype: np.dtype = FLOAT32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_jax.hub.files import Stored
+from grpo_jax.hub.files import FLOAT32, Made, Stored
 from grpo_jax.hub.gguf_config import Architecture
 from grpo_jax.hub.tensors import Tensor
 from grpo_jax.messages import some
@@ -21,8 +21,6 @@ from grpo_jax.models.layers import DeltaShape, TransformerConfig
 
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to the config."""
-
-_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,7 @@ class FileTensor:
     shape: tuple[int, ...]
     kind: int
     offset: int
-    dtype: np.dtype = _FLOAT32
+    dtype: np.dtype = FLOAT32
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """Rows first..first+count-1, float32. Read without a memory map, whose pages would count as memory in use."""
@@ -59,16 +57,6 @@ class FileTensor:
     def reshaped(self, *shape: int) -> FileTensor:
         """The same blocks in another shape with the same last axis."""
         return dataclasses.replace(self, shape=shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A tensor whose rows are computed from rows of the file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], np.ndarray]
-    dtype: np.dtype = _FLOAT32
 
 
 def find_tensors(

@@ -27,16 +27,10 @@ QWEN3_5: Json = {
 }
 
 _SPARSE: Json = {
-    **QWEN3_5["defaults"],
-    "num_key_value_heads": 2,
-    "num_local_experts": None,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "norm_topk_prob": True,
+    **QWEN3_5["defaults"], "num_key_value_heads": 2, "num_local_experts": None, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
-}
+}  # fmt: skip
 
 QWEN3_NEXT: Json = {
     **QWEN3_5,
@@ -50,38 +44,15 @@ QWEN3_5_MOE: Json = {
     "only": {**QWEN3_5["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 LFM2: Json = {
-    "defaults": {
-        "intermediate_size": 12288,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 128_000,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "tie_embedding": None,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_ff_dim": None,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-        "full_attn_idxs": None,
-    },
+    "defaults": {"intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "tie_embedding": None, "conv_bias": False,
+        "conv_L_cache": 3, "block_ff_dim": None, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True, "full_attn_idxs": None},
     "only": {"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True},
-    "renamed": {
-        "norm": "embedding_norm",
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp": "feed_forward",
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
-        "o_proj": "out_proj",
-        "q_norm": "q_layernorm",
-        "k_norm": "k_layernorm",
-        "conv1d": "conv.weight",
-        "conv1d_bias": "conv.bias",
-    },
-}
+    "renamed": {"norm": "embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+        "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "o_proj": "out_proj",
+        "q_norm": "q_layernorm", "k_norm": "k_layernorm", "conv1d": "conv.weight", "conv1d_bias": "conv.bias"},
+}  # fmt: skip
 """Arguments of `Family` for the recurrent families, but for `model_type` and `fields`."""
 
 

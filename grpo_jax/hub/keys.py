@@ -11,42 +11,25 @@ from grpo_jax.models.rope import Rope
 from grpo_jax.types import Json
 
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
 """Names of `hidden_act` in a config.json, and ours."""
 
 
 ROPE_NUMBERS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": ...},
-    "dynamic": {"factor": ...},
+    "default": {}, "linear": {"factor": ...}, "dynamic": {"factor": ...},
     "llama3": {"factor": ..., "low_freq_factor": ..., "high_freq_factor": ...},
-    "yarn": {
-        "factor": None,
-        "attention_factor": None,
-        "mscale": None,
-        "mscale_all_dim": None,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "truncate": True,
-    },
+    "yarn": {"factor": None, "attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32,
+        "beta_slow": 1, "truncate": True},
     "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
     "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
-}
+}  # fmt: skip
 """The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
 
 
 PARTIAL_ROTARY = (
-    "Phi3ForCausalLM",
-    "Glm4ForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)
+    "Phi3ForCausalLM", "Glm4ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
 """Families that rotate a part of a head only."""
 
 
@@ -57,26 +40,12 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 
 _DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "partial_rotary_factor": 1.0,
-    "original_max_position_embeddings": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
-    "layer_types": None,
-    "quantization_config": None,
-}
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 32768,
+    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+    "sliding_window": None, "max_window_layers": 28, "layer_types": None, "quantization_config": None,
+}  # fmt: skip
 
 
 class Keys:

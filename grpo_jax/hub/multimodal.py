@@ -5,55 +5,21 @@ from __future__ import annotations
 from grpo_jax.types import Json
 
 SEEING: dict[str, tuple[dict[str, str], Json]] = {
-    "Gemma3ForConditionalGeneration": (
-        {"gemma3_text": "Gemma3ForCausalLM"},
-        {
-            "model_type": "gemma3_text",
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "Gemma4ForConditionalGeneration": (
-        {"gemma4_text": "Gemma4ForCausalLM"},
-        {
-            "model_type": "gemma4_text",
-            "vocab_size": 262144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-        },
-    ),
-    "Mistral3ForConditionalGeneration": (
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
-        {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5},
-    ),
-    "Qwen3_5ForConditionalGeneration": (
-        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-        {
-            "model_type": "qwen3_5_text",
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-        },
-    ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-        {
-            "model_type": "qwen3_5_moe_text",
-            "vocab_size": 248320,
-            "hidden_size": 2048,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 16,
-        },
-    ),
-}
+    "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, {"model_type": "gemma3_text",
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "max_position_embeddings": 131072}),
+    "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, {"model_type": "gemma4_text",
+        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+        "num_attention_heads": 8}),
+    "Mistral3ForConditionalGeneration": ({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "Qwen3_5ForConditionalGeneration": ({"qwen3_5_text": "Qwen3_5ForCausalLM"}, {"model_type": "qwen3_5_text",
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+        "num_attention_heads": 16}),
+    "Qwen3_5MoeForConditionalGeneration": ({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+        "num_attention_heads": 16}),
+}  # fmt: skip
 """Models that also see: the architecture of their language model by its `model_type`, and defaults of its config.
 
 Of such a model the language model is loaded; what is beside it goes from the checkpoint into an export as it came."""

@@ -7,14 +7,12 @@ is a bfloat16 number, so nothing is lost in reading.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.hub.files import StoredTensor
+from grpo_jax.hub.files import Made, StoredTensor
 from grpo_jax.types import Json
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -22,36 +20,6 @@ VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 """The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
 
 _PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockTensor:
-    """A tensor [E, in, out] stored as blocks [E, out, in / 32, 16] of two weights a byte, the lower four bits first.
-
-    Attributes:
-      blocks: uint8.
-      scales: [E, out, in / 32] uint8, exponents of two with 127 added.
-    """
-
-    blocks: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def file(self) -> Path:
-        return self.blocks.file
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(jnp.bfloat16)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, out, count, half = self.blocks.shape
-        return experts, count * half * 2, out
-
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """Experts first..first+count-1, in bfloat16."""
-        return dequantize(self.blocks.rows(first, count), self.scales.rows(first, count)).swapaxes(1, 2)
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -75,12 +43,22 @@ def without_mxfp4(raw: Json) -> Json:
     return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
 
 
-def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | BlockTensor]:
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Made]:
     """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
-    tensors: dict[str, StoredTensor | BlockTensor] = dict(stored)
+    tensors: dict[str, StoredTensor | Made] = dict(stored)
     for name in stored:
         stem = name.removesuffix("_blocks")
         if stem != name and f"{stem}_scales" in stored:
-            tensors[stem] = BlockTensor(stored[name], stored[f"{stem}_scales"])
+            tensors[stem] = _made(stored[name], stored[f"{stem}_scales"])
             del tensors[name], tensors[f"{stem}_scales"]
     return tensors
+
+
+def _made(blocks: StoredTensor, scales: StoredTensor) -> Made:
+    """A tensor [E, in, out] in bfloat16, from blocks [E, out, in / 32, 16] of two weights a byte and their scales."""
+
+    def rows(first: int, count: int) -> np.ndarray:
+        return dequantize(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
+
+    experts, out, count, half = blocks.shape
+    return Made(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))

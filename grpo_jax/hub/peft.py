@@ -20,7 +20,6 @@ from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.messages import some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.policy import Policy
-from grpo_jax.types import Params
 
 
 def add_lora(
@@ -128,7 +127,9 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     model = _lora_model(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    adapters = _adapters_by_path(policy.params)
+    adapters: dict[tuple[str, ...], dict[str, Any]] = {}  # path of the projection: its "a" and "b"
+    for path, leaf in flatten_dict(policy.params).items():
+        adapters.setdefault(path[:-1], {})[path[-1]] = leaf
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     untouched = set()
@@ -267,14 +268,6 @@ def _lora_model(policy: Policy) -> LoraModel:
     if not isinstance(policy.model, LoraModel):
         raise ValueError("policy has no adapters; add some by `add_lora(policy, key)`.")
     return policy.model
-
-
-def _adapters_by_path(adapters: Params) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Path of the projection to its {"a", "b"}."""
-    nodes: dict[tuple[str, ...], dict[str, Any]] = {}
-    for path, leaf in flatten_dict(adapters).items():
-        nodes.setdefault(path[:-1], {})[path[-1]] = leaf
-    return nodes
 
 
 def _pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:

@@ -17,7 +17,6 @@ from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.hub.multimodal import sees, text_config
-from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
@@ -98,8 +97,8 @@ def with_settings(
     """
     if not isinstance(model, Transformer | LoraModel):
         return model
-    shape = dataclasses.replace(
-        model.config,
+    return _with_shape(
+        model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
         # On a mesh the layers would wait for a number from another device.
@@ -110,30 +109,23 @@ def with_settings(
         # Its compiler takes a second or more for each layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
-    return _with_shape(model, shape)
 
 
 def with_checkpointing(model: Model, *, recompute: bool) -> Model:
     """The model whose layers are recomputed in the backward pass, or kept; one of the user's own is left as it is."""
-    if not isinstance(model, Transformer | LoraModel):
-        return model
-    return _with_shape(model, dataclasses.replace(model.config, remat=recompute))
+    return _with_shape(model, remat=recompute)
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     """The policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
-    model = policy.model if mesh is None else _on_mesh(policy.model, mesh)
+    model = policy.model if mesh is None else _with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
     frozen = not jax.tree_util.all_leaves([model])
     return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
-def _on_mesh(model: Model, mesh: jax.sharding.Mesh) -> Model:
-    """The model for params on that mesh."""
+def _with_shape(model: Model, **changes: Any) -> Model:
+    """The model with other fields of its `TransformerConfig`; one of the user's own is left as it is."""
     if not isinstance(model, Transformer | LoraModel):
         return model
-    return _with_shape(model, dataclasses.replace(model.config, mesh=mesh if mesh.size > 1 else None))
-
-
-def _with_shape(model: Transformer | LoraModel, shape: TransformerConfig) -> Model:
-    decoder = Transformer(shape)
+    decoder = Transformer(dataclasses.replace(model.config, **changes))
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,7 +18,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.watch.summary import MARK, model_card
 
 if TYPE_CHECKING:  # importing grpo_jax must stay light
-    from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
 Files = dict[str, Path | bytes]
 """Files of a repository by their names: where they lie, or their content."""
@@ -146,29 +145,19 @@ class Repository:
         )
         return {"README.md": card.encode(), **files}
 
-    def commit(self, directory: Path, files: Files, message: str) -> CommitInfo:
-        """Push the files of a directory and others in one commit."""
-        return self._api.create_commit(
-            self.name, self._added(directory, files), commit_message=message, revision=self._revision
-        )
-
-    def begin_commit(self, directory: Path, files: Files, message: str) -> Future[CommitInfo]:
-        """`commit` in the background."""
-        return self._api.create_commit(
-            self.name,
-            self._added(directory, files),
-            commit_message=message,
-            revision=self._revision,
-            run_as_future=True,
-        )
-
-    @staticmethod
-    def _added(directory: Path, files: Files) -> list[CommitOperationAdd]:
+    def commit(self, directory: Path, files: Files, message: str, *, in_background: bool = False) -> Any:
+        """Push the files of a directory and others in one commit; return its `CommitInfo`, or a future of it."""
         from huggingface_hub import CommitOperationAdd
 
-        added: Files = {path.name: path for path in sorted(directory.iterdir())}
-        added.update(files)
-        return [CommitOperationAdd(name, content) for name, content in added.items()]
+        added: Files = {**{path.name: path for path in sorted(directory.iterdir())}, **files}
+        create: Any = self._api.create_commit  # its overloads take no bool for `run_as_future`
+        return create(
+            self.name,
+            [CommitOperationAdd(name, content) for name, content in added.items()],
+            commit_message=message,
+            revision=self._revision,
+            run_as_future=in_background,
+        )
 
 
 def check_publishable(policy: Policy, what: str) -> None:

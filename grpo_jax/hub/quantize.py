@@ -205,10 +205,6 @@ class Nf4Tensor:
     state: Json
     parts: Mapping[str, Stored]
 
-    def codes(self) -> np.ndarray:
-        """Packed codes, in one row."""
-        return _all(self.parts[""])
-
     def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
         """Scales in one row, and what they are nested in."""
         scales = _all(self.parts[".absmax"])
@@ -328,7 +324,7 @@ def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Qua
     block = stored[0][1].state["blocksize"]
     *lead, fan_in, fan_out = shape
     if _is_one(sources):
-        codes, (scales, nested) = stored[0][1].codes(), stored[0][1].scales()
+        codes, (scales, nested) = _all(stored[0][1].parts[""]), stored[0][1].scales()
         if fan_in % block == 0:
             codes, scales = codes.reshape(fan_out, -1), scales.reshape(fan_out, -1)
         return Quantized(codes, scales, nested, shape=tuple(shape), block=block, dtype=dtype)
@@ -337,6 +333,6 @@ def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Qua
     for (_, first, part), tensor in stored:
         at = ... if part.expert is None else part.expert
         rows = slice(first, first + part.rows)
-        codes[at] = tensor.codes().reshape(tensor.shape[0], -1)[rows]
+        codes[at] = _all(tensor.parts[""]).reshape(tensor.shape[0], -1)[rows]
         scales[at] = tensor.plain_scales().reshape(tensor.shape[0], -1)[rows]
     return Quantized(codes, scales, None, shape=tuple(shape), block=block, dtype=dtype)

@@ -98,19 +98,13 @@ def draw_next(
     return by_rows(u, hidden)
 
 
-def is_eos(tokens: jax.Array, eos_token_ids: tuple[int, ...]) -> jax.Array:
-    """Whether each token is one of the ids that end a completion."""
-    ended = jnp.zeros(tokens.shape, bool)
-    for eos in eos_token_ids:
-        ended |= tokens == eos
-    return ended
-
-
 def ended_by(
     tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array | None]:
     """Whether each token [B, G] ends a completion or its turn, and the state [B, G] of the stop strings behind it."""
-    ended = is_eos(tokens, settings.eos_token_ids)
+    ended = jnp.zeros(tokens.shape, bool)
+    for eos in settings.eos_token_ids:
+        ended |= tokens == eos
     if settings.stops is None or state is None:
         return ended, None
     state = settings.stops.after(state, tokens)

@@ -73,6 +73,12 @@ class Table:
         self.stop_state[completions[real]] = state[real]
         return here.any(axis=-1) & (state == stops.found)  # and not again, while an answer is waited for
 
+    def append(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Take in tokens that were drawn elsewhere."""
+        new = slice(self.lengths[completion], self.lengths[completion] + len(tokens))
+        self.observe(completion, tokens)
+        self.mask[completion, new], self.log_probs[completion, new] = True, log_probs
+
     def observe(self, completion: int, tokens: Sequence[int]) -> None:
         """Take in an observation; behind it a turn begins."""
         begin, end = self.lengths[completion], self.lengths[completion] + len(tokens)

@@ -158,7 +158,7 @@ class _Play:
         """The observations of those who waited and go on; for the others the last turn was the last."""
         table, observed = self.table, dict[int, Sequence[int]]()
         own = [(number, promise) for number, promise in self.waiting.items() if promise is not None]
-        kept = [(number, _wait(promise, self.rollout.interrupt)) for number, promise in own]
+        kept = [(number, wait_for(promise, self.rollout.interrupt)) for number, promise in own]
         if jax.process_count() > 1:
             plain = [(number, None if tokens is None else [int(token) for token in tokens]) for number, tokens in kept]
             kept = [(number, tokens) for part in gather_objects(plain) for number, tokens in part]
@@ -247,7 +247,7 @@ class _Play:
         (self.stream,) = self.rollout.move((self.stream,), *at, slots=self.slots)
 
 
-def _wait(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
+def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
     """The answer, once it is there; the interrupt is looked at meanwhile."""
     while True:
         try:

@@ -70,7 +70,7 @@ class Publisher:
         write_policy(self._directory, self._policy.replace(params=params))
         if self._repository is not None:
             message = f"Training in progress, step {step}"
-            self._job = step, self._repository.begin_commit(self._directory, {}, message)
+            self._job = step, self._repository.commit(self._directory, {}, message, in_background=True)
 
     def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
         """Push the policy that a run ends with and its card, and wait until they are there.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.text.pieces import common_length
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Messages, Row, Tokenizer
 
@@ -143,10 +144,7 @@ def continuation(before: str, both: str) -> str:
       >>> continuation("upon a", "upon a time"), continuation("caf\ufffd", "café!")  # half a character is completed
       (' time', 'é!')
     """
-    same = 0
-    while same < min(len(before), len(both)) and before[same] == both[same]:
-        same += 1
-    return both[same:]
+    return both[common_length(before, both) :]
 
 
 class Texts:

@@ -24,6 +24,7 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.columns import Columns, Template
+from grpo_jax.text.pieces import common_length
 from grpo_jax.text.prompts import EncodedPrompts, apply_template
 from grpo_jax.text.rows import checked_rows, content_fault, filled_rows, is_conversation, messages_fault
 from grpo_jax.text.sources import Dataset
@@ -51,7 +52,7 @@ class Examples(EncodedPrompts):
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
-                shared = _common(first[:shared], ids)
+                shared = common_length(first[:shared], ids)
         return shared
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
@@ -246,7 +247,7 @@ def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str) -> _
     ids = list(tokenizer(prompt + whole)["input_ids"])
     mask = [True] * len(ids)
     if len(columns) == 2 and encoding.completion_only_loss is not False:
-        start = _common(list(tokenizer(prompt)["input_ids"]), ids)
+        start = common_length(tokenizer(prompt)["input_ids"], ids)
         mask = [i >= start for i in range(len(ids))]
     return _Example(ids, mask)
 
@@ -263,16 +264,9 @@ def _encode_messages(
         ids = template.ids(messages)
         mask = [True] * len(ids)
     if len(columns) == 2 and encoding.completion_only_loss is not False:
-        start = _common(template.ids(row["prompt"], opens=True), ids)
+        start = common_length(template.ids(row["prompt"], opens=True), ids)
         mask = [learned and i >= start for i, learned in enumerate(mask)]
     return _Example(ids, mask)
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
-    )
 
 
 class _Template:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from grpo_jax.types import Tokenizer
 
 _LOST = "\ufffd"
 """What stands in a text for bytes that are no character."""
+
+
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the longest common prefix."""
+    differ = (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y)
+    return next(differ, min(len(one), len(other)))
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:

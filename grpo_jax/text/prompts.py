@@ -187,7 +187,7 @@ def _encode_together(
         return None
     kinds: dict[str, list[int]] = {}
     for index, (prompt, kwargs) in enumerate(zip(prompts, template_kwargs, strict=True)):
-        kinds.setdefault(repr((_is_prefilled(prompt), kwargs)), []).append(index)
+        kinds.setdefault(repr((_opening(prompt), kwargs)), []).append(index)
     token_ids: list[list[int]] = [[]] * len(prompts)
     try:
         for members in kinds.values():
@@ -200,13 +200,9 @@ def _encode_together(
     return token_ids
 
 
-def _is_prefilled(prompt: Messages) -> bool:
-    return bool(prompt[-1]["role"] == "assistant")
-
-
 def _opening(prompt: Messages) -> Json:
     """Return the keywords by which a template leaves a conversation open: to speak, or to go on."""
-    prefilled = _is_prefilled(prompt)
+    prefilled = prompt[-1]["role"] == "assistant"
     # Without return_dict transformers 5 would return a dict of ids and attention mask.
     return {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, "return_dict": False}
 
@@ -218,15 +214,8 @@ def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Js
             f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
-    return _apply_template(prompt, tokenizer, template_kwargs, tokenize=True, where=where)
-
-
-def _apply_template(
-    prompt: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, tokenize: bool, where: str
-) -> Any:
-    """Return a conversation as the chat template writes it, open for the assistant to speak or to go on."""
-    keywords = {**template_kwargs, **_opening(prompt), "tokenize": tokenize}
-    return apply_template(prompt, tokenizer, keywords, where=where)
+    keywords = {**template_kwargs, **_opening(prompt), "tokenize": True}
+    return list(apply_template(prompt, tokenizer, keywords, where=where))
 
 
 def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
@@ -261,8 +250,8 @@ def _check_shown(
             continue
         seen.add(kind)
         try:
-            messages = [message for message, _ in marked]
-            text = _apply_template(messages, tokenizer, template_kwargs[index], tokenize=False, where=argument)
+            keywords = {**template_kwargs[index], **_opening(prompt), "tokenize": False}
+            text = apply_template([message for message, _ in marked], tokenizer, keywords, where=argument)
         except Exception:  # one that looks into the contents, which the marks have replaced
             continue
         for place, (message, mark) in enumerate(marked):

@@ -134,15 +134,10 @@ def _row_fault(row: object, first: Json) -> str:
 
 def content_fault(row: Json, first: Json) -> str:
     """Return what is wrong with a row whatever it is for, "" if nothing is."""
-    return _picture_fault(row) or _surrogate_fault(row) or _columns_fault(row, first)
-
-
-def _picture_fault(row: Json) -> str:
-    """Return what is wrong with a row of more than text, "" if there is none."""
     for name in _PICTURES:
         if row.get(name) is not None and row[name] != []:
             return f"has a column {name!r}: models read text alone, and no pictures; take the column out"
-    return ""
+    return _surrogate_fault(row) or _columns_fault(row, first)
 
 
 def _columns_fault(row: Json, first: Json) -> str:

@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.messages import one_line, show
-from grpo_jax.types import Json, Row
+from grpo_jax.types import Json
 
 _MOST_ROWS = 10**9
 _MOST_READ = 10**7  # of what does not say how many there are
@@ -21,6 +21,7 @@ _KEYS = ("config", "name", "path", "rows", "split")
 _KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
+@runtime_checkable
 class RandomAccess(Protocol):
     """Rows by number, such as a `datasets.Dataset` or a grain source."""
 
@@ -41,10 +42,11 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         return _read_name(dataset, argument)
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
-        return _read_frame(dataset)
+        frame: Any = dataset  # whose NaN stands for None
+        return frame.astype(object).where(frame.notna(), None).to_dict("records")
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
         return _read_table(dataset, argument)
-    if _has_rows_by_number(dataset):
+    if isinstance(dataset, RandomAccess):
         return _read_by_number(dataset, argument, package)
     if isinstance(dataset, Iterable):
         return _read_stream(dataset, argument, most)
@@ -52,11 +54,6 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
         f" ({', '.join(_KINDS)}) or the name of a dataset on the hub"
     )
-
-
-def _read_frame(frame: Any) -> list[Row]:
-    """Read a pandas DataFrame, whose NaN stands for None."""
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def is_hub_name(text: str) -> bool:
@@ -122,10 +119,6 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     except Exception as error:  # of the network, of the hub and of the dataset itself
         reason = one_line(error, limit=None)
         raise ValueError(f"{argument} = {name!r}: is no file, and the hub did not give it ({reason})") from error
-
-
-def _has_rows_by_number(dataset: object) -> TypeGuard[RandomAccess]:
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def _read_by_number(dataset: RandomAccess, argument: str, package: str) -> list[Any]:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.messages import raise_all
-from grpo_jax.text.pieces import special_tokens
+from grpo_jax.text.pieces import common_length, special_tokens
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MARK = "Zq7"
@@ -250,7 +250,7 @@ def turn_of(
     whole = template.render([_USER, message], generation_prompt=False)
     if whole.startswith(opening):
         return whole[len(opening) :], True
-    same = _common(opening, whole)
+    same = whole[: common_length(opening, whole)]
     # Both may go on with a tag, of which the first letters are the same.
     return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
@@ -285,7 +285,7 @@ def _read_end(template: _Template, role: str, mark: str) -> _End:
         support = ": a template without tool support" if role == "tool" else ""
         raise ValueError(f"it does not show messages of the role {role!r}{support}; use one that writes them")
     # Up to where it goes on differently with the message and without, both are about the turn itself.
-    common = _common(template.after_mark([turn], mark), after)
+    common = after[: common_length(template.after_mark([turn], mark), after)]
     ends, special = template.eos_texts(), sorted(special_tokens(template.tokenizer).values())
     found = _first(common, ends)
     opening = _first(after[: after.find(_PROBE)], [*ends, *special])
@@ -305,12 +305,6 @@ def _read_end(template: _Template, role: str, mark: str) -> _End:
             )
     position, closing = found
     return _End(after[: position + len(closing)], closing)
-
-
-def _common(one: str, other: str) -> str:
-    """Return what two texts begin with."""
-    length = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    return one[:length] if length is not None else min(one, other, key=len)
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:

@@ -171,24 +171,6 @@ def test_it_tells_a_teachers_log_probs(server):
         vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
 
 
-def test_three_turns(server):
-    class Game:
-        def respond(self, text):
-            self.heard = [*getattr(self, "heard", []), text]
-            return None if len(self.heard) == 3 else " And then?"
-
-        def get_reward(self):
-            return float(len(self.heard))
-
-    policy = from_pretrained(server.model).replace(generation_config={"eos_token_id": [1, 2, *range(400, 512)]})
-    policy = add_lora(policy, jax.random.key(0), rank=8)
-    lines = learned(policy, vllm(server.url), environment_factory=Game, max_steps=2, max_completion_length=64)
-    for line in lines:
-        assert line["turns/max"] == 3
-        assert line["sampler/log_prob_difference_max"] < 1e-4
-        assert line["sampler_gap"] < 1e-4
-
-
 def test_a_turn_ends_behind_a_text_with_the_same_token(server):
     """Greedy, both engines: full stops, a text over the border of two tokens, and turns that are cut short."""
 

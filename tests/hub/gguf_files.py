@@ -21,13 +21,9 @@ from grpo_jax.hub.tensors import tensor_plan
 GOLDEN = Path(__file__).parent / "golden" / "gguf.tar.xz"
 
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 16,
-    "short_factor": [1.0, 1.1],
-    "long_factor": [2.0, 3.0],
-    "partial_rotary_factor": 0.5,
-}
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 3.0], "partial_rotary_factor": 0.5,
+}  # fmt: skip
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 # What llama.cpp cannot say of a model is left out here; a case without a row is that of `test_families`.
 CHANGES = {
@@ -36,26 +32,15 @@ CHANGES = {
     "gemma2": {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
     "phi3": {"rope_parameters": LONGROPE, "sliding_window": 6, "partial_rotary_factor": 0.5},
-    "ministral3": {
-        "head_dim": 12,
-        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
-    },
-    "olmo3": {
-        **FOUR_LAYERS,
-        "sliding_window": 6,
-        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
-    },
-    "qwen3_moe": {
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
-    "gpt_oss": {key: value for key, value in CASES["gpt_oss"][1].items() if key != "swiglu_limit"},
+    "ministral3": {"head_dim": 12, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5}},
+    "olmo3": {**FOUR_LAYERS, "sliding_window": 6, "rope_parameters": {"full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "qwen3_moe": {"num_hidden_layers": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "gpt_oss": {key: value for key, value in CASES["gpt_oss"] [1].items() if key != "swiglu_limit"},
     "qwen3_next": {**HYBRID, **SPARSE, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-}
+}  # fmt: skip
 
 
 def config_of(name):
@@ -93,28 +78,6 @@ def stored_file(name, directory):
     with tarfile.open(GOLDEN) as archive:
         archive.extract(f"{name}.gguf", directory, filter="data")
     return directory / f"{name}.gguf"
-
-
-def requantized(source, target, kind):
-    """The same file with its matrices in another quantization, where blocks are whole; kind F32: written out."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, quants
-
-    reader = GGUFReader(source)
-    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
-    for tensor in reader.tensors:
-        plain = quants.dequantize(tensor.data, tensor.tensor_type)
-        if plain.ndim == 1 or plain.shape[-1] % GGML_QUANT_SIZES[kind][0] or kind == GGMLQuantizationType.F32:
-            writer.add_tensor(tensor.name, plain.astype(np.float32))
-        else:
-            writer.add_tensor(tensor.name, quants.quantize(plain, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
 
 
 def convert(llama_cpp, directory, target):

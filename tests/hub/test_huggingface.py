@@ -3,10 +3,6 @@
 import functools
 import json
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +16,13 @@ from grpo_jax.hub.policy import init_policy
 from grpo_jax.policy import Policy
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "a_key_of_another_program": [1, 2],
-}
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 0, "a_key_of_another_program": [1, 2],
+}  # fmt: skip
 TEXT = [
-    "sort 3 1 2 <answer> 1 2 3 </answer>",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9",
-]
+    "sort 3 1 2 <answer> 1 2 3 </answer>", "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9",
+]  # fmt: skip
 
 
 def byte_level_tokenizer():
@@ -139,6 +125,10 @@ def test_a_split_checkpoint_holds_the_same_tensors(tied, tmp_path):
     assert stored(tmp_path / "one") == stored(tmp_path / "many")
     assert ("lm_head.weight" in stored(tmp_path / "one")) == (not tied)
     assert equal(from_pretrained(tmp_path / "one").params, from_pretrained(tmp_path / "many").params)
+    (second,) = (tmp_path / "many").glob("model-00002-of-*.safetensors")
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"has no weights: {second.name}\."):
+        from_pretrained(tmp_path / "many")
 
 
 @pytest.mark.parametrize(("dtype", "header"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
@@ -204,21 +194,6 @@ def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
 def test_eos_and_pad_ids_come_from_the_first_place_that_has_them(generation, config, eos, pad):
     policy = Policy(None, None, None, config, generation)
     assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
-
-
-def test_pytorch_loads_what_we_save_and_says_the_same(policy, tmp_path):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    save_pretrained(tmp_path / "model", policy)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids = np.array([tokenizer(TEXT[0])["input_ids"]])
-    with torch.no_grad():
-        theirs = model(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(policy.model.apply({"params": policy.params}, ids), theirs, atol=1e-5)
-    assert model.generation_config.eos_token_id == 2
 
 
 # Bad input: each message names what came and what to do.
@@ -295,24 +270,6 @@ def test_what_cannot_be_found_or_held_is_named(tmp_path):
         save_pretrained(tmp_path, bare_policy(), dtype="int8")
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    save_pretrained(tmp_path / "m", bare_policy(), max_shard_size="4KB")
-    (second,) = (tmp_path / "m").glob("model-00002-of-*.safetensors")
-    second.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"has no weights: {second.name}\."):
-        from_pretrained(tmp_path / "m")
-
-
-def test_spare_tensors_are_left(checkpoint):
-    before = from_pretrained(checkpoint).params
-    spare = {
-        "lm_head.weight": np.ones((96, 16), "f4"),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, "f4"),
-    }
-    rewrite(checkpoint, lambda found: found | spare)
-    assert equal(from_pretrained(checkpoint).params, before)
-
-
 def test_params_of_another_model_are_not_saved(policy, tmp_path):
     params = {**policy.params, "norm": {"scale": jnp.ones(3)}, "extra": {"kernel": jnp.zeros((2, 2))}}
     with pytest.raises(ValueError, match=r"extra/kernel is unexpected, norm/scale has shape \(3,\), not \(16,\)"):
@@ -344,17 +301,6 @@ def test_a_tokenizer_that_encodes_text_to_nothing(checkpoint):
         from_pretrained(checkpoint)
 
 
-def test_only_a_checkpoint_is_replaced(policy, checkpoint, tmp_path):
-    save_pretrained(checkpoint, policy)
-    assert from_pretrained(checkpoint).config["vocab_size"] == 300
-    (checkpoint / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match=r"holds files that are no checkpoint's \(thesis\.tex\)"):
-        save_pretrained(checkpoint, policy)
-    with pytest.raises(FileExistsError, match=r"is no directory"):
-        save_pretrained(checkpoint / "thesis.tex", policy)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
 def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, monkeypatch):
     before = stored(checkpoint)
     fail = lambda *args: (_ for _ in ()).throw(OSError("disk full"))
@@ -367,46 +313,6 @@ def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-KILLED = """
-import os, signal, sys, jax
-from grpo_jax.hub import huggingface
-policy = huggingface.from_pretrained(sys.argv[1])
-huggingface.write_json = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # after the weights, before config.json
-huggingface.save_pretrained(sys.argv[2], policy)
-"""
-
-
-def test_a_killed_save_leaves_nothing_under_the_final_name(checkpoint, tmp_path):
-    target = tmp_path / "export"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, checkpoint, target], cwd=Path(__file__).parents[2], timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert not target.exists()
-    assert list(tmp_path.glob(".export.*.tmp/*.safetensors")), "it was killed before it had written anything"
-    save_pretrained(target, from_pretrained(checkpoint))
-    assert stored(target) == stored(checkpoint)
-
-
-QUIET = """
-import builtins, sys
-sys.modules["torch"] = None
-from grpo_jax.hub.huggingface import from_pretrained
-assert not {"transformers", "huggingface_hub"} & set(sys.modules), "imported too early"
-print(from_pretrained(sys.argv[1]).tokenizer is not None)
-assert sys.modules["torch"] is None
-"""
-
-
-def test_loading_needs_no_pytorch_and_does_not_say_so(policy, tmp_path):
-    save_pretrained(tmp_path / "model", policy)
-    env = {**os.environ, "USE_TORCH": "0", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", QUIET, tmp_path / "model"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
-    assert "PyTorch" not in done.stderr
-
-
 def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     import huggingface_hub
 
@@ -416,3 +322,13 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     assert from_pretrained("owner/model").config["vocab_size"] == 96
     assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
     assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("before", [None, "0"])
+def test_transformers_is_imported_without_its_advice_on_pytorch(before, monkeypatch):
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    with huggingface.quiet_import():
+        assert os.environ[name] == "1"
+    assert os.environ.get(name) == before

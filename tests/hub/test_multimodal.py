@@ -32,18 +32,16 @@ from grpo_jax.hub.tensors import LAYOUTS, tensor_plan
 TEXT = {
     "gemma3": ("Gemma3ForConditionalGeneration", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}),
     "gemma4": ("Gemma4ForConditionalGeneration", {**GEMMA4, "pad_token_id": 0}),
-    "mistral3": (
-        "Mistral3ForConditionalGeneration",
-        {"model_type": "ministral3", "head_dim": 12, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
-    ),
-}
+    "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "ministral3", "head_dim": 12,
+        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+}  # fmt: skip
 # Positions of three kinds in turns: in a text they are one.
 TURNS = {"rope_type": "default", "rope_theta": 1e5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
 HYBRID = {**HYBRID, "layer_types": DELTA, "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5}}
 TEXT |= {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", {"model_type": "qwen3_5_text", **HYBRID}),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text", **HYBRID, **SPARSE}),
-}
+}  # fmt: skip
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
@@ -52,22 +50,18 @@ GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads"
 GEMMA4_AUDIO |= {"subsampling_conv_channels": [4, 4]}
 OF_CLASS = {
     "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": 61, "eoi_token_index": 62, "vision_config": VISION},
-    "gemma4": {
-        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "standardize": True},
-        "audio_config": GEMMA4_AUDIO,
-        **{"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62},
-    },
+    "gemma4": {"vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "standardize": True},
+        "audio_config": GEMMA4_AUDIO, **{"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62}},
     "mistral3": {"vision_config": {**VISION, "head_dim": 8, "model_type": "pixtral"}},
     "qwen3_5": {"image_token_id": 60, "vision_config": QWEN_VISION},
     "qwen3_5_moe": {"image_token_id": 60, "vision_config": QWEN_VISION},
-}
+}  # fmt: skip
 TOWER = {
     "mtp.layers.0.mlp.experts.down_proj": np.ones((2, 3, 4), np.float32),
-    "vision_tower.patches.weight": np.arange(12, dtype=np.float16).reshape(3, 4),
-    "vision_tower.codes": np.arange(5, dtype=np.uint8),
-    "vision_tower.position_ids": np.arange(4)[None],
+    "vision_tower.patches.weight": np.arange(12, dtype = np.float16).reshape(3, 4),
+    "vision_tower.codes": np.arange(5, dtype = np.uint8), "vision_tower.position_ids": np.arange(4) [None],
     "multi_modal_projector.scale": np.full(3, 1.5).astype(jnp.float8_e4m3fn),
-}
+}  # fmt: skip
 
 
 def raw_of(name, **fields):

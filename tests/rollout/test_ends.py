@@ -10,6 +10,8 @@ from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.text.pieces import special_tokens, token_bytes
 from grpo_jax.text.templates import observation_ids
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["Once upon a time.", "a café was there", "  a  ", "€ and 日本, ç", "\x00\n\t"]
 
 
@@ -17,7 +19,6 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "ends of words"])
 def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
     """Behind another text, since some tokenizers take the first space away; characters of several tokens among them."""
@@ -31,7 +32,6 @@ def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
         assert pieces[index] == b""
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["sentencepiece", "metaspace first", "bytes"])
 def test_a_part_of_a_character_is_its_bytes(name):
     tokenizer = FAMILIES[name]()
@@ -39,7 +39,6 @@ def test_a_part_of_a_character_is_its_bytes(name):
     assert [pieces[i] for i in ids_of(tokenizer, "a€")][-3:] == [b"\xe2", b"\x82", b"\xac"]
 
 
-@pytest.mark.quick
 def test_tokens_that_change_their_neighbours_are_refused():
     with pytest.raises(ValueError, match=r"stop = \['a'\]: .*change the text of their neighbours.*stop_token_ids"):
         stops_of(FAMILIES["ends of words"](), ["a"])
@@ -49,7 +48,6 @@ def test_tokens_that_change_their_neighbours_are_refused():
         token_bytes(fast(odd))
 
 
-@pytest.mark.quick
 def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
     tokenizer = FAMILIES["sentencepiece"]()
     stops = stops_of(tokenizer, ["café", " time"])
@@ -61,23 +59,6 @@ def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
     assert stops.end_of(np.array([vocabulary["time"], vocabulary["▁a"]])) is None
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("", None, None), "stop = '': must be a text or a list of texts, none of them empty; or None"),
-        (([1], None, None), r"stop = \[1\]: must be a text"),
-        ((None, [True], None), r"stop_token_ids = \[True\]: id 0 must be a whole number"),
-        ((None, 1.5, None), "stop_token_ids = 1.5: must be a list of token ids; or None"),
-        ((None, None, 0), "max_turn_length must be an integer ≥ 1; got 0"),
-    ],
-)
-def test_what_is_no_end_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        TurnEnds.read(*values)
-
-
-@pytest.mark.quick
 def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
     tokenizer = FAMILIES["bytes"]()
     turn, eos = np.array(ids_of(tokenizer, "abc")), [tokenizer.eos_token_id]
@@ -94,7 +75,6 @@ def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
     assert not TurnEnds(max_turn_length=3).cut_short(np.append(turn[:2], eos), tokenizer, eos)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_behind_a_turn_without_an_eos_the_observation_has_it(name):
     """As the template writes it: the next turn begins as it always does."""

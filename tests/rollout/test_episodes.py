@@ -10,10 +10,13 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
 from grpo_jax.rollout.interaction import encode_rows, make_interaction, with_environments
-from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of
+from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of, turn_ids
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import Texts, before_of
+from grpo_jax.text.formats import FORMATS
 from grpo_jax.text.prompts import encode_prompts, make_prompts
+
+pytestmark = pytest.mark.quick
 
 ROW = {"prompt": "find it: ", "target": 7}
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}
@@ -84,7 +87,6 @@ def begun(interaction, row=ROW):
 # Environments that speak text ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
     interaction = interaction_of(Guess)
     episode, tokenizer = begun(interaction), interaction.tokenizer
@@ -96,7 +98,6 @@ def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
     assert (episode.counts.turns, episode.counts.calls, episode.reward()) == (3, 0, 3.0)
 
 
-@pytest.mark.quick
 def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_was_said():
     tokenizer = sentencepiece()
     rows = [{"prompt": "Once upon", "target": 7}]
@@ -114,7 +115,6 @@ def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_
         assert episodes.all[0].environment.heard == [" a", " time", " there was"]
 
 
-@pytest.mark.quick
 def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     """So a call that the prefill opens is made, and the message is whole."""
     interaction = chat_interaction()
@@ -144,7 +144,6 @@ class Scored:
         return self.last
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
 def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
     episode = begun(interaction_of(Scored))
@@ -158,7 +157,6 @@ def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
     assert cut.reward() == [1.0, 0.5]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -184,7 +182,6 @@ def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
     assert episode.counts.errors == 1
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("where", ["the call", "reset", "respond", "get_reward"])
 def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
     class Bad:
@@ -235,7 +232,6 @@ def turn(tokenizer, *calls, text=""):
     return ids(tokenizer, rendered.removeprefix(opening).rstrip("\n"))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tools_are_called_in_the_form_of_the_template(name):
     interaction = chat_interaction(name=name)
@@ -253,7 +249,6 @@ def test_tools_are_called_in_the_form_of_the_template(name):
     assert episode.reward() == 7.0
 
 
-@pytest.mark.quick
 def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
     interaction = chat_interaction()
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
@@ -270,7 +265,6 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
     assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 4, 0)
 
 
-@pytest.mark.quick
 def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
     interaction = chat_interaction(most_calls=2)
     tokenizer = interaction.tokenizer
@@ -289,7 +283,6 @@ def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
     assert episode.counts.clipped == 0, "it has said what it has to say"
 
 
-@pytest.mark.quick
 def test_plain_functions_are_tools_and_the_environments_own_come_beside():
     def double(n: int) -> int:
         """Double a number.
@@ -324,7 +317,6 @@ class Desk:
         return self._says([f"{name}!" for name in names] + [f"({problem})" for problem in problems])
 
 
-@pytest.mark.quick
 def test_an_environment_may_answer_the_calls_of_a_turn_itself():
     interaction = chat_interaction(Desk)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
@@ -344,7 +336,6 @@ def test_an_environment_may_answer_the_calls_of_a_turn_itself():
     assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (3, 0, 0)
 
 
-@pytest.mark.quick
 def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_wrong():
     failed = begun(chat_interaction(lambda: Desk(lambda texts: [(text, True) for text in texts])), CHAT)
     call = turn(failed._interaction.tokenizer, ("add", {"n": 4}))
@@ -371,7 +362,6 @@ def sorted_words(text: str) -> list[str]:
     return sorted(text.split())
 
 
-@pytest.mark.quick
 def test_a_last_turn_without_room_is_noted():
     interaction = interaction_of(Guess)
     tokenizer = interaction.tokenizer
@@ -392,7 +382,6 @@ def test_a_last_turn_without_room_is_noted():
 # Prompts and rewards ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
     with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
@@ -415,7 +404,6 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
         episodes.reset([ROW])
 
 
-@pytest.mark.quick
 def test_each_episode_has_a_row_of_its_own():
     """What an environment removes from what `reset` gave it is there for the next one, and for the caller."""
 
@@ -442,7 +430,6 @@ def test_each_episode_has_a_row_of_its_own():
     assert rows[0]["cards"] == ["a", "b", "c"]
 
 
-@pytest.mark.quick
 def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "quiet"}]
 
@@ -467,19 +454,6 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
 
 
-@pytest.mark.quick
-def test_rows_are_those_of_the_dataset_whatever_their_environments():
-    """The only row of an environment may be dropped, and a message counts all rows."""
-    tokenizer, ends = family("hermes")
-    long = {"prompt": [{"role": "user", "content": "x " * 400}], "target": 1, "environment": "b"}
-    rows = [{**CHAT, "environment": "a"}, long]
-    interaction = interaction_of({"a": Sums, "b": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    data = encode_rows(interaction, rows, tokenizer, max_prompt_length=600, on_long_prompt="drop")
-    assert (data.rows, data.dropped) == (rows[:1], [1])
-    with pytest.raises(ValueError, match=r"1 of 2 prompts are longer; the longest, of dataset row 1, has"):
-        encode_rows(interaction, rows, tokenizer, max_prompt_length=600)
-
-
 # Before anything is sampled -----------------------------------------------------------------------------------------
 
 
@@ -501,7 +475,6 @@ class Untold(Sums):
         return n
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -528,3 +501,38 @@ class Untold(Sums):
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
+
+
+# For tools alone: no template without them.
+ALONE = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
+
+
+@pytest.mark.parametrize("template", [ALONE, {"default": PLAIN, "tool_use": ALONE}])
+@pytest.mark.parametrize("given", [{"tools": [sorted_words]}, {"factory": Sums}])
+def test_a_template_for_tools_alone_is_taken_for_tools_and_for_an_environments_own(template, given):
+    tokenizer = tokenizer_of(template)
+    interaction = interaction_of(tokenizer=tokenizer, eos=(tokenizer.eos_token_id,), rows=(CHAT,), **given)
+    assert interaction.format is FORMATS["hermes"]
+    assert not interaction.thinking
+    (prompt,) = encode_rows(interaction, [CHAT], tokenizer).token_ids
+    assert tokenizer.decode(prompt).count("ToolCall one as <tool_call>") == 1
+    call = ("sorted_words", {"text": "3"}) if "tools" in given else ("add", {"n": 3})
+    written = f"<tool_call>\n{json.dumps({'name': call[0], 'arguments': call[1]})}\n</tool_call><|im_end|>"
+    assert "3" in tokenizer.decode(begun(interaction, CHAT).answer(ids(tokenizer, written), 100))
+
+
+# Records ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_was_not_noted():
+    drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
+    lengths = [(1, 2), (1, 1), (), (), (0, 2, 1)]
+    ids = turn_ids(drawn, [Played([], [], None, EpisodeCounts(), each) for each in lengths])
+    assert ids.tolist() == [[0, 1, 1, -1], [0, -1, 1, 1], [0, 0, -1, -1], [-1, -1, -1, -1], [-1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("reward", [1.0, None, [0.5, 1.0]])
+def test_a_record_goes_through_json_and_those_of_older_versions_are_read(reward):
+    one = Played([(True, "a")], [], reward, EpisodeCounts(turns=1), [3])
+    assert Played.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert Played.from_json(one.to_json()[:4]).lengths == ()

@@ -13,18 +13,13 @@ from absl.testing import parameterized
 from tiny import scored, tiny_model
 
 from grpo_jax import Completions, Prompts, generate, make_prompts
-from grpo_jax.devices.sharding import lower_call
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, Work
-from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import ladder as ladder_module
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
-from grpo_jax.rollout.programs import decode_call
 from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import as_argument
 
@@ -59,10 +54,10 @@ def sampled() -> Completions:
 
 
 class Bare:
-    """A model that has `apply` and nothing else: the uncached road to the same answer."""
+    """A model that has `apply` and nothing else: sampling without a cache."""
 
-    def apply(self, variables, tokens):
-        return model_and_params()[0].apply(variables, tokens)
+    def __init__(self, model):
+        self.apply = lambda variables, tokens: model.apply(variables, tokens)
 
 
 def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
@@ -77,6 +72,9 @@ def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
         np.testing.assert_array_equal(tokens[length:], 0)
         np.testing.assert_array_equal(log_probs[length:], 0)
         assert (log_probs[:length] < 0).all()
+    first = np.isin(c.tokens[..., 0], EOS)
+    assert first.any(), "no completion of this test draws an EOS first"
+    np.testing.assert_array_equal(c.mask.sum(-1)[first], 1)
 
 
 @pytest.mark.quick
@@ -103,19 +101,6 @@ def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
     short, long = (sample(temperature=temperature, top_k=k) for k in (0, model_and_params()[0].config.vocab_size))
     np.testing.assert_array_equal(short.tokens, long.tokens)
     np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
-
-
-@pytest.mark.parametrize(("tied", "top_k", "columns"), [(True, 0, True), (True, 2, False), (False, 0, False)])
-def test_a_cpu_makes_logits_by_columns_where_nothing_is_cut(tied, top_k, columns):
-    shape = TransformerConfig(48, 16, 16, 1, num_heads=2, num_kv_heads=1, head_dim=8, tie_word_embeddings=tied)
-    model = Transformer(shape)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    sizes = {"num_generations": 2, "max_completion_length": 9}
-    settings = DecodeSettings(sampling=Sampling(top_k=top_k))
-    text = lower_call(decode_call(model, params, 3, 5, **sizes, settings=settings)).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    made = [any(f"-> tensor<{size}xf32>" in line for line in products) for size in ("48x6", "6x48")]
-    assert made == [columns, not columns]
 
 
 @pytest.mark.parametrize(
@@ -155,24 +140,14 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
         np.testing.assert_array_equal(changed.tokens[..., 0], by_columns.tokens[..., 0])
 
 
-def test_one_long_decode_inside_jit_gives_the_same_completions():
-    model, params = model_and_params()
-    prompts = make_prompts(PROMPTS)
-    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
-    inside = jax.jit(lambda params, prompts, key: generate(model, params, prompts, key, **settings))
-    whole = inside(params, prompts, jax.random.key(7))
-    assert_same(whole, sampled())
-
-
 def test_a_model_without_a_cache_gives_the_same_completions():
-    _, params = model_and_params()
+    model, params = model_and_params()
     settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
-    assert_same(generate(Bare(), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
+    assert_same(generate(Bare(model), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
 
 
-@pytest.mark.parametrize("burst", [3, 64])
-def test_the_length_of_a_burst_changes_nothing(burst, monkeypatch):
-    monkeypatch.setattr(ladder_module, "BURST", burst)
+def test_the_length_of_a_burst_changes_nothing(monkeypatch):
+    monkeypatch.setattr(ladder_module, "BURST", 3)
     assert_same(sample(), sampled())
 
 
@@ -204,29 +179,22 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
 
 @pytest.mark.quick
 def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
-    class Enough(Exception):
-        pass
+    happened, plain = [], decode_module.decode
+    monkeypatch.setattr(rollout_module, "decode", lambda *args, **how: happened.append("decode") or plain(*args, **how))
 
-    decoded, asked, plain = [], [], decode_module.decode
+    def interrupt():
+        happened.append("interrupt")
+        if happened.count("interrupt") == 3:
+            raise KeyboardInterrupt
 
-    def decode(*arguments, **settings):
-        decoded.append(len(asked))
-        return plain(*arguments, **settings)
-
-    def third_time():
-        asked.append(len(decoded))
-        if len(asked) == 3:
-            raise Enough
-
-    monkeypatch.setattr(rollout_module, "decode", decode)
-    with pytest.raises(Enough):
-        sample(interrupt=third_time)
-    assert asked[:2] == [0, 0], "before the prompts are read, and before the first burst"
-    assert set(decoded) == {2}, "the second burst was not begun"
-    asked.clear()
-    decoded.clear()
+    with pytest.raises(KeyboardInterrupt):
+        sample(interrupt=interrupt)
+    before, first, *burst, last = happened
+    assert before == first == last == "interrupt", "before the prompts are read, and before each burst"
+    assert set(burst) == {"decode"}
+    asked = []
     assert_same(sample(interrupt=lambda: asked.append(1)), sampled())
-    assert len(set(decoded)) >= 69 // ladder_module.BURST, "asked anew before each burst"
+    assert len(asked) > 69 // ladder_module.BURST
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it():
@@ -235,17 +203,6 @@ def test_a_row_does_not_depend_on_the_batch_around_it():
     mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]])
     assert_same(sample(alone, prompt_indices=jnp.array([2])), pick(sampled(), slice(2, 3)))
     assert_same(pick(sample(mixed, prompt_indices=jnp.array([17, 2, 0])), slice(1, 2)), pick(sampled(), slice(2, 3)))
-
-
-def test_a_longer_limit_continues_the_same_rows():
-    short = sample(max_completion_length=20)
-    np.testing.assert_array_equal(short.tokens, sampled().tokens[:, :, :20])
-    np.testing.assert_array_equal(short.mask, sampled().mask[:, :, :20])
-    np.testing.assert_array_equal(short.ended, np.asarray(sampled().mask.sum(-1) < 20) | eos_at(sampled(), 19))
-
-
-def eos_at(completions, t):
-    return np.isin(np.asarray(completions.tokens[:, :, t]), EOS) & np.asarray(completions.mask[:, :, t])
 
 
 @pytest.mark.quick
@@ -262,15 +219,6 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
         logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
         np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
-
-
-@pytest.mark.quick
-def test_an_eos_as_the_first_token_belongs_to_the_completion():
-    first = np.asarray(sampled().tokens[..., 0])
-    ended = np.isin(first, EOS)
-    assert ended.any(), "no row of this test draws EOS first"
-    assert np.asarray(sampled().mask[..., 0]).all()
-    np.testing.assert_array_equal(np.asarray(sampled().mask.sum(-1))[ended], 1)
 
 
 def test_after_warm_up_nothing_is_compiled():

@@ -8,6 +8,8 @@ import pytest
 from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.rollout.ladder import BURST, FEWEST, MOST_RUNGS, Ladder
 
+pytestmark = pytest.mark.quick
+
 SMALL = DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
@@ -15,7 +17,6 @@ def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
     return Ladder.of(groups, width, length, step, fixed=fixed, **how)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("step", "shards"),
     [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
@@ -43,7 +44,6 @@ def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
     assert reached == set(range(1, len(ladder.shapes)))
 
 
-@pytest.mark.quick
 def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
     """A completion by itself has a prompt of its own to read."""
     assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
@@ -52,7 +52,6 @@ def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
     assert all(b * g >= FEWEST for b, g in shapes), "fewer take as long"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])
 def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_save(weights, count):
     """Weights are read whatever the completions: 20 and 1.5 each is a model of 5M parameters on a CPU."""
@@ -60,7 +59,6 @@ def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_sav
     assert len(ladder_of(step=step).shapes) == count
 
 
-@pytest.mark.quick
 def test_there_are_no_more_smaller_layouts_than_moves_between_bursts():
     """Each is a program to compile, and a rollout moves once between two bursts."""
     for length in range(1, 200):
@@ -71,7 +69,6 @@ def test_there_are_no_more_smaller_layouts_than_moves_between_bursts():
         assert len(ladder_of(length=length, turns=True).shapes) == 1 + MOST_RUNGS
 
 
-@pytest.mark.quick
 def test_a_mesh_counts_the_completions_of_one_device():
     """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
     step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)
@@ -79,7 +76,6 @@ def test_a_mesh_counts_the_completions_of_one_device():
     assert len(ladder_of(step=step, shards=4).shapes) == 1
 
 
-@pytest.mark.quick
 def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
     """Half of the completions with twice the slots read as much, where slots are all that is read."""
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
@@ -94,7 +90,6 @@ def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger
     assert [dear.slots_below(1, slots) for slots in dear.slots[1:]] == [255, 255]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 70, 192, 1000, 8192])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_slots_and_bursts_hold_every_completion(length, fixed):

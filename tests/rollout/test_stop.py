@@ -5,17 +5,17 @@ import functools
 import jax
 import numpy as np
 import pytest
+from test_generate import Bare, assert_same
 from test_stops import searched
 from test_turns import promise
 from tiny import scored, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.devices.sharding import lower_call, make_mesh, place
+from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import ladder
-from grpo_jax.rollout.draw import decode_settings
-from grpo_jax.rollout.programs import decode_call
+from grpo_jax.rollout.draw import DecodeSettings, decode_settings
 from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.text.pieces import token_bytes
 
@@ -88,40 +88,22 @@ def cut(completions, ends):
     )
 
 
-def assert_same(one, other):
-    for name in ("tokens", "mask", "ended"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
-    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-
-
-class Bare:
-    """A model that has `apply` and nothing else."""
-
-    def apply(self, variables, tokens):
-        return model_and_params()[0].apply(variables, tokens)
-
-
 @functools.cache
 def expected():
     ends = ends_of(unstopped(), STOP)
     assert sum(end is not None for end in ends) > 8, "too few rows of this test come to a text"
     assert any(end is None for end in ends)
-    return cut(unstopped(), ends)
+    found, pieces = cut(unstopped(), ends), [*token_bytes(tokenizer()), b"", b"", b""]
+    rows = zip(found.tokens.reshape(-1, T), found.mask.reshape(-1, T), strict=True)
+    last = [[pieces[i] for i in row[own][-2:]] for row, own in rows]
+    assert sum(not any(text.encode() in pair[-1] for text in STOP) for pair in last) > 8, "no text over several tokens"
+    assert any(b"\xa9" in (piece[:1] for piece in pair) for pair in last), "no character over two tokens"
+    return found
 
 
 @pytest.mark.quick
 def test_a_completion_ends_with_the_token_that_completes_a_text():
     assert_same(sample(stop=STOP), expected())
-
-
-def test_some_of_these_texts_lie_over_the_borders_of_tokens_and_of_characters():
-    pieces, over, halves = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
-    for row, own in zip(expected().tokens.reshape(-1, T), expected().mask.reshape(-1, T), strict=True):
-        last = [pieces[i] for i in row[own]]
-        over += not any(text.encode() in last[-1] for text in STOP)
-        halves += b"\xa9" in (piece[:1] for piece in last[-2:])
-    assert over > 8
-    assert halves > 0
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 8}, {"burst": 3}, {"devices": 2}], ids=str)
@@ -138,33 +120,16 @@ def test_inside_a_jit_and_without_a_cache_it_is_the_same():
     prompts, key = make_prompts(PROMPTS), jax.random.key(7)
     inside = jax.jit(lambda params: generate(model, params, prompts, key, **arguments(stop=STOP)))
     assert_same(inside(params), expected())
-    assert_same(generate(Bare(), params, prompts, key, **arguments(stop=STOP)), expected())
+    assert_same(generate(Bare(model), params, prompts, key, **arguments(stop=STOP)), expected())
 
 
 @pytest.mark.quick
-def test_without_texts_no_program_has_anything_of_them():
-    """Neither a state nor a table: of one with texts, both are there."""
-    model, params = model_and_params()
-    prompts = make_prompts(PROMPTS)
-
-    def programs(**settings):
-        made = decode_settings(Sampling(), (EOS,), PAD, tokenizer=tokenizer(), **settings)
-        call = decode_call(
-            model, params, 4, prompts.tokens.shape[1], num_generations=8, max_completion_length=T, settings=made
-        )
-        stream, text = call.args[3], lower_call(call).as_text()
-        return stream.stop_state, len(jax.tree.leaves(stream)), text.count('"stablehlo.gather"(')
-
-    none, leaves, gathers = programs()
-    state, more, looked_up = programs(stop=STOP)
-    assert none is None
-    assert (state.shape[-1], state.dtype) == (8, np.int32)
-    assert more == leaves + 1
-    assert looked_up == gathers + 2
-    assert programs(stop_token_ids=[5]) == (none, leaves, gathers)
+def test_without_texts_the_programs_are_those_of_more_eos_ids():
+    made = decode_settings(Sampling(), (EOS,), PAD, stop_token_ids=[5], tokenizer=tokenizer())
+    assert made == DecodeSettings((EOS, 5), PAD)
+    assert made.stops is None
 
 
-@pytest.mark.quick
 def test_stop_ids_are_as_good_as_an_eos():
     assert_same(sample(eos_token_ids=(EOS, 5, 12)), sample(stop_token_ids=[5, 12]))
     assert_same(sample(stop_token_ids=5), sample(stop_token_ids=[5]))
@@ -174,12 +139,10 @@ def test_stop_ids_are_as_good_as_an_eos():
 def test_a_completion_of_one_turn_is_as_long_as_a_turn_may_be():
     short = sample(max_turn_length=6)
     assert short.tokens.shape == (4, 8, T)
-    assert_same(short, cut(unstopped(), [6] * 32).replace(ended=np.asarray(unstopped().mask.sum(-1) < 6) | ended_at(5)))
+    ends_there = (np.asarray(unstopped().tokens[..., 5]) == EOS) & np.asarray(unstopped().mask[..., 5])
+    ended = np.asarray(unstopped().mask.sum(-1) < 6) | ends_there
+    assert_same(short, cut(unstopped(), [6] * 32).replace(ended=ended))
     assert_same(sample(max_turn_length=T + 5), unstopped())
-
-
-def ended_at(t):
-    return (np.asarray(unstopped().tokens[..., t]) == EOS) & np.asarray(unstopped().mask[..., t])
 
 
 @pytest.mark.quick
@@ -191,6 +154,7 @@ def ended_at(t):
         ({"stop": "a<eos>"}, r"stop has 'a<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
         ({"stop": ["a", "x"]}, "stop = .*no tokens of this vocabulary spell 'x': name tokens by their ids"),
         ({"stop": ["a"], "tokenizer": None}, "stop = .*give tokenizer too"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids = \[True\]: id 0 must be a whole number"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids = \[-1\]: id 0 must be at least 0"),
         ({"stop_token_ids": "7"}, "stop_token_ids = '7': must be a list of token ids"),
         ({"max_turn_length": 0}, "max_turn_length must be an integer ≥ 1; got 0"),
@@ -254,15 +218,6 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
     completions, _ = played()
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
     np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
-
-
-@pytest.mark.parametrize("settings", [{"batch_size": 16}, {"devices": 2}], ids=str)
-def test_neither_the_batch_nor_the_devices_change_them(settings):
-    devices = settings.pop("devices", None)
-    params = None if devices is None else place(model_and_params()[1], make_mesh({"data": devices}))
-    again, heard = play(params=params, stop=STOP, **settings)
-    assert heard == played()[1]
-    assert_same(again, played()[0])
 
 
 @pytest.mark.parametrize("longest", [1, 5])

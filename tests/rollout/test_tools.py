@@ -13,6 +13,8 @@ import pytest
 
 from grpo_jax.rollout.tools import as_text, bind_arguments, call_within, environment_tools, read_tools
 
+pytestmark = pytest.mark.quick
+
 
 def multiply(a: int, b: float = 2.0, how: Literal["fast", "slow"] = "fast") -> float:
     """Multiply two numbers.
@@ -102,61 +104,27 @@ class World(Base):
         return cls.__name__
 
 
-@pytest.mark.quick
-def test_a_function_becomes_a_schema_of_its_signature_and_docstring():
-    tools = read_tools([multiply, fetch, now])
-    assert list(tools) == ["multiply", "fetch", "now"]
-    assert tools["multiply"].function is multiply
-    described = tools["multiply"].schema["function"]
-    assert tools["multiply"].schema["type"] == "function"
-    assert (described["name"], described["description"]) == ("multiply", "Multiply two numbers.")
-    assert described["parameters"] == {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer", "description": "the first factor"},
-            "b": {"type": "number", "description": "the second factor"},
-            "how": {"type": "string", "enum": ["fast", "slow"], "description": "what matters"},
-        },
-        "required": ["a"],
-    }
-    assert tools["now"].schema["function"]["parameters"]["properties"] == {}
-    assert json.dumps([tool.schema for tool in tools.values()])
-
-
-@pytest.mark.quick
 def test_the_schema_is_what_transformers_makes_of_the_function_itself():
     from transformers.utils import get_json_schema
 
-    for function in (multiply, fetch, now, Base().shared, World().wait):
-        assert read_tools([function])[function.__name__].schema == get_json_schema(function)
+    functions = [multiply, fetch, now, Base().shared, World().wait]
+    tools = read_tools(functions)
+    assert [(name, tool.function) for name, tool in tools.items()] == [(f.__name__, f) for f in functions]
+    assert [tool.schema for tool in tools.values()] == [get_json_schema(f) for f in functions]
+    assert json.dumps([tool.schema for tool in tools.values()])
 
 
-@pytest.mark.quick
 def test_every_problem_is_named_in_one_error():
-    def silent(a: int):
-        return a
+    def silent(a: int): ...
 
-    def careless(a, b: int, *rest: int, **more: int):
-        """Do something.
+    def careless(a, b: int, *rest: int, **more: int): ...
 
-        Args:
-            a: described
-        """
+    def positional(a: int, /): ...
 
-    def positional(a: int, /):
-        """Do something.
+    def strange(a: Decimal): ...
 
-        Args:
-            a: described
-        """
-
-    def strange(a: Decimal):
-        """Do something.
-
-        Args:
-            a: described
-        """
-
+    for function in (careless, positional, strange):
+        function.__doc__ = "Do something.\n\nArgs:\n    a: described"
     with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
         read_tools(multiply)
     with pytest.raises(ValueError, match="tools has 11 errors") as caught:
@@ -179,7 +147,6 @@ def test_every_problem_is_named_in_one_error():
         assert re.search(part, said), part
 
 
-@pytest.mark.quick
 def test_an_environment_has_its_public_methods_as_tools():
     world = World()
     tools = environment_tools(world)
@@ -202,7 +169,6 @@ def test_an_environment_has_its_public_methods_as_tools():
 TOOL = read_tools([multiply])["multiply"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "bound"),
     [
@@ -257,7 +223,6 @@ def of_types(
     """
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
@@ -312,7 +277,6 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -341,7 +305,6 @@ def test_whatever_a_tool_returns_becomes_text(value, text):
     assert as_text(value) == text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seconds", [None, 10.0])
 def test_a_function_of_any_kind_returns_or_raises(seconds):
     async def later(x, *, y):
@@ -361,7 +324,6 @@ def test_a_function_of_any_kind_returns_or_raises(seconds):
             call_within(seconds, function)
 
 
-@pytest.mark.quick
 def test_one_that_hangs_is_left_behind():
     free, begun = threading.Event(), time.monotonic()
 

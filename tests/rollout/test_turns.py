@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generate import assert_same
 from tiny import random_params, scored
 
 from grpo_jax.devices.sharding import make_mesh, place
@@ -153,6 +154,25 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
+def test_turns_in_step_move_no_keys(monkeypatch):
+    """Where every token ends a turn nothing is aligned; where only some do, something is."""
+
+    class InStep(Script):
+        def answer(self, completion, turn, room):
+            heard = self.heard.setdefault(completion, [])
+            heard.append(turn)
+            return None if len(heard) == 5 else [10, 11 + completion % 7]
+
+    moved, original = [], rollout.move
+    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
+    completions, _ = play(InStep(), eos_token_ids=range(SHAPE.vocab_size))
+    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
+    assert not moved
+    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
+    play(InStep(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
+    assert moved, "turns of different lengths are aligned"
+
+
 def test_those_that_wait_keep_their_slots():
     """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
     keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
@@ -169,25 +189,21 @@ def test_those_that_wait_keep_their_slots():
         np.testing.assert_array_equal(own, active)
 
 
-@pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.parametrize("batch_size", [None, 4, 9])
+@pytest.mark.parametrize(("chunk", "batch_size"), [(4, None), (256, 4), (4, 9)])
 def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch, chunk, batch_size):
     monkeypatch.setattr(turns, "CHUNK", chunk)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=batch_size)
     expected, _ = played()
-    for name in ("tokens", "mask", "present", "ended"):
-        np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
+    assert_same(completions, expected)
+    np.testing.assert_array_equal(completions.present, expected.present)
 
 
 def test_one_turn_is_generate():
     completions, _ = play(Script(most=1))
     how = {"num_generations": 4, "max_completion_length": T, "eos_token_ids": EOS, "pad_token_id": PAD}
     expected = generate(MODEL, PARAMS, PROMPTS, jax.random.key(7), **how)
-    for name in ("tokens", "mask", "ended"):
-        np.testing.assert_array_equal(getattr(completions, name), getattr(expected, name), err_msg=name)
+    assert_same(completions, expected)
     np.testing.assert_array_equal(completions.present, expected.mask)
-    np.testing.assert_allclose(completions.log_probs, expected.log_probs, atol=1e-5)
 
 
 def test_on_a_mesh_of_several_devices():
@@ -239,37 +255,22 @@ def test_an_answer_of_no_tokens_goes_on_and_one_that_just_fits_leaves_a_token():
 
 
 @pytest.mark.quick
-def test_an_observation_is_read_in_one_program_and_not_token_by_token():
-    calls = []
-    original = rollout.read_chunk
-
-    class Counted:
-        def __call__(self, *args, **kwargs):
-            calls.append(args[5].shape)
-            return original(*args, **kwargs)
-
-    rollout.read_chunk = Counted()
-    try:
-        play(lambda i, turn, room: promise([9] * 11 if room > 30 else None))
-    finally:
-        rollout.read_chunk = original
-    assert calls, "something was observed"
-    assert all(shape[-1] == 16 for shape in calls), "the token that ended the turn and eleven more, in one go"
+def test_an_observation_is_read_in_one_program_and_not_token_by_token(monkeypatch):
+    shapes, original = [], rollout.read_chunk
+    monkeypatch.setattr(
+        rollout, "read_chunk", lambda *args, **how: shapes.append(args[5].shape) or original(*args, **how)
+    )
+    play(lambda i, turn, room: promise([9] * 11 if room > 30 else None))
+    assert {shape[-1] for shape in shapes} == {16}, "the token that ended the turn and eleven more, in one go"
 
 
 @pytest.mark.quick
-def test_what_makes_no_sense_is_refused():
+def test_a_model_without_a_cache_is_refused():
     class Foreign:
         def apply(self, variables, tokens):
             raise AssertionError
 
     with pytest.raises(ValueError, match="Foreign: several turns need a model of this package"):
         generate_turns(Foreign(), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
-    for settings, message in (
-        ({"temperature": -1.0}, "temperature"),
-        ({"group": 0}, "num_generations must be an integer ≥ 1; got 0"),
-        ({"length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
-        ({"batch_size": 3}, "batch_size must hold a group of 4 completions; got 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            play(**settings)
+    with pytest.raises(ValueError, match="batch_size must hold a group of 4 completions; got 3"):
+        play(batch_size=3)

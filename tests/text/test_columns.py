@@ -5,10 +5,11 @@ import pytest
 from grpo_jax.text.columns import check_templates
 from grpo_jax.text.rows import load_rows
 
+pytestmark = pytest.mark.quick
+
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
 
-@pytest.mark.quick
 def test_a_template_of_messages():
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{question}"}]
     (row, _) = load_rows(ROWS, prompt=prompt)
@@ -17,7 +18,6 @@ def test_a_template_of_messages():
     assert ROWS[0] == {"question": "1+1", "solution": "2"}, "the rows that were given stay as they are"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
@@ -33,7 +33,6 @@ def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
         load_rows(ROWS, argument="data", **shape)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "template", [7, [], [{"role": "user"}], [{"role": "user", "content": 7}], "{question", "a } b"]
 )

@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.text.completions import reward_inputs
 
+pytestmark = pytest.mark.quick
+
 WORDS = ["Once", "upon", "a", "time", "there", "was", "café", "."]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<bot>"]
@@ -93,7 +95,6 @@ def completed(tokenizer, prompt, prompt_ids, ids):
     return reward_inputs(tokenizer, [row], tokens, np.ones(tokens.shape, bool), prompt_ids=[prompt_ids]).completions[0]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
     """Wherever the tokens of a text are cut in two; half a character belongs to the completion that ends it."""
@@ -111,7 +112,6 @@ def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
         assert completed(tokenizer, text, ids, unfinished) == "\ufffd", "as ever, where the completion ends in one"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("prefill", ["Once upon a", "Once upon a "], ids=["", "with a space that is trimmed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefill_goes_on_as_it_began(family, prefill):

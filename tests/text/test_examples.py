@@ -7,6 +7,8 @@ from tiny import tiny_tokenizer
 
 from grpo_jax.text.examples import Encoding, encode_examples, fill_blocks, load_examples
 
+pytestmark = pytest.mark.quick
+
 EOS = tiny_tokenizer().eos_token_id
 CHAT = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}<eos>{{ '\n' }}{% endfor %}"
@@ -44,7 +46,6 @@ def learned(rows, tokenizer=None, max_length=None, **encoding):
     ]
 
 
-@pytest.mark.quick
 def test_what_is_learned_of_text():
     rows = [{"prompt": "ab", "completion": "cd"}]
     assert learned(rows) == [("abcd<eos>", "cd<eos>")]
@@ -53,7 +54,6 @@ def test_what_is_learned_of_text():
     assert learned([{"text": "abc<eos>"}]) == [("abc<eos>", "abc<eos>")]
 
 
-@pytest.mark.quick
 def test_tokens_and_labels_are_taken_as_they_are():
     assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
         [71, EOS]
@@ -64,7 +64,6 @@ def test_tokens_and_labels_are_taken_as_they_are():
         load_examples([{"input_ids": [1, 2], "labels": [1]}])
 
 
-@pytest.mark.quick
 def test_what_is_learned_of_messages():
     whole = "<u>hi<eos>\n<a>yes<eos>\n<u>so<eos>\n<a>ok<eos>\n"
     plain, tagged = chatting(CHAT), chatting(TAGGED)
@@ -77,7 +76,6 @@ def test_what_is_learned_of_messages():
     assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
 
 
-@pytest.mark.quick
 def test_a_template_that_forgets_is_refused_where_the_assistant_cannot_be_found():
     with pytest.raises(ValueError, match=r"up to message 1 is no beginning of the whole.*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
@@ -85,7 +83,6 @@ def test_a_template_that_forgets_is_refused_where_the_assistant_cannot_be_found(
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
 
 
-@pytest.mark.quick
 def test_settings_that_rows_do_not_allow_are_refused():
     with pytest.raises(ValueError, match="assistant_only_loss = True: dataset row 0 has no messages, only text"):
         learned([{"text": "a"}], assistant_only_loss=True)
@@ -95,7 +92,6 @@ def test_settings_that_rows_do_not_allow_are_refused():
         learned([{"messages": TALK}])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -112,7 +108,6 @@ def test_bad_rows(row, said):
         load_examples([row])
 
 
-@pytest.mark.quick
 def test_long_examples_are_cut_and_those_with_nothing_left_go():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
     with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length = 4 .*, and 1 have nothing"):
@@ -121,7 +116,6 @@ def test_long_examples_are_cut_and_those_with_nothing_left_go():
         learned(rows[:1], max_length=4)
 
 
-@pytest.mark.quick
 def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
     lengths = [3, 9, 1, 7, 5, 5, 2, 8]
     blocks = fill_blocks(lengths, 10)
@@ -130,7 +124,6 @@ def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
     assert len(blocks) == 4  # 40 tokens
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("rows", "shared"),
     [
@@ -148,7 +141,6 @@ def test_a_beginning_is_shared_up_to_what_is_learned(rows, shared):
     assert encode_examples(rows, tiny_tokenizer(), Encoding()).shared == shared
 
 
-@pytest.mark.quick
 def test_a_batch_is_the_first_token_and_the_rest():
     found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), Encoding())
     batch = found.batch([1, 0], rows=3, length=4)

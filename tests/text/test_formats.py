@@ -10,6 +10,8 @@ from chat_families import FAMILIES, PLAIN, family
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.formats import FORMATS, MOST_CALLS, format_of
 
+pytestmark = pytest.mark.quick
+
 # Strings that a careless reader stumbles over.
 NASTY = [
     "", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}', "12",
@@ -48,7 +50,6 @@ def message_of(*calls, content=""):
 # --- What a template writes is read back.
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
 def test_what_a_template_writes_is_read_back(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
@@ -77,7 +78,6 @@ EDIT = {"name": "edit", "parameters": {"type": "object", "properties": PROPERTIE
 SCHEMAS = {"edit": {"type": "function", "function": EDIT}}
 
 
-@pytest.mark.quick
 def test_tags_are_read_back_with_the_schema():
     rng, (tokenizer, _) = random.Random(0), family("qwen_xml")
     for _ in range(100):
@@ -98,7 +98,6 @@ def test_tags_are_read_back_with_the_schema():
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
 
 
-@pytest.mark.quick
 def test_tags_without_a_schema_are_json_where_they_can_be():
     text = (
         "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
@@ -117,7 +116,6 @@ def hermes(name="f", arguments="{}"):
 F = (ToolCall("f", {}),)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "text", "parsed"),
     [
@@ -182,7 +180,6 @@ def test_what_a_turn_says(name, text, parsed):
     assert FORMATS[name].parse(text) == parsed
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
@@ -243,7 +240,6 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
     assert "<|eot_id|>" not in parsed.content
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "llama3"])
 def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_follows(name):
     tokenizer, _ = family(name)
@@ -259,7 +255,6 @@ def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_f
     assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (ToolCall("edit", {"line": 3}),)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
 def test_the_bare_json_of_a_call_is_told_if_it_names_a_tool(name):
     text = '{"name": "edit", "arguments": {"line": 3}}'
@@ -289,7 +284,6 @@ def damaged(text, rng):
     return text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_text_raises_and_everything_read_can_be_written(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
@@ -311,7 +305,6 @@ def test_no_text_raises_and_everything_read_can_be_written(name):
     assert problems > 200
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(name):
     tokenizer, _ = family(name)
@@ -334,7 +327,6 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_text_takes_time_that_grows_with_its_square(name):
     for part in LONG:
@@ -348,7 +340,6 @@ def test_no_text_takes_time_that_grows_with_its_square(name):
 # --- Which format a template has.
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_recognised_by_its_template(name):
     found = format_of(FAMILIES[name][0])
@@ -357,7 +348,6 @@ def test_each_family_is_recognised_by_its_template(name):
     assert format_of({"default": PLAIN, "tool_use": FAMILIES[name][0]}) is found
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "template",
     [
@@ -376,7 +366,6 @@ def test_other_templates_have_none(template):
     assert format_of(template) is None
 
 
-@pytest.mark.quick
 def test_json_escaped_in_a_template_is_recognised():
     assert (
         format_of(r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}') is FORMATS["hermes"]

@@ -15,6 +15,8 @@ from grpo_jax.text import prompts as lib
 from grpo_jax.text import rows as rows_module
 from grpo_jax.text import sources
 
+pytestmark = pytest.mark.quick
+
 TEMPLATE = (
     "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -47,7 +49,6 @@ def assistant(text):
 # --- make_prompts
 
 
-@pytest.mark.quick
 def test_make_prompts_pads_on_the_right():
     prompts = lib.make_prompts([[5, 6, 7], (8,), np.array([9, 10])])
     chex.assert_trees_all_equal(prompts.tokens, jnp.array([[5, 6, 7], [8, 0, 0], [9, 10, 0]], jnp.int32))
@@ -55,7 +56,6 @@ def test_make_prompts_pads_on_the_right():
     assert prompts.tokens.dtype == prompts.lengths.dtype == jnp.int32
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("keywords", "length"),
     [({}, 3), ({"pad_to_multiple_of": 8}, 8), ({"length": 5}, 5), ({"length": 5, "pad_to_multiple_of": 4}, 8)],
@@ -67,7 +67,6 @@ def test_make_prompts_lengths_for_few_compiled_shapes(keywords, length):
     assert prompts.lengths.tolist() == [3, 1]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("token_ids", "keywords", "message"),
     [
@@ -114,7 +113,6 @@ class RandomAccess:
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(5)]
 
 
-@pytest.mark.quick
 def test_load_rows_reads_every_kind_of_dataset_the_same(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
@@ -123,7 +121,6 @@ def test_load_rows_reads_every_kind_of_dataset_the_same(tmp_path):
         assert rows_module.load_rows(kind) == ROWS
 
 
-@pytest.mark.quick
 def test_load_rows_reads_datasets_of_hugging_face_the_same():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     stored = datasets.Dataset.from_list(ROWS)
@@ -132,7 +129,6 @@ def test_load_rows_reads_datasets_of_hugging_face_the_same():
         rows_module.load_rows(datasets.DatasetDict({"train": stored}))
 
 
-@pytest.mark.quick
 def test_load_rows_reads_sources_of_grain_the_same():
     grain = pytest.importorskip("grain", reason="grain is not installed")
     source = grain.MapDataset.source(ROWS)
@@ -142,7 +138,6 @@ def test_load_rows_reads_sources_of_grain_the_same():
         rows_module.load_rows(source.repeat())
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
@@ -172,7 +167,6 @@ def test_load_rows_refuses(dataset, message):
         rows_module.load_rows(dataset)
 
 
-@pytest.mark.quick
 def test_of_a_stream_as_many_rows_are_read_as_are_asked_for(monkeypatch):
     taken = []
 
@@ -190,7 +184,6 @@ def test_of_a_stream_as_many_rows_are_read_as_are_asked_for(monkeypatch):
     assert len(rows_module.load_rows({"prompt": "p"} for _ in range(100))) == 100
 
 
-@pytest.mark.quick
 def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": \n', encoding="utf-8")
@@ -208,7 +201,6 @@ def test_load_rows_names_the_bad_line_of_a_file(tmp_path):
 # --- encode_prompts
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("bos", [False, True])
 def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
     tokenizer = make_tokenizer(bos=bos)
@@ -224,7 +216,6 @@ KNOWN_ROLES = (
 )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("role", ["human", "User", "tool"])
 def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role(role):
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
@@ -240,7 +231,6 @@ def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role
         assert len(lib.encode_prompts([fine, asked], shown).rows) == 2
 
 
-@pytest.mark.quick
 def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
     """White space and earlier thoughts; messages without content; a template that looks into the contents."""
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
@@ -259,7 +249,6 @@ def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
     assert len(lib.encode_prompts([{"prompt": [user("hi")]}], strict).rows) == 1
 
 
-@pytest.mark.quick
 def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     tokenizer = make_tokenizer()
     rows = [
@@ -278,7 +267,6 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     assert encoded.token_ids[0][0] == tokenizer.bos_token_id
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("bos", [False, True])
 def test_conversations_are_tokenized_together_to_the_same_ids_in_their_order(monkeypatch, bos):
     """Of each kind (open, prefilled, with tools) in one call, where one by one each is a call of its own."""
@@ -310,7 +298,6 @@ def test_chat_template_kwargs_reach_the_template():
     assert bare.decode(lib.encode_prompts(rows, bare, chat_template_kwargs=other).token_ids[0]) == "hi?"
 
 
-@pytest.mark.quick
 def test_long_prompts_are_dropped_and_named_never_cut():
     rows = [{"prompt": "a" * length, "n": length} for length in (3, 9, 4, 12)]
     encoded = lib.encode_prompts(rows, make_tokenizer(), max_prompt_length=4, on_long_prompt="drop")
@@ -319,7 +306,6 @@ def test_long_prompts_are_dropped_and_named_never_cut():
     assert encoded.dropped == [1, 3]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("prompt_texts", "keywords", "message"),
     [
@@ -339,7 +325,6 @@ def test_encode_prompts_refuses(prompt_texts, keywords, message):
         lib.encode_prompts([{"prompt": text} for text in prompt_texts], make_tokenizer(), **keywords)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("prompt", "settings", "keywords", "message"),
     [
@@ -358,7 +343,6 @@ def test_what_a_tokenizer_or_a_template_cannot_encode_is_named(prompt, settings,
 # --- prompt_indices
 
 
-@pytest.mark.quick
 def test_every_epoch_is_a_permutation_and_epochs_differ():
     entries = lib.prompt_indices(0, 300, num_rows=100, seed=3)
     orders = [[row for epoch, row in entries if epoch == wanted] for wanted in range(3)]
@@ -370,7 +354,6 @@ def test_every_epoch_is_a_permutation_and_epochs_differ():
     assert entries != lib.prompt_indices(0, 300, num_rows=100, seed=4)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
     whole = lib.prompt_indices(0, 60, num_rows=7, seed=0, shuffle=shuffle)
@@ -380,7 +363,6 @@ def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
     assert lib.prompt_indices(5, 0, num_rows=7, seed=0) == []
 
 
-@pytest.mark.quick
 def test_orders_are_uniform():
     # 6000 permutations of 3: each of the 6 orders is expected 1000 times, standard deviation 29; 150 is five of them.
     counts = {}
@@ -391,14 +373,12 @@ def test_orders_are_uniform():
     assert all(abs(count - 1000) < 150 for count in counts.values())
 
 
-@pytest.mark.quick
 def test_the_order_of_a_seed_does_not_change_between_releases():
     # A run that is resumed after an upgrade must find this order: changing it breaks every checkpoint.
     second_epoch = [(1, 7), (1, 6), (1, 1), (1, 5), (1, 4), (1, 2), (1, 0), (1, 3)]
     assert lib.prompt_indices(8, 8, num_rows=8, seed=5) == second_epoch
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -432,7 +412,6 @@ def padded_batch(tokenizer, texts):
 TEXTS = [["one", "two!"], ["three", "4"], ["", "sechs"]]
 
 
-@pytest.mark.quick
 def test_completions_come_back_in_prompt_major_order_without_padding():
     tokenizer = make_tokenizer()
     tokens, mask = padded_batch(tokenizer, TEXTS)
@@ -444,7 +423,6 @@ def test_completions_come_back_in_prompt_major_order_without_padding():
     assert ids[4] == [tokenizer.eos_token_id]
 
 
-@pytest.mark.quick
 def test_reward_inputs_of_text_prompts():
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"p{n}", "answer": n, "tags": [n, n]} for n in range(3)]
@@ -455,7 +433,6 @@ def test_reward_inputs_of_text_prompts():
     assert inputs.completion_ids[3] == [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest.mark.quick
 def test_reward_inputs_of_conversations_join_to_the_conversation():
     tokenizer = make_tokenizer()
     parts = [{"type": "text", "text": "So"}]

@@ -15,6 +15,8 @@ from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.formats import FORMATS
 from grpo_jax.text.templates import turn_of
 
+pytestmark = pytest.mark.quick
+
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
 
 
@@ -59,7 +61,6 @@ FUNCTIONARY = LLAMA.replace(
 )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tool", [add, everything, nothing])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
@@ -72,7 +73,6 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
         assert "no call" in lib.call_fault(tokenizer, FORMATS[other], schemas(add), **given), other
 
 
-@pytest.mark.quick
 def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template writes a call") as caught:
@@ -85,7 +85,6 @@ def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
         assert part in str(caught.value)
 
 
-@pytest.mark.quick
 def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():
     written = "{{ call.function.arguments | tojson }}"
     assert written in HERMES
@@ -102,7 +101,6 @@ def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back
     assert "'text': 'xw5'" in fault
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
 def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_token_does(name):
     """As in a course's recipe, which adds <tool_call> and its like as special tokens."""
@@ -124,7 +122,6 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
 
 
-@pytest.mark.quick
 def test_a_turn_begins_where_the_generation_prompt_ends():
     call = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
     tokenizer, _ = family("qwen_xml")

@@ -4,13 +4,14 @@ import pytest
 
 from grpo_jax.text.rows import load_rows
 
+pytestmark = pytest.mark.quick
+
 ROWS = [
     {"prompt": [{"role": "user", "content": "1+1"}], "tests": ["a", "b"], "score": 0.5, "images": []},
     {"prompt": [{"role": "user", "content": "2+2"}], "tests": [], "score": 1.5, "images": None},
 ]
 
 
-@pytest.mark.quick
 def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -20,7 +21,6 @@ def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
     assert load_rows(frame) == load_rows(frame.to_dict("records")) == ROWS
 
 
-@pytest.mark.quick
 def test_what_a_pandas_frame_does_not_have_is_none():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     rows = [{"prompt": "1+1", "n": 2, "answer": "2", "x": 0.5}, {"prompt": "2+2", "n": None, "answer": None, "x": None}]
@@ -28,7 +28,6 @@ def test_what_a_pandas_frame_does_not_have_is_none():
         assert load_rows(frame) == rows, "and not NaN or NA, which no reward function takes for 'no score'"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("column", ["prompt", "tests"])
 def test_half_of_a_character_is_refused_with_its_row_and_column(column):
     half = "\ud83d"

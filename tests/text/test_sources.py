@@ -7,6 +7,8 @@ import pytest
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
 
+pytestmark = pytest.mark.quick
+
 ROWS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 WANTED = [
     {"question": "1+1", "answer": "2", "prompt": "Q: 1+1 {A}:"},
@@ -23,7 +25,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("source", ["rows.jsonl", "rows.csv", "./rows.csv", ROWS, {"path": ROWS}])
 def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows(source, **SHAPE) == WANTED
@@ -31,7 +32,6 @@ def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows({**described, "rows": 1}, **SHAPE) == WANTED[:1]
 
 
-@pytest.mark.quick
 def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     asked = []
@@ -46,13 +46,11 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     assert len(asked) == 2, "a file of that name is read"
 
 
-@pytest.mark.quick
 def test_names_of_the_hub_are_not_like_files():
     names = ["a/b", "squad", "rows.json", "a/b.csv", "/a", "../a", "a/b/c", "~/a", "C:/a", ""]
     assert [name for name in names if is_hub_name(name)] == ["a/b", "squad"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -86,7 +84,6 @@ VERL = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "me/verl", "frame"])
 def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -109,7 +106,6 @@ def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
         load_rows(source, columns={"answer": "reward_model.truth"})
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
     (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))

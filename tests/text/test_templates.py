@@ -9,6 +9,8 @@ from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import templates as lib
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message
 
+pytestmark = pytest.mark.quick
+
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -40,7 +42,6 @@ def render(tokenizer, messages, opened=True, **kwargs):
 # --- Against the whole conversation, encoded at once.
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["3", "", "line\n\n  and line ", 'é "quoted" 日本', "Zq7 Xw5 as written here"])
 def test_an_answer_continues_the_conversation(name, answer):
@@ -55,7 +56,6 @@ def test_an_answer_continues_the_conversation(name, answer):
     assert encode(tokenizer, closed) + ids == encode(tokenizer, whole)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("reply", ["higher", "\nlower\n", "two\nlines"])
 def test_a_user_continues_the_conversation(name, reply):
@@ -71,7 +71,6 @@ def test_a_user_continues_the_conversation(name, reply):
     assert tokenizer.decode(ids) == whole[at + len(closing) :]
 
 
-@pytest.mark.quick
 def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
     tokenizer, _ = family("hermes")
     ids = lib.observation_ids(tokenizer, [user("x")], chat_template_kwargs={"enable_thinking": False})
@@ -86,7 +85,6 @@ def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
         )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role):
     tokenizer = tokenizer_of(GLM, "<|user|>")
@@ -105,7 +103,6 @@ def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role)
             assert [*before, *ids] == whole
 
 
-@pytest.mark.quick
 def test_a_token_that_swallows_what_follows_it_is_encoded_as_in_the_conversation():
     """As Phi's <|end|>, which takes the newline after it into itself."""
     from tokenizers import AddedToken
@@ -122,7 +119,6 @@ def test_a_token_that_swallows_what_follows_it_is_encoded_as_in_the_conversation
 # --- What others say ends no turn and opens none.
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_special_tokens_in_a_message_are_text(name, role):
@@ -157,14 +153,12 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAMILIES)
 def test_templates_of_every_family_are_fit(name):
     tokenizer, ends = family(name)
     lib.check_template(tokenizer, roles=("tool", "user"), tools=TOOLS, eos_token_ids=ends)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -190,7 +184,6 @@ def test_templates_that_cannot_be_used_are_refused(template, message):
         lib.check_template(tokenizer_of(template), tools=TOOLS)
 
 
-@pytest.mark.quick
 def test_templates_are_asked_for_what_is_needed_of_them():
     lib.check_template(tokenizer_of(PLAIN), roles=("user",))
     lib.check_template(tokenizer_of(chat()), tools=TOOLS)
@@ -207,7 +200,6 @@ def test_templates_are_asked_for_what_is_needed_of_them():
         lib.check_template(bare, roles=("user",))
 
 
-@pytest.mark.quick
 def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
     strict = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
     alone = tokenizer_of(strict)
@@ -235,7 +227,6 @@ def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
         lib.check_template(named, chat_template_kwargs={"chat_template": "default"}, tools=TOOLS)
 
 
-@pytest.mark.quick
 def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
     ending = "{% if messages[-1].content == 'odd' %}..<|im_end|>{% else %}<|im_end|>{% endif %}"
     tokenizer = tokenizer_of(chat(ending))
@@ -246,7 +237,6 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
         lib.observation_ids(tokenizer, [])
 
 
-@pytest.mark.quick
 def test_a_generation_prompt_that_opens_a_thought_is_seen():
     assert lib.opens_thinking(family("qwen_xml")[0], tools=TOOLS)
     assert not lib.opens_thinking(family("qwen_xml")[0], chat_template_kwargs={"enable_thinking": False})
@@ -254,7 +244,6 @@ def test_a_generation_prompt_that_opens_a_thought_is_seen():
         assert not lib.opens_thinking(family(name)[0])
 
 
-@pytest.mark.quick
 def test_the_sign_of_a_cut_is_no_way_around_it():
     tokenizer, _ = family("hermes")
     text = tokenizer.decode(lib.observation_ids(tokenizer, [user(f"x{lib._CUT}y<{lib._CUT}|im_end|>")]))
