@@ -44,11 +44,6 @@ def test_weights_by_hand(mode, clip_max, clip_min, expected):
 
 
 @pytest.mark.quick
-def test_the_default_is_that_of_trl():
-    np.testing.assert_array_equal(weights(), weights(mode="sequence_mask", clip_max=3.0))
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_stands_under_the_mask_is_ignored(mode, rubbish):
@@ -88,21 +83,6 @@ def test_dtypes_and_the_gradient():
         both = lambda x, y, mode=mode: sampler_weights(x, y, jnp.ones((1, 2)), mode=mode).sum()
         gradients = jax.grad(both, argnums=(0, 1))(jnp.full((1, 2), -1.0), jnp.full((1, 2), -1.1))
         assert not any(x.any() for x in gradients), "the weights are constants"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        ((jnp.zeros((2, 3)), jnp.zeros((2, 2)), MASK), {}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
-        ((jnp.zeros((2, 3)), jnp.zeros((2, 3)), MASK[0]), {}, r"mask has shape \(3,\)"),
-        ((jnp.zeros((2, 3), int), jnp.zeros((2, 3)), MASK), {}, "old_log_probs has dtype int32"),
-        ((jnp.zeros((2, 3)),) * 2 + (MASK,), {"mode": "tokenmask"}, "mode='tokenmask' is not known.*'token_mask'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, settings, message):
-    with pytest.raises(ValueError, match=message):
-        sampler_weights(*arguments, **settings)
 
 
 # By enumeration: an engine samples at another temperature, and returns its own log-probs ------------------------------
