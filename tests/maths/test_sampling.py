@@ -127,15 +127,6 @@ def test_half_precision_logits_are_computed_in_float32():
     np.testing.assert_allclose(log_probs, jnp.take_along_axis(expected, tokens[:, None], 1)[:, 0], atol=1e-6)
 
 
-def test_keys_by_row_make_rows_independent_of_each_other():
-    keys = jax.random.split(jax.random.key(0), 12).reshape(3, 4)
-    logits = jax.random.normal(jax.random.key(1), (3, 4, 20))
-    tokens, log_probs = sample_tokens(keys, logits)
-    alone, log_prob = sample_tokens(keys[2, 1], logits[2, 1])
-    assert int(tokens[2, 1]) == int(alone)
-    assert float(log_probs[2, 1]) == pytest.approx(float(log_prob), abs=1e-6)
-
-
 @pytest.mark.quick
 def test_a_kept_token_survives_every_cut():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])

@@ -73,8 +73,10 @@ def test_the_loss_passes_on_each_of_its_arguments(monkeypatch):
 # Bad arguments ------------------------------------------------------------------------------------------------------
 
 zeros = jnp.zeros
-L, MASK, W = zeros((2, 3)), jnp.ones((2, 3)), {"w": zeros(2)}
-REWARDS, TURNS, KEY = zeros((2, 3, 2)), zeros((1, 3, 4), int), jax.random.key(0)
+L, MASK, W, ONE, IDS = zeros((2, 3)), jnp.ones((2, 3)), {"w": zeros(2)}, {"w": zeros(1)}, zeros((2, 3), int)
+INTEGERS, REWARDS, TURNS, KEY = {"w": zeros(2, int)}, zeros((2, 3, 2)), zeros((1, 3, 4), int), jax.random.key(0)
+TOP, SUM = {"entropies": L, "top_entropy_quantile": 0.5}, {"multi_objective_aggregation": "sum_then"}
+BOTH = (compute_advantages, zero_signal_groups)
 
 
 def loss(l=L, old=None, ref=None, A=L[:, 0], mask=MASK, **settings):
@@ -85,15 +87,35 @@ def estimated(estimator, scale_rewards="none", **settings):
     return compute_advantages(L, estimator=estimator, scale_rewards=scale_rewards, **settings)
 
 
-def draw(key=KEY, logits=L, **settings):
-    return sample_tokens(key, logits, **settings)
+def credited(rewards=TURNS[..., None], **settings):
+    return turn_advantages(rewards.astype(float), TURNS, **settings)
 
 
-def sync(params=W, every=2, alpha=0.5):
+def kl(l=L, ref=L, estimator="k3"):
+    return kl_divergence(l, ref, estimator=estimator)
+
+
+def mixed(ref=W, params=W, alpha=0.5):
+    return mixup(ref, params, alpha)
+
+
+def synced(params=W, every=2, alpha=0.5):
     return sync_reference(W, params, 1, every=every, alpha=alpha)
 
 
-ALPHA, EVERY = "alpha={} must lie in \\[0, 1\\]", "every={} must be at least 1"
+def weighed(old=L, sampling=L, mask=MASK, **settings):
+    return sampler_weights(old, sampling, mask, **settings)
+
+
+def drawn(key=KEY, logits=L, **settings):
+    return sample_tokens(key, logits, **settings)
+
+
+def far(teacher=L, **settings):
+    return divergence(L, teacher, **settings)
+
+
+SCALES = ({"scale_rewards": "group"}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"})
 SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\), params \(1,\)"
 REFUSED = [
     (loss, {"loss_type": "dappo"}, r"loss_type='dappo' is not known; use one of 'grpo', .* Did you mean 'dapo'\?"),
@@ -103,7 +125,7 @@ REFUSED = [
     (loss, {"beta": 0.1}, "beta=0.1 needs ref_log_probs"),
     (loss, {"entropy_coef": 0.1}, "entropy_coef and top_entropy_quantile need entropies"),
     (loss, {"top_entropy_quantile": 0.5}, "entropy_coef and top_entropy_quantile need entropies"),
-    (loss, {"l": zeros((2, 3), int)}, "log_probs has dtype int32"),
+    (loss, {"l": IDS}, "log_probs has dtype int32"),
     (loss, {"l": zeros(())}, r"log_probs has shape \(\)"),
     (loss, {"mask": zeros(2)}, r"mask has shape \(2,\); pass \(2, 3\)"),
     (loss, {"old": zeros(3)}, r"old_log_probs has shape \(3,\); pass \(2, 3\)"),
@@ -113,116 +135,60 @@ REFUSED = [
     (loss, {"entropies": zeros(2)}, r"entropies has shape \(2,\)"),
     (loss, {"importance_weights": zeros((2, 2))}, r"importance_weights has shape \(2, 2\)"),
     (loss, {"sampling_log_probs": zeros(2), "off_policy_mask_threshold": 0.1}, r"sampling_log_probs has shape \(2,\)"),
-    (
-        loss,
-        {"entropies": L, "selected": zeros((2, 2), bool), "top_entropy_quantile": 0.5},
-        r"selected has shape \(2, 2\); pass \(2, 3\)",
-    ),
-    (
-        loss,
-        {"entropies": L, "loss_type": "gmpo", "top_entropy_quantile": 0.5},
-        'loss_type="gmpo" weighs whole completions',
-    ),
+    (loss, TOP | {"selected": zeros((2, 2), bool)}, r"selected has shape \(2, 2\); pass \(2, 3\)"),
+    (loss, TOP | {"loss_type": "gmpo"}, 'loss_type="gmpo" weighs whole completions'),
+    *[(f, {"rewards": zeros(3)}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
+    *[(f, {"rewards": zeros((1, 2, 3, 4))}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
     *[
-        (function, {"rewards": zeros(shape)}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]")
-        for function in (compute_advantages, zero_signal_groups)
-        for shape in ((3,), (1, 2, 3, 4))
-    ],
-    *[
-        (
-            function,
-            {"rewards": REWARDS, "weights": weights},
-            r"weights has shape .*; pass \(2,\), one weight per reward",
-        )
-        for function in (compute_advantages, zero_signal_groups)
+        (f, {"rewards": REWARDS, "weights": weights}, r"weights has shape .*; pass \(2,\), one weight per reward")
+        for f in BOTH
         for weights in ([1.0], [1.0, 2.0, 3.0], 1.0)
     ],
+    *[(f, {"rewards": L} | SUM, "aggregation='sum_then' is not known.* Did you mean 'sum_then_n") for f in BOTH],
+    (compute_advantages, {"rewards": L, "scale_rewards": "groups"}, r"scale_rewards='groups'.* Did you mean 'group'\?"),
     *[
-        (
-            function,
-            {"rewards": REWARDS, "multi_objective_aggregation": "sum_then"},
-            "multi_objective_aggregation='sum_then' is not known.* Did you mean 'sum_then_n",
-        )
-        for function in (compute_advantages, zero_signal_groups)
-    ],
-    (
-        compute_advantages,
-        {"rewards": L, "scale_rewards": "groups"},
-        r"scale_rewards='groups' is not known.* Did you mean 'group'\?",
-    ),
-    *[
-        (estimated, {"estimator": name, **settings}, f"estimator='{name}' has a scale of its own.*pass scale_rewards")
+        (estimated, {"estimator": name} | scale, f"estimator='{name}' has a scale of its own.*pass scale_rewards")
         for name in ("rloo", "maxrl", "opo", "reinforce_pp")
-        for settings in (
-            {"scale_rewards": "group"},
-            {"scale_rewards": "batch"},
-            {"multi_objective_aggregation": "normalize_then_sum"},
-        )
+        for scale in SCALES
     ],
-    *[
-        (estimated, {"estimator": "opo", "lengths": x}, r'estimator="opo" needs \(2, 3\), the tokens of each')
-        for x in (None, zeros(3))
-    ],
+    (estimated, {"estimator": "opo"}, r'estimator="opo" needs \(2, 3\), the tokens of each completion'),
+    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs \(2, 3\), the tokens of each'),
     (estimated, {"estimator": "rlo"}, r"estimator='rlo' is not known.* Did you mean 'rloo'\?"),
-    *[
-        (turn_advantages, {"token_rewards": zeros((1, 3, 4, 1)), "turns": TURNS, "estimator": name}, message)
-        for name, message in (
-            ("opo", 'estimator="opo" has a baseline for whole completions'),
-            ("maxrl", "has a scale of its own"),
-        )
-    ],
-    (
-        turn_advantages,
-        {"token_rewards": zeros((1, 3, 4)), "turns": TURNS},
-        r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)",
-    ),
-    *[
-        (kl_divergence, {"log_probs": l, "ref_log_probs": ref, "estimator": estimator}, message)
-        for l, ref, estimator, message in (
-            (L, L, "k33", "estimator='k33' is not known; use one of 'k1', 'k2', 'k3'. Did you mean 'k3'"),
-            (L, L, "mean", r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"),
-            (L, L[None], "k3", r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
-            (zeros((2, 3), int), L, "k3", "log_probs has dtype int32"),
-            (L, zeros((2, 3), int), "k3", "ref_log_probs has dtype int32"),
-        )
-    ],
-    *[
-        (mixup, {"ref_params": ref, "params": params, "alpha": alpha}, message)
-        for ref, params, alpha, message in (
-            *((W, W, alpha, ALPHA.format(alpha)) for alpha in (-0.1, 1.1, 2)),
-            (W | {"b": L}, W | {"c": L}, 0.5, r"only one of them has \['b'\], \['c'\]"),
-            (W, {"w": zeros(1)}, 0.5, SHAPES),
-            (W, {"w": zeros(2, int)}, 0.5, r"Leaf \['w'\] of params has dtype int32"),
-            ({"w": zeros(2, int)}, W, 0.5, r"Leaf \['w'\] of ref_params has dtype int32"),
-        )
-    ],
-    *[(sync, {"alpha": alpha}, ALPHA.format(alpha)) for alpha in (-0.1, 1.1, 2)],
-    *[(sync, {"every": every}, EVERY.format(every)) for every in (0, -1)],
-    (sync, {"params": {"w": zeros(1)}}, SHAPES),
-    *[
-        (sampler_weights, {"old_log_probs": old, "sampling_log_probs": sampling, "mask": mask, **settings}, message)
-        for old, sampling, mask, settings, message in (
-            (L, zeros((2, 2)), MASK, {}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
-            (L, L, MASK[0], {}, r"mask has shape \(3,\)"),
-            (zeros((2, 3), int), L, MASK, {}, "old_log_probs has dtype int32"),
-            (L, L, MASK, {"mode": "tokenmask"}, "mode='tokenmask' is not known.*'token_mask'"),
-        )
-    ],
-    (draw, {"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
-    (draw, {"temperature": float("nan")}, "temperature must be"),
-    (draw, {"top_k": -2}, "top_k must be an integer ≥ 0 .*; got -2"),
-    (draw, {"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
-    (draw, {"top_p": 1.5}, "top_p must be in"),
-    (draw, {"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
-    (draw, {"logits": zeros(())}, r"logits must be \[\.\.\., V\]"),
-    (draw, {"key": jax.random.split(KEY, 3)}, r"key must be one key, or one per draw \(2,\); got shape \(3,\)"),
-    (divergence, {"log_probs": L, "teacher_log_probs": L, "kind": "kl"}, "kind"),
-    (divergence, {"log_probs": L, "teacher_log_probs": zeros((2, 4))}, "teacher_log_probs has shape"),
+    (credited, {"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
+    (credited, {"estimator": "maxrl"}, "has a scale of its own"),
+    (credited, {"rewards": TURNS}, r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"),
+    (kl, {"estimator": "k33"}, "estimator='k33' is not known; use one of 'k1', 'k2', 'k3'. Did you mean 'k3'"),
+    (kl, {"estimator": "mean"}, r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"),
+    (kl, {"ref": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
+    (kl, {"l": IDS}, "log_probs has dtype int32"),
+    (kl, {"ref": IDS}, "ref_log_probs has dtype int32"),
+    *[(mixed, {"alpha": alpha}, rf"alpha={alpha} must lie in \[0, 1\]") for alpha in (-0.1, 1.1, 2)],
+    (mixed, {"ref": W | {"b": L}, "params": W | {"c": L}}, r"only one of them has \['b'\], \['c'\]"),
+    (mixed, {"params": ONE}, SHAPES),
+    (mixed, {"params": INTEGERS}, r"Leaf \['w'\] of params has dtype int32"),
+    (mixed, {"ref": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
+    *[(synced, {"alpha": alpha}, rf"alpha={alpha} must lie in \[0, 1\]") for alpha in (-0.1, 1.1, 2)],
+    *[(synced, {"every": every}, f"every={every} must be at least 1") for every in (0, -1)],
+    (synced, {"params": ONE}, SHAPES),
+    (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
+    (weighed, {"mask": MASK[0]}, r"mask has shape \(3,\)"),
+    (weighed, {"old": IDS}, "old_log_probs has dtype int32"),
+    (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not known.*'token_mask'"),
+    (drawn, {"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
+    (drawn, {"temperature": float("nan")}, "temperature must be"),
+    (drawn, {"top_k": -2}, "top_k must be an integer ≥ 0 .*; got -2"),
+    (drawn, {"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
+    (drawn, {"top_p": 1.5}, "top_p must be in"),
+    (drawn, {"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
+    (drawn, {"logits": zeros(())}, r"logits must be \[\.\.\., V\]"),
+    (drawn, {"key": jax.random.split(KEY, 3)}, r"key must be one key, or one per draw \(2,\); got shape \(3,\)"),
+    (far, {"kind": "kl"}, "kind"),
+    (far, {"teacher": zeros((2, 4))}, "teacher_log_probs has shape"),
     (distillation_loss_terms, {"per_token": L, "mask": MASK[0]}, "mask has shape"),
     (
         likelihood_loss,
         {"log_probs": L, "mask": MASK, "loss_type": "mle"},
-        "loss_type='mle' is not known; use one of 'nll', 'dft'",
+        "'mle' is not known; use one of 'nll', 'dft'",
     ),
 ]
 
