@@ -235,8 +235,8 @@ def data(seed=0):
     }
 
 
-DEFAULTS = vars(LossSettings()) | dict.fromkeys(["num_rows", "num_tokens", "num_selected_tokens", "selected"])
-DEFAULTS |= {"entropy_coef": 0.0}
+DEFAULTS = vars(LossSettings()) | dict.fromkeys(["normalizer", "num_rows", "num_tokens", "num_selected_tokens"])
+DEFAULTS |= {"entropy_coef": 0.0, "selected": None}
 del DEFAULTS["surrogate"]
 EVERYTHING = {
     "epsilon": 0.1,
