@@ -87,8 +87,8 @@ def test_an_update_that_is_not_ok_changes_nothing_but_the_counts():
     assert not np.array_equal(good.params["a"]["w"], before.params["a"]["w"])
 
 
-def test_the_reference_follows_after_every_nth_step(every=2):
-    state = state_of(keep_reference=True)
+def test_the_reference_follows_after_every_nth_step():
+    state, every = state_of(keep_reference=True), 2
     expected = PARAMS["a"]["w"]
     for step in range(1, 7):
         state = finish_update(state, GRADS, jnp.array(True), OPTIMIZER, sync_every=every, sync_alpha=0.25)
