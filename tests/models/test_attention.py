@@ -82,15 +82,6 @@ def test_end_to_end_is_one_by_one(settings, full, size, block):
     assert met == lengths.sum()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("size", "reach"), [(16, 0), (12, 1)])
-def test_full_rows_look_no_further_back_than_their_own(size, reach):
-    mask = np.ones((1, 2, 8), bool)
-    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].segments.reach == reach
-    mask[0, 0, 5:] = False
-    assert pack(np.zeros(mask.shape, int), mask, size=size, block=4)[0].segments.reach == 2
-
-
 def test_infinite_keys_in_padding_give_finite_gradients():
     """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
     rng = np.random.default_rng(0)
@@ -106,6 +97,7 @@ def test_infinite_keys_in_padding_give_finite_gradients():
     np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("with_prefix", [False, True])
 def test_a_sink_takes_its_share_of_the_weights_and_gives_no_value(with_prefix):
     """Scores of 0 and values of 1: n keys and a sink of score s leave n / (n + exp s)."""

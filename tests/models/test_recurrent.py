@@ -66,16 +66,6 @@ def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
 
 
 @of_each_kind
-def test_padding_of_a_prompt_leaves_its_state_alone(kind):
-    prompt, _ = batch()
-    here = np.arange(P) < LENGTHS[:, None]
-    results = [call(kind, "prefill", np.where(here, prompt, other), LENGTHS) for other in (7, 8)]
-    states = [[x for x in prefix.layers if isinstance(x, State)] for _, prefix in results]
-    assert len(jax.tree.leaves(states[0])) == (4 if kind == "delta" else 2)
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@of_each_kind
 def test_a_chunk_with_gaps_is_its_tokens_one_by_one(kind):
     """Tokens that are not there, before those that are, as between the turns of completions."""
     prompt, rows = batch()
