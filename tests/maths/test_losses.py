@@ -921,7 +921,7 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         arrays, objective = everything_objective(loss_type)
         value, metrics = self.variant(objective)(arrays, jnp.asarray(MASK))
         expected, expected_metrics, _ = complex_step(case(loss_type, "token", EVERYTHING))
-        assert {(x.shape, x.dtype) for x in (value, *metrics.values())} == {((), jnp.float32)}
+        assert {(x.shape, x.dtype) for x in (value, *metrics.values())} == {((), jnp.dtype("float32"))}
         assert float(value) == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert metrics.keys() == expected_metrics.keys()
 

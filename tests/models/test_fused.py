@@ -165,16 +165,14 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 
 
 class Device:
-    def __init__(self, platform, capability=None):
-        self.platform = platform
-        if capability is not None:
-            self.compute_capability = capability
+    def __init__(self, platform, **capability):
+        vars(self).update(platform=platform, **capability)
 
 
 @pytest.mark.quick
 def test_the_devices_choose_the_implementation():
     """An H100 has the kernel's instructions and a T4 has not."""
-    h100, t4, tpu = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
+    h100, t4, tpu = Device("gpu", compute_capability="9.0"), Device("gpu", compute_capability="7.5"), Device("tpu")
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
     assert [implementation("auto", [device]) for device in (h100, t4, tpu)] == ["triton", "tiles", "tiles"]
     assert implementation("auto", [h100, h100]) == "triton"

@@ -39,7 +39,6 @@ OWN = {
         "vocab_size_per_layer_input": 40,
     },
 }
-"""What the keys of a kind add to SHAPE."""
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
 
@@ -168,9 +167,6 @@ def test_targets_choose_projections():
     assert names(of_conv) == {"conv/in_proj", "conv/out_proj", *(f"mlp/{p}_proj" for p in ("gate", "up", "down"))}
     assert chosen(r".*/(q|v)_proj") == {f"layers_{i}/self_attn/{p}_proj" for i in (0, 1) for p in "qv"}
     assert chosen("lm_head") == {"lm_head"}
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,6 @@ def test_neighbours_have_sequences_of_their_own():
 
 
 def halves(tokens, t, *, batch_tokens):
-    """The shapes of half the size."""
     first, *others = sequence_shapes(tokens, t, fused=False, batch_tokens=batch_tokens)
     return [shape for shape in others if 2 * shape.size <= first.size]
 
