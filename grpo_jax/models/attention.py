@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.fused import MASKED, fused_attention
-from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, look
+from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, find_tiles, padded, repeated
 
 
 @flax.struct.dataclass
@@ -283,7 +283,8 @@ def see(
         prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
         both = zip(prompts, (queries.number, queries.prompt, queries.position, queries.index), strict=True)
         keys = Marks(*(jnp.concatenate([prompt.reshape(b, -1), own], axis=1) for prompt, own in both))
-    return look(queries, keys, kernel, windows, group)
+    marks = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
+    return Sight(queries, keys, {str(window): find_tiles(*marks, kernel, window) for window in windows})
 
 
 def attend(

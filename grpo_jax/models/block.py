@@ -108,17 +108,8 @@ class Attention(nn.Module):
             b, _, g, *_ = q.shape
             keys, v = (x.reshape(b, h, g, *x.shape[-2:]) for x in (keys, v))
             kernel = Kernel(implementation(c.attention), 0, 0, scale, window, soft_cap)
-            return step_attention(
-                q,
-                keys,
-                v,
-                context.prefix,
-                index=context.index,
-                start=context.start,
-                kernel=kernel,
-                mesh=c.mesh,
-                sinks=sinks,
-            )
+            places = {"index": context.index, "start": context.start}
+            return step_attention(q, keys, v, context.prefix, **places, kernel=kernel, mesh=c.mesh, sinks=sinks)
         if context.segments is not None:
             attention = functools.partial(packed_attention, q, k, v, context.prefix, context.segments)
         else:

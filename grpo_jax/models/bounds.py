@@ -80,28 +80,13 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def read_width(shape: TransformerConfig, *, queries: bool = False) -> int:
-    """Numbers of a token's keys and values that all layers read, or channels of their queries.
-
-    Example:
-      >>> shape = TransformerConfig(32, 16, 32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8,
-      ...                           windows=(4, None, 4), full_heads=(2, 16), shared_kv_layers=1)
-      >>> read_width(shape), read_width(shape, queries=True)
-      (96, 64)
-    """
+    """Numbers of a token's keys and values that all layers read, or channels of their queries."""
     attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
     return sum((shape.num_heads if queries else 2 * heads) * width for heads, width in attention)
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Bytes of what a decoder's recurrent layers keep of one completion, or of one prompt, however long it is.
-
-    Example:
-      >>> from grpo_jax.models.layers import DeltaShape
-      >>> shape = TransformerConfig(32, 16, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
-      ...                           mixers=("delta", "attention"), delta=DeltaShape(1, 2, 8, 4))
-      >>> state_bytes(shape, itemsize=2)  # 2 · 8 · 4 numbers of 4 bytes, and 3 tokens of 24 channels
-      400
-    """
+    """Bytes of what a decoder's recurrent layers keep of one completion, or of one prompt, however long it is."""
     return 4 * _memory(shape) + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 
 
@@ -126,11 +111,6 @@ class DecodeStep:
       own: bytes of one completion's own keys and values.
       products: bytes that could be read while one completion is multiplied by the weights; 0 counts what is read alone.
       state: bytes of one completion's states that are read and written, whatever its length.
-
-    Example:
-      >>> step = DecodeStep(weights=800.0, prompt=10.0, own=1.0, products=100.0)
-      >>> step.cost(1, 4), step.cost(1, 8), step.cost(2, 4)
-      (1214.0, 1618.0, 1628.0)
     """
 
     weights: float

@@ -29,12 +29,7 @@ class State(NamedTuple):
 
 
 def slots_of(layers: Sequence[Any]) -> int:
-    """S of a `Cache`, or P of a `Prefix`; 0 where no layer has slots.
-
-    Example:
-      >>> slots_of([State(jnp.zeros((1, 2, 1, 4, 4)), jnp.zeros((1, 1, 1, 3, 8)))])
-      0
-    """
+    """S of a `Cache`, or P of a `Prefix`; 0 where no layer has slots."""
     return next((layer[1].shape[-2] for layer in layers if layer and not isinstance(layer, State)), 0)
 
 

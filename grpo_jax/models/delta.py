@@ -40,13 +40,6 @@ def delta_step(
 
     Returns:
       What the query reads [..., d_v], and the new memory.
-
-    Example:
-      >>> one, zero = jnp.ones((1,)), jnp.zeros((1, 2))
-      >>> k, v = jnp.array([[1.0, 0.0]]), jnp.array([[3.0]])
-      >>> read, memory = delta_step(k, k, v, 0 * one, one, jnp.zeros((1, 2, 1)))
-      >>> read.tolist(), memory.tolist()
-      ([[3.0]], [[[3.0], [0.0]]])
     """
     fade = jnp.exp(decay)[..., None]
     # Both reads in one pass over the memory, which is most of what a step costs.
@@ -147,10 +140,6 @@ def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> ja
 
     Of blocks twice as large at each turn, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]: as exact as substitution,
     in log n batched products, which every backend has and every partitioner can cut.
-
-    Example:
-      >>> inverse_of_unit_lower(jnp.array([[0.0, 0.0], [3.0, 0.0]])).tolist()
-      [[1.0, 0.0], [-3.0, 1.0]]
     """
     *rows, n, _ = x.shape
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, padded, repeated
+from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, compiler_params, padded, repeated
 
 MOST_PARTS, LEAST_PART = 8, 64
 """Programs that share the queries of a tile of a prompt's keys, at most; and tiles of queries for each, at least."""
@@ -123,7 +123,7 @@ def _tile_gradients(q, k, v, g, lse, delta, seen, *, kernel):
 
 
 def _over_heads(function: Callable[..., Any], *shared: bool) -> Callable[..., Any]:
-    """Return a function of one head's tile as one of arrays [A, H, ...]; those that are `shared` are [A, ...]."""
+    """Map a function of one head's tile over arrays [A, H, ...], or [A, ...] where they are `shared`."""
     return jax.vmap(jax.vmap(function, in_axes=tuple(None if x else 0 for x in shared)))
 
 
@@ -301,14 +301,8 @@ def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=
         out_shape=shapes,
         interpret=kernel.implementation == "interpreted",
         name=body.__name__.strip("_"),
-        compiler_params=None if kernel.implementation == "interpreted" else _compiler_params(),
+        compiler_params=compiler_params(kernel.implementation, warps=4, stages=2),
     )(*(x for x, *_ in inputs))
-
-
-def _compiler_params() -> pl.CompilerParams:
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(num_warps=4, num_stages=2)
 
 
 def _inputs(q, k, v, rows, keys, tiles, *, by_rows):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.attention import axes_that_cut
 from grpo_jax.models.fused import add_tile, start_of_sums
-from grpo_jax.models.sight import Kernel
+from grpo_jax.models.sight import Kernel, compiler_params
 
 LEAST_SIDE = 16
 """Least side of a tile: a product of tensor cores has no less."""
@@ -39,15 +39,7 @@ FEWEST_PROGRAMS = 96
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
     """Return whether the implementation has a kernel for a decode step.
 
-    Args:
-      implementation: as `sight.implementation` returns it.
-      head_dim: channels of a head, for the kernel a power of two from 16 to 256.
-      keys: slots of the cache, and of the prompts.
-      programs: completions times key heads on a device.
-
-    Example:
-      >>> [has_step_kernel("triton", head_dim=d, keys=(512, 100), programs=128) for d in (64, 96)]
-      [True, False]
+    `keys` are the slots of the cache and of the prompts, `programs` the completions times key heads on a device.
     """
     if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
         return False
@@ -120,18 +112,13 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
 
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
     inputs = [q, k, v, pk, pv, place]
-    at = [
-        pl.BlockSpec((None, None, None, rows, d), lambda j, i: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, None, d, slots), lambda j, i: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, None, slots, d), lambda j, i: (i // h, i % h, j, 0, 0)),
-        pl.BlockSpec((None, None, d, p), lambda j, i: (i // h, i % h, 0, 0)),
-        pl.BlockSpec((None, None, p, d), lambda j, i: (i // h, i % h, 0, 0)),
-        pl.BlockSpec((None, None, place.shape[-1]), lambda j, i: (i // h, j, 0)),
-    ]
+    own, shared = [(rows, d), (d, slots), (slots, d)], [(d, p), (p, d)]
+    at = [pl.BlockSpec((None, None, None, *tile), lambda j, i: (i // h, i % h, j, 0, 0)) for tile in own]
+    at += [pl.BlockSpec((None, None, *tile), lambda j, i: (i // h, i % h, 0, 0)) for tile in shared]
+    at.append(pl.BlockSpec((None, None, place.shape[-1]), lambda j, i: (i // h, j, 0)))
     if sinks is not None:
         inputs.append(jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, rows - r))))
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
-    interpreted = kernel.implementation == "interpreted"
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
         # A group's programs are neighbours in time: what one reads of the prompt the others find in the GPU's cache.
@@ -139,9 +126,9 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
         in_specs=at,
         out_specs=at[0],
         out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
-        interpret=interpreted,
+        interpret=kernel.implementation == "interpreted",
         name="step_attention",
-        compiler_params=None if interpreted else _compiler_params(),
+        compiler_params=compiler_params(kernel.implementation, warps=4, stages=3),
     )(*inputs)
     return out[:, :, :, None, :r]
 
@@ -192,9 +179,3 @@ def _tile(slots: int, most: int) -> int:
     """Return the keys of a tile: a power of two, if there is one that divides the slots."""
     divisor = min(most, slots & -slots)
     return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)
-
-
-def _compiler_params() -> pl.CompilerParams:
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(num_warps=4, num_stages=3)

@@ -258,14 +258,7 @@ class TransformerConfig:
         return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
 
     def kv_source(self, i: int) -> int:
-        """The layer whose keys and values layer i is over: itself, if it has its own.
-
-        Example:
-          >>> shape = TransformerConfig(32, 16, 32, num_layers=5, num_heads=2, num_kv_heads=1, head_dim=8,
-          ...                           windows=(4, None, 4, None, 4), shared_kv_layers=2)
-          >>> [shape.kv_source(i) for i in range(5)]
-          [0, 1, 2, 1, 2]
-        """
+        """The layer whose keys and values layer i is over: itself, if it has its own."""
         kinds = self.layer_kinds
         if not kinds[i].shared_kv:
             return i

@@ -61,14 +61,13 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * scale[None]
 
 
-def _written_out(x: jax.Array) -> jax.Array:
-    """Return x [N, M], whose transpose is written to memory on the way on a CPU.
+def _apart(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Return the identity on [N, M] that writes the transpose to memory on a CPU, where that pays: for wide inputs.
 
-    Around the part of a product's tangent that is linear in the weights, these two are what the gradient of the weights
-    needs: XLA's CPU backend multiplies a transposed left side, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed once
-    both transposes are written out.
+    It goes around both sides of the part of a tangent that is linear in the weights: XLA's CPU backend multiplies a
+    transposed left side, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed once both transposes are written out.
     """
-    return _written_out_p.bind(x)
+    return _written_out_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
 
 def _through_memory(x: jax.Array) -> jax.Array:
@@ -98,18 +97,13 @@ def _wide_jvp(x, w, dx, dw, contract: Axes, dtype: DTypeLike | None) -> tuple[ja
     return y, _tangent(y, *terms)
 
 
-def _as_it_is(x: jax.Array) -> jax.Array:
-    return x
-
-
 @functools.partial(matmul.defjvp, symbolic_zeros=True)
 def _matmul_jvp(dtype, wide, primals, tangents):
     (x, w), (dx, dw) = primals, tangents
     if wide:
         return _wide_jvp(x, w, dx, dw, (1, 0), dtype)
     y = jnp.matmul(x, w, preferred_element_type=dtype)  # itself, so that policies of `jax.checkpoint` see a product
-    # Writing out pays where x is at least as wide as the product.
-    apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
+    apart = _apart(w)
     return y, _tangent(y, (lambda dx: dx @ w, dx), (lambda dw: apart(x @ apart(dw)), dw))
 
 
@@ -119,7 +113,7 @@ def _matmul_transposed_jvp(dtype, wide, primals, tangents):
     if wide:
         return _wide_jvp(x, w, dx, dw, (1, 1), dtype)
     y = jnp.matmul(x, w.T, preferred_element_type=dtype)
-    apart = _written_out if w.shape[0] >= w.shape[1] else _as_it_is
+    apart = _apart(w)
     return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: apart(x) @ apart(dw).T, dw))
 
 

@@ -136,11 +136,6 @@ def best_shape(
     """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
 
     `devices` and `neighbours` are those of `pack`.
-
-    Example:
-      >>> shapes = sequence_shapes(256, 256, fused=False, batch_tokens=512)
-      >>> [best_shape(shapes, np.full((1, 2), n), 256)[2:] for n in (256, 100, 10)]
-      [(256, True), (256, False), (64, False)]
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
@@ -244,10 +239,7 @@ def pack_as(
     shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1, neighbours: int | None = None
 ) -> list[PackedSequence]:
     """`pack` in that shape."""
-    size, block, longest, whole = shape
-    return pack(
-        tokens, mask, size=size, block=block, longest=longest, whole=whole, devices=devices, neighbours=neighbours
-    )
+    return pack(tokens, mask, **shape._asdict(), devices=devices, neighbours=neighbours)
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
@@ -315,11 +307,7 @@ def _fill(
 def _lay_out(
     groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
 ) -> tuple[np.ndarray, ...]:
-    """One device's part of a sequence, of these completions of each prompt.
-
-    Returns:
-      tokens [N], number [N], position [N], prompt [M], completions [S], starts [S], lengths [S].
-    """
+    """One device's part of a sequence, of these completions of each prompt: the arrays of a `PackedSequence`."""
     flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
     prompt = np.zeros(size // block, np.int32)

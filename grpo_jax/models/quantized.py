@@ -32,26 +32,11 @@ from jax.typing import DTypeLike
 from grpo_jax.models.wide import wide_product, wide_sums
 
 NF4 = np.array(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ],
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
     np.float32,
-)
+)  # fmt: skip
 """Values of the 16 codes of NF4 (arXiv:2305.14314, appendix E)."""
 
 NESTED_BLOCK = 256
@@ -138,12 +123,7 @@ def _values(codes: jax.Array) -> jax.Array:
 
 
 def is_quantized(tree: Any) -> bool:
-    """Return whether a tree of parameters has any quantized matrix.
-
-    Example:
-      >>> is_quantized({"kernel": jnp.ones((2, 2))})
-      False
-    """
+    """Return whether a tree of parameters has any quantized matrix."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 

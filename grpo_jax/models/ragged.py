@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
+from grpo_jax.models.sight import compiler_params
 
 LEAST_SIDE = 16
 """Least side of a tile: a product of tensor cores has no less."""
@@ -55,12 +56,7 @@ def ragged_dot(
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
-    """Return whether an implementation of `ragged_dot` has a kernel for matrices with these sides.
-
-    Example:
-      >>> has_kernel("triton", 64, 16), has_kernel("triton", 360), has_kernel("xla", 64)
-      (True, False, False)
-    """
+    """Return whether an implementation of `ragged_dot` has a kernel for matrices with these sides."""
     return implementation in ("triton", "interpreted") and not any(side % LEAST_SIDE for side in sides)
 
 
@@ -125,8 +121,7 @@ def _by_rows(
         kernel,
         grid=(count, outer // columns),
         in_specs=[
-            pl.BlockSpec((None,), lambda i, j: (i,)),
-            pl.BlockSpec((None,), lambda i, j: (i,)),
+            *[pl.BlockSpec((None,), lambda i, j: (i,))] * 2,
             pl.BlockSpec((len(sizes) + 1,), lambda i, j: (0,)),
             pl.BlockSpec((len(sizes),), lambda i, j: (0,)),
             pl.BlockSpec((rows, inner), lambda i, j: (i, 0)),
@@ -136,7 +131,7 @@ def _by_rows(
         out_shape=jax.ShapeDtypeStruct((count * rows, outer), dtype),
         name="ragged_rows_turned" if turned else "ragged_rows",
         interpret=implementation == "interpreted",
-        compiler_params=_compiler_params(implementation, rows),
+        compiler_params=compiler_params(implementation, warps=8 if rows == 128 else 4, stages=2),
     )
     return call(first, last, _starts(sizes), parts, x, w)[:n]
 
@@ -174,7 +169,7 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
         out_shape=jax.ShapeDtypeStruct((len(sizes), inner, outer), x.dtype),
         name="ragged_groups",
         interpret=implementation == "interpreted",
-        compiler_params=_compiler_params(implementation, height),
+        compiler_params=compiler_params(implementation, warps=8 if height == 128 else 4, stages=2),
     )
     return call(first, last, starts[:-1], starts[1:], x, g)
 
@@ -197,11 +192,3 @@ def _tile(size: int, most: int) -> int:
 def _row_tile(n: int, groups: int, most: int) -> int:
     """Return the rows of a tile: about those of a group, so that the few of a decode step meet many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)
-
-
-def _compiler_params(implementation: str, side: int) -> pl.CompilerParams | None:
-    if implementation == "interpreted":
-        return None
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(num_warps=8 if side == 128 else 4, num_stages=2)

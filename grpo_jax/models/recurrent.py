@@ -119,10 +119,8 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
     def take(x: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    at = (
-        positions.there[..., None] + jnp.arange(width)[None, None]
-    )  # of the tail and the tokens that are there, end to end
-    at = jnp.broadcast_to(at, (b, g, width))
+    # Of the tail and the tokens that are there, end to end.
+    at = jnp.broadcast_to(positions.there[..., None] + jnp.arange(width)[None, None], (b, g, width))
     of_tokens = take(x, at - width - jnp.broadcast_to(positions.position[..., :1], at.shape))
     return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
 

@@ -95,12 +95,8 @@ def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> t
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
 
-def _default(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    return inverse, 1.0
-
-
 ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarray, float]]] = {
-    "default": _default,
+    "default": lambda inverse, *_: (inverse, 1.0),
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

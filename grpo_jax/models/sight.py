@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from grpo_jax.devices.platform import platform_of
 
@@ -33,15 +34,7 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Return the implementation of attention to whole sequences: the one named, or the fastest on the devices.
 
     "auto" is "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
-    "einsum" on CPUs, where that is fastest.
-
-    Args:
-      name: "auto", or what is returned.
-      devices: those that compute, of one kind; none for the default device.
-
-    Example:
-      >>> implementation("auto", jax.devices("cpu")), implementation("tiles")
-      ('einsum', 'tiles')
+    "einsum" on CPUs, where that is fastest. `devices` are of one kind; none stands for the default device.
     """
     if name != "auto":
         return name
@@ -55,6 +48,15 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
 def _has_triton() -> bool:
     """Whether this jax has Pallas's way to Triton, which jax 0.11 announces to remove."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
+    """Return Triton's settings of a kernel; None where kernels are interpreted, as on a machine without Triton."""
+    if implementation == "interpreted":
+        return None
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
 class Marks(flax.struct.PyTreeNode):
@@ -132,13 +134,7 @@ class Kernel(NamedTuple):
         return cls(implementation, *((128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)))
 
 
-def look(queries: Marks, keys: Marks, kernel: Kernel, windows: Iterable[int | None], group: int) -> Sight:
-    """Return the `Sight` of queries [A, N] over keys [A, S], for R = `group` heads per key head and some windows."""
-    marks = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
-    return Sight(queries, keys, {str(window): _find_tiles(*marks, kernel, window) for window in windows})
-
-
-def _find_tiles(queries: Marks, keys: Marks, kernel: Kernel, window: int | None) -> Tiles:
+def find_tiles(queries: Marks, keys: Marks, kernel: Kernel, window: int | None) -> Tiles:
     """Return the tiles in which some query may see some key; a tile too many costs time and changes nothing."""
     rows, columns = kernel.rows, kernel.columns
     far = jnp.iinfo(jnp.int32).max

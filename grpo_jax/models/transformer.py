@@ -363,13 +363,7 @@ def by_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
-    """The longest pattern that layers begin with again and again, as (layers of the pattern, how often).
-
-    Example:
-      >>> local, full = LayerKind(window=4), LayerKind()
-      >>> repeats([full] * 5), repeats([local, local, full] * 2 + [local]), repeats([full, local, local])
-      ((1, 5), (3, 2), (1, 1))
-    """
+    """The longest pattern that layers begin with again and again, as (layers of the pattern, how often)."""
     best = (1, 1)
     for period in range(1, len(kinds) // 2 + 1):
         times = 1

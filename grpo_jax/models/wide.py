@@ -28,15 +28,7 @@ def wide_product(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
 
     So are its derivatives: a cotangent, which is in that dtype too, is multiplied as it is. Of `wide_sums` and a
     conversion JAX would convert the cotangent first, and multiply it in float32.
-
-    Args:
-      x, y: matrices.
-      contract: the axis of each: (1, 0) is x y, (1, 1) is x yᵀ, (0, 0) is xᵀ y.
-
-    Example:
-      >>> x = jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)
-      >>> wide_product(x, x, (1, 1)).tolist()
-      [[5.0, 14.0], [14.0, 50.0]]
+    The axes `contract`: (1, 0) is x y, (1, 1) is x yᵀ, (0, 0) is xᵀ y.
     """
     return _product_p.bind(x, y, contract=contract)
 

@@ -10,6 +10,8 @@ import pytest
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.credit import turn_advantages
 
+pytestmark = pytest.mark.quick
+
 NAN = np.nan
 TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
 
@@ -23,7 +25,6 @@ def at_ends(turn_rewards, turns=TURNS):
     return jnp.asarray(found)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -39,7 +40,6 @@ def test_by_hand(settings, expected):
     np.testing.assert_allclose(found, [expected], atol=1e-6)
 
 
-@pytest.mark.quick
 def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     """(0.5 at the first token of turn 0, 1 at its second, 2 observed), then 4; against nothing at all."""
     rewards = jnp.zeros((1, 3, 4, 1)).at[0, 0, :, 0].set(jnp.array([0.5, 1.0, 2.0, 4.0]))
@@ -55,7 +55,6 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     assert divided[0, 0, 0] == divided[0, 0, 1]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation):
@@ -74,7 +73,6 @@ def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggr
     np.testing.assert_array_equal(found, np.where(turns == 0, expected[..., None], 0))
 
 
-@pytest.mark.quick
 def test_the_episodes_sum_is_to_go_from_the_first_turn():
     """The first turn is credited as the whole completion is."""
     rng = np.random.default_rng(1)
@@ -124,7 +122,6 @@ def of_episodes(rewards, turns):
     return jnp.where(turns >= 0, advantages, 0)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("ends_early", "credit", "factor"),
     [
@@ -155,18 +152,3 @@ def test_rewards_inside_of_a_turn_expect_the_same():
 
     found, truth, _ = expected_gradient(False, inside)
     np.testing.assert_allclose(found, truth, atol=1e-6)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
-        ({"estimator": "maxrl"}, "has a scale of its own"),
-    ],
-)
-def test_what_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        turn_advantages(jnp.zeros((1, 3, 4, 1)), TURNS, **change)
-    with pytest.raises(ValueError, match=r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"):
-        turn_advantages(jnp.zeros((1, 3, 4)), TURNS)

@@ -9,12 +9,13 @@ from grpo_jax import grpo_loss
 from grpo_jax.maths.likelihood import likelihood_loss, likelihood_loss_terms
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 
+pytestmark = pytest.mark.quick
+
 RNG = np.random.default_rng(0)
 L = -RNG.exponential(1.0, (3, 5)).astype(np.float32)
 MASK = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
 
 
-@pytest.mark.quick
 def test_both_losses_are_those_of_numpy():
     l = L.astype(np.float64)[MASK == 1]
     np.testing.assert_allclose(likelihood_loss(L, MASK), -l.mean(), rtol=1e-6)
@@ -22,20 +23,17 @@ def test_both_losses_are_those_of_numpy():
     assert float(likelihood_loss(L, 0 * MASK)) == 0
 
 
-@pytest.mark.quick
 def test_the_weight_of_dft_is_constant_in_the_gradient():
     grads = jax.grad(lambda l: likelihood_loss(l, MASK, loss_type="dft"))(L)
     np.testing.assert_allclose(grads, -np.exp(L) * MASK / MASK.sum(), rtol=1e-6)
 
 
-@pytest.mark.quick
 def test_the_gradient_is_that_of_grpo_with_advantages_of_one():
     ones = jnp.ones(3)
     grpo = jax.grad(lambda l: grpo_loss(l, None, None, ones, MASK, loss_type="bnpo")[0])(L)
     np.testing.assert_allclose(jax.grad(lambda l: likelihood_loss(l, MASK))(L), grpo, rtol=1e-6)
 
 
-@pytest.mark.quick
 def test_nothing_under_the_mask_counts():
     spoilt = np.where(MASK, L, np.nan)
     value, grads = jax.value_and_grad(lambda l: likelihood_loss(l, MASK))(spoilt)
@@ -43,7 +41,6 @@ def test_nothing_under_the_mask_counts():
     assert np.isfinite(grads).all()
 
 
-@pytest.mark.quick
 def test_parts_add_up():
     H = RNG.uniform(0, 1, L.shape).astype(np.float32)
     first = (RNG.uniform(0, 1, L.shape) < 0.5).astype(np.float32)
@@ -58,9 +55,3 @@ def test_parts_add_up():
     np.testing.assert_allclose(finalize_metrics(merged)["entropy"], H[MASK == 1].mean(), rtol=1e-6)
     assert 0 < first[MASK == 1].mean() < 1
     np.testing.assert_allclose(finalize_metrics(merged)["mean_token_accuracy"], first[MASK == 1].mean(), rtol=1e-6)
-
-
-@pytest.mark.quick
-def test_another_loss_is_refused():
-    with pytest.raises(ValueError, match="loss_type='mle' is not known; use one of 'nll', 'dft'"):
-        likelihood_loss(L, MASK, loss_type="mle")

@@ -100,13 +100,7 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
     tokens, log_probs = sample_tokens(jax.random.key(1), logits, temperature=0)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_allclose(log_probs, jax.nn.log_softmax(logits).max(-1), atol=1e-6)
-
-
-def test_top_k_of_one_is_greedy():
-    logits = jax.random.normal(jax.random.key(0), (6, 9))
-    tokens, log_probs = sample_tokens(jax.random.key(1), logits, top_k=1)
-    np.testing.assert_array_equal(tokens, logits.argmax(-1))
-    np.testing.assert_allclose(log_probs, 0, atol=1e-6)
+    np.testing.assert_array_equal(tokens, sample_tokens(jax.random.key(1), logits, top_k=1)[0])
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-24])
@@ -133,44 +127,11 @@ def test_half_precision_logits_are_computed_in_float32():
     np.testing.assert_allclose(log_probs, jnp.take_along_axis(expected, tokens[:, None], 1)[:, 0], atol=1e-6)
 
 
-def test_keys_by_row_make_rows_independent_of_each_other():
-    keys = jax.random.split(jax.random.key(0), 12).reshape(3, 4)
-    logits = jax.random.normal(jax.random.key(1), (3, 4, 20))
-    tokens, log_probs = sample_tokens(keys, logits)
-    alone, log_prob = sample_tokens(keys[2, 1], logits[2, 1])
-    assert int(tokens[2, 1]) == int(alone)
-    assert float(log_probs[2, 1]) == pytest.approx(float(log_prob), abs=1e-6)
-
-
 @pytest.mark.quick
 def test_a_kept_token_survives_every_cut():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
     processed = process_logits(logits, Sampling(top_k=1, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
     np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
-        ({"temperature": float("nan")}, "temperature must be"),
-        ({"top_k": -2}, r"top_k must be an integer ≥ 0 .*; got -2"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
-        ({"top_p": 1.5}, "top_p must be in"),
-        ({"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        sample_tokens(jax.random.key(0), jnp.zeros((2, 3)), **settings)
-
-
-def test_wrong_shapes_are_named():
-    with pytest.raises(ValueError, match=r"logits must be \[\.\.\., V\]"):
-        sample_tokens(jax.random.key(0), jnp.zeros(()))
-    with pytest.raises(ValueError, match=r"key must be one key, or one per draw \(2,\); got shape \(3,\)"):
-        sample_tokens(jax.random.split(jax.random.key(0), 3), jnp.zeros((2, 5)))
 
 
 class Variants(chex.TestCase, parameterized.TestCase):

@@ -1,86 +1,56 @@
-"""The promised signatures: names, order, kind and defaults. Other code calls these; further keywords are free."""
+"""Signatures that other code calls by name, and what each function of `maths` says about arguments that don't fit."""
 
 import dataclasses
 import inspect
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from grpo_jax.maths import losses
-from grpo_jax.maths.advantages import compute_advantages
+from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
+from grpo_jax.maths.correction import sampler_weights
+from grpo_jax.maths.credit import turn_advantages
+from grpo_jax.maths.distillation import distillation_loss_terms, divergence
 from grpo_jax.maths.kl import kl_divergence
+from grpo_jax.maths.likelihood import likelihood_loss
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
 from grpo_jax.maths.reference import mixup, sync_reference
+from grpo_jax.maths.sampling import sample_tokens
 from grpo_jax.maths.surrogates import LossSettings
 
+pytestmark = pytest.mark.quick
 REQUIRED = inspect.Parameter.empty
 
-# function, positional parameters, keyword-only parameters with their defaults.
-PROMISED = [
-    (
-        compute_advantages,
-        ["rewards"],
-        {
-            "weights": None,
-            "scale_rewards": "group",
-            "multi_objective_aggregation": "sum_then_normalize",
-            "epsilon": 1e-4,
-            "estimator": "grpo",
-            "lengths": None,
-        },
-    ),
-    (
-        grpo_loss,
-        ["log_probs", "old_log_probs", "ref_log_probs", "advantages", "mask"],
-        {
-            "loss_type": "dapo",
-            "beta": 0.0,
-            "epsilon": 0.2,
-            "epsilon_high": None,
-            "delta": None,
-            "importance_sampling_level": "token",
-            "kl_estimator": "k3",
-            "use_bias_correction_kl": True,
-            "kl_placement": "loss",
-            "max_completion_length": None,
-            "normalizer": None,
-            "sapo_temperature_neg": 1.05,
-            "sapo_temperature_pos": 1.0,
-            "vespo_k_pos": 2.0,
-            "vespo_lambda_pos": 3.0,
-            "vespo_k_neg": 3.0,
-            "vespo_lambda_neg": 2.0,
-            "entropies": None,
-            "entropy_coef": 0.0,
-            "top_entropy_quantile": 1.0,
-            "sampling_log_probs": None,
-            "off_policy_mask_threshold": None,
-            "kl_correction_level": "token",
-            "importance_weights": None,
-        },
-    ),
-    (kl_divergence, ["log_probs", "ref_log_probs"], {"estimator": "k3"}),
-    (mixup, ["ref_params", "params", "alpha"], {}),
-    (sync_reference, ["ref_params", "params", "step"], {"every": REQUIRED, "alpha": REQUIRED}),
-]
+PROMISED = {
+    compute_advantages: """rewards, *, weights=None, scale_rewards="group",
+        multi_objective_aggregation="sum_then_normalize", epsilon=1e-4, estimator="grpo", lengths=None""",
+    grpo_loss: """log_probs, old_log_probs, ref_log_probs, advantages, mask, *, loss_type="dapo", beta=0.0, epsilon=0.2,
+        epsilon_high=None, delta=None, importance_sampling_level="token", kl_estimator="k3",
+        use_bias_correction_kl=True, kl_placement="loss", max_completion_length=None, normalizer=None,
+        sapo_temperature_neg=1.05, sapo_temperature_pos=1.0, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0, entropies=None, entropy_coef=0.0, top_entropy_quantile=1.0, sampling_log_probs=None,
+        off_policy_mask_threshold=None, kl_correction_level="token", importance_weights=None""",
+    kl_divergence: 'log_probs, ref_log_probs, *, estimator="k3"',
+    sampler_weights: """old_log_probs, sampling_log_probs, mask, *, mode="sequence_mask", clip_max=3.0,
+        clip_min=None""",
+    mixup: "ref_params, params, alpha",
+    sync_reference: "ref_params, params, step, *, every, alpha",
+}
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("function", "positional", "keywords"), PROMISED, ids=lambda x: getattr(x, "__name__", ""))
-def test_signature_is_the_promised_one(function, positional, keywords):
-    parameters = inspect.signature(function).parameters
-    by_position = [p for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert [p.name for p in by_position] == positional
-    assert all(p.default is REQUIRED for p in by_position)
-
-    by_keyword = {p.name: p.default for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert {name: by_keyword[name] for name in keywords} == keywords
-    # Order too: documentation and completion show it.
-    assert list(by_keyword)[: len(keywords)] == list(keywords)
-    assert all(default is not REQUIRED for name, default in by_keyword.items() if name not in keywords)
-    assert len(by_position) + len(by_keyword) == len(parameters), "no *args or **kwargs"
+@pytest.mark.parametrize("function", PROMISED, ids=lambda function: function.__name__)
+def test_signature_is_the_promised_one(function):
+    """Names, order, kind and defaults; further keywords with defaults are free."""
+    promised = inspect.signature(eval(f"(lambda {PROMISED[function]}: None)")).parameters
+    found = inspect.signature(function).parameters
+    plain = [(x.name, x.kind, x.default) for x in found.values()]
+    assert plain[: len(promised)] == [(x.name, x.kind, x.default) for x in promised.values()]
+    for _, kind, default in plain[len(promised) :]:
+        assert kind is inspect.Parameter.KEYWORD_ONLY
+        assert default is not REQUIRED
 
 
-@pytest.mark.quick
 def test_both_forms_of_the_loss_take_the_same_arguments():
     whole = {name: x.default for name, x in inspect.signature(grpo_loss).parameters.items()}
     parts = {name: x.default for name, x in inspect.signature(grpo_loss_terms).parameters.items() if name != "settings"}
@@ -89,13 +59,141 @@ def test_both_forms_of_the_loss_take_the_same_arguments():
     assert not parts.keys() & fields.keys()
 
 
-@pytest.mark.quick
-def test_the_loss_hands_on_each_of_its_arguments(monkeypatch):
+def test_the_loss_passes_on_each_of_its_arguments(monkeypatch):
     """Under its own name, to the settings or to the terms."""
     given = {name: object() for name in inspect.signature(grpo_loss).parameters}
     terms = inspect.signature(grpo_loss_terms)
     monkeypatch.setattr(losses, "LossSettings", dict)
     monkeypatch.setattr(losses, "grpo_loss_terms", lambda *some, **rest: (0.0, terms.bind(*some, **rest).arguments))
     monkeypatch.setattr(losses, "finalize_metrics", lambda metrics: metrics)
-    _, handed = losses.grpo_loss(**given)
-    assert handed.pop("settings") | handed == given
+    _, passed = losses.grpo_loss(**given)
+    assert passed.pop("settings") | passed == given
+
+
+# Bad arguments ------------------------------------------------------------------------------------------------------
+
+zeros = jnp.zeros
+L, MASK, W, ONE, IDS = zeros((2, 3)), jnp.ones((2, 3)), {"w": zeros(2)}, {"w": zeros(1)}, zeros((2, 3), int)
+INTEGERS, REWARDS, TURNS, KEY = {"w": zeros(2, int)}, zeros((2, 3, 2)), zeros((1, 3, 4), int), jax.random.key(0)
+TOP, SUM = {"entropies": L, "top_entropy_quantile": 0.5}, {"multi_objective_aggregation": "sum_then"}
+BOTH = (compute_advantages, zero_signal_groups)
+
+
+def loss(l=L, old=None, ref=None, A=L[:, 0], mask=MASK, **settings):
+    return grpo_loss(l, old, ref, A, mask, **settings)
+
+
+def estimated(estimator, scale_rewards="none", **settings):
+    return compute_advantages(L, estimator=estimator, scale_rewards=scale_rewards, **settings)
+
+
+def credited(rewards=TURNS[..., None], **settings):
+    return turn_advantages(rewards.astype(float), TURNS, **settings)
+
+
+def kl(l=L, ref=L, estimator="k3"):
+    return kl_divergence(l, ref, estimator=estimator)
+
+
+def mixed(ref=W, params=W, alpha=0.5):
+    return mixup(ref, params, alpha)
+
+
+def synced(params=W, every=2, alpha=0.5):
+    return sync_reference(W, params, 1, every=every, alpha=alpha)
+
+
+def weighed(old=L, sampling=L, mask=MASK, **settings):
+    return sampler_weights(old, sampling, mask, **settings)
+
+
+def drawn(key=KEY, logits=L, **settings):
+    return sample_tokens(key, logits, **settings)
+
+
+def far(teacher=L, **settings):
+    return divergence(L, teacher, **settings)
+
+
+SCALES = ({"scale_rewards": "group"}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"})
+SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\), params \(1,\)"
+REFUSED = [
+    (loss, {"loss_type": "dappo"}, r"loss_type='dappo' is not known; use one of 'grpo', .* Did you mean 'dapo'\?"),
+    (loss, {"importance_sampling_level": "sequenc"}, r"importance_sampling_level='seq.*Did you mean 'sequence'\?"),
+    (loss, {"kl_estimator": "k4"}, "kl_estimator='k4' is not known"),
+    (loss, {"kl_placement": "rewards"}, r"kl_placement='rewards'.*Did you mean 'reward'\?"),
+    (loss, {"beta": 0.1}, "beta=0.1 needs ref_log_probs"),
+    (loss, {"entropy_coef": 0.1}, "entropy_coef and top_entropy_quantile need entropies"),
+    (loss, {"top_entropy_quantile": 0.5}, "entropy_coef and top_entropy_quantile need entropies"),
+    (loss, {"l": IDS}, "log_probs has dtype int32"),
+    (loss, {"l": zeros(())}, r"log_probs has shape \(\)"),
+    (loss, {"mask": zeros(2)}, r"mask has shape \(2,\); pass \(2, 3\)"),
+    (loss, {"old": zeros(3)}, r"old_log_probs has shape \(3,\); pass \(2, 3\)"),
+    (loss, {"ref": zeros((2, 1))}, r"ref_log_probs has shape \(2, 1\); pass \(2, 3\)"),
+    (loss, {"A": zeros(3)}, r"advantages has shape \(3,\); pass \(2,\) \(per row\) or \(2, 3\) \(per token\)"),
+    (loss, {"A": zeros(2, int)}, "advantages has dtype int32"),
+    (loss, {"entropies": zeros(2)}, r"entropies has shape \(2,\)"),
+    (loss, {"importance_weights": zeros((2, 2))}, r"importance_weights has shape \(2, 2\)"),
+    (loss, {"sampling_log_probs": zeros(2), "off_policy_mask_threshold": 0.1}, r"sampling_log_probs has shape \(2,\)"),
+    (loss, TOP | {"selected": zeros((2, 2), bool)}, r"selected has shape \(2, 2\); pass \(2, 3\)"),
+    (loss, TOP | {"loss_type": "gmpo"}, 'loss_type="gmpo" weighs whole completions'),
+    *[(f, {"rewards": zeros(3)}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
+    *[(f, {"rewards": zeros((1, 2, 3, 4))}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
+    *[
+        (f, {"rewards": REWARDS, "weights": weights}, r"weights has shape .*; pass \(2,\), one weight per reward")
+        for f in BOTH
+        for weights in ([1.0], [1.0, 2.0, 3.0], 1.0)
+    ],
+    *[(f, {"rewards": L} | SUM, "aggregation='sum_then' is not known.* Did you mean 'sum_then_n") for f in BOTH],
+    (compute_advantages, {"rewards": L, "scale_rewards": "groups"}, r"scale_rewards='groups'.* Did you mean 'group'\?"),
+    *[
+        (estimated, {"estimator": name} | scale, f"estimator='{name}' has a scale of its own.*pass scale_rewards")
+        for name in ("rloo", "maxrl", "opo", "reinforce_pp")
+        for scale in SCALES
+    ],
+    (estimated, {"estimator": "opo"}, r'estimator="opo" needs \(2, 3\), the tokens of each completion'),
+    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs \(2, 3\), the tokens of each'),
+    (estimated, {"estimator": "rlo"}, r"estimator='rlo' is not known.* Did you mean 'rloo'\?"),
+    (credited, {"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
+    (credited, {"estimator": "maxrl"}, "has a scale of its own"),
+    (credited, {"rewards": TURNS}, r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"),
+    (kl, {"estimator": "k33"}, "estimator='k33' is not known; use one of 'k1', 'k2', 'k3'. Did you mean 'k3'"),
+    (kl, {"estimator": "mean"}, r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"),
+    (kl, {"ref": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
+    (kl, {"l": IDS}, "log_probs has dtype int32"),
+    (kl, {"ref": IDS}, "ref_log_probs has dtype int32"),
+    *[(mixed, {"alpha": alpha}, rf"alpha={alpha} must lie in \[0, 1\]") for alpha in (-0.1, 1.1, 2)],
+    (mixed, {"ref": W | {"b": L}, "params": W | {"c": L}}, r"only one of them has \['b'\], \['c'\]"),
+    (mixed, {"params": ONE}, SHAPES),
+    (mixed, {"params": INTEGERS}, r"Leaf \['w'\] of params has dtype int32"),
+    (mixed, {"ref": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
+    *[(synced, {"alpha": alpha}, rf"alpha={alpha} must lie in \[0, 1\]") for alpha in (-0.1, 1.1, 2)],
+    *[(synced, {"every": every}, f"every={every} must be at least 1") for every in (0, -1)],
+    (synced, {"params": ONE}, SHAPES),
+    (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
+    (weighed, {"mask": MASK[0]}, r"mask has shape \(3,\)"),
+    (weighed, {"old": IDS}, "old_log_probs has dtype int32"),
+    (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not known.*'token_mask'"),
+    (drawn, {"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
+    (drawn, {"temperature": float("nan")}, "temperature must be"),
+    (drawn, {"top_k": -2}, "top_k must be an integer ≥ 0 .*; got -2"),
+    (drawn, {"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
+    (drawn, {"top_p": 1.5}, "top_p must be in"),
+    (drawn, {"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
+    (drawn, {"logits": zeros(())}, r"logits must be \[\.\.\., V\]"),
+    (drawn, {"key": jax.random.split(KEY, 3)}, r"key must be one key, or one per draw \(2,\); got shape \(3,\)"),
+    (far, {"kind": "kl"}, "kind"),
+    (far, {"teacher": zeros((2, 4))}, "teacher_log_probs has shape"),
+    (distillation_loss_terms, {"per_token": L, "mask": MASK[0]}, "mask has shape"),
+    (
+        likelihood_loss,
+        {"log_probs": L, "mask": MASK, "loss_type": "mle"},
+        "'mle' is not known; use one of 'nll', 'dft'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED, ids=[message[:50] for *_, message in REFUSED])
+def test_bad_arguments_are_named(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(**arguments)

@@ -7,23 +7,9 @@ import pytest
 
 from grpo_jax.maths.stops import make_stops
 
-PIECES = [
-    b"",
-    b"a",
-    b"b",
-    b"ab",
-    b"ba",
-    b"aab",
-    b" a",
-    b"b.",
-    b"..",
-    b"abab",
-    b"\xc3",
-    b"\xa9",
-    b"x\xc3",
-    b"\xa9b",
-    b"c",
-]
+pytestmark = pytest.mark.quick
+
+PIECES = b"|a|b|ab|ba|aab| a|b.|..|abab|\xc3|\xa9|x\xc3|\xa9b|c".split(b"|")
 
 
 def searched(strings, pieces, turn):
@@ -35,20 +21,9 @@ def searched(strings, pieces, turn):
     return None
 
 
-STRINGS = [
-    ["a"],
-    ["ab"],
-    ["abab"],
-    ["aab", "bab"],
-    ["é"],
-    ["bé", "ab"],
-    ["b..", "a.", "b ab"],
-    ["aaba", "ab", "b"],
-    ["ababab"],
-]
+STRINGS = [x.split("|") for x in ("a", "ab", "abab", "aab|bab", "é", "bé|ab", "b..|a.|b ab", "aaba|ab|b", "ababab")]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("strings", STRINGS, ids=str)
 def test_it_ends_where_a_search_in_the_bytes_does(strings):
     stops, rng = make_stops(strings, PIECES), np.random.default_rng(0)
@@ -61,7 +36,6 @@ def test_it_ends_where_a_search_in_the_bytes_does(strings):
     assert len(ends) > 3
 
 
-@pytest.mark.quick
 def test_on_the_device_it_is_the_same_and_stays_found():
     stops, rng = make_stops(["aab", "é"], PIECES), np.random.default_rng(1)
     turns = rng.integers(0, len(PIECES), (8, 16, 20)).astype(np.int32)
@@ -79,14 +53,12 @@ def test_on_the_device_it_is_the_same_and_stays_found():
     assert 5 < (count < 21).sum() < 128
 
 
-@pytest.mark.quick
 def test_ids_that_no_token_has_spell_nothing():
     stops = make_stops(["ab"], [b"a", b"b"])
     assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
     assert stops.after(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
 
 
-@pytest.mark.quick
 def test_a_large_vocabulary_has_few_kinds_of_tokens():
     """The table stays small: what the device holds is one byte for each token."""
     rng = np.random.default_rng(2)
@@ -104,7 +76,6 @@ def test_a_large_vocabulary_has_few_kinds_of_tokens():
     assert stops == make_stops(["</answer>", "."], pieces) != make_stops(["</answer>", "."], pieces[::-1])
 
 
-@pytest.mark.quick
 def test_what_no_tokens_spell_is_refused():
     with pytest.raises(ValueError, match="no tokens of this vocabulary spell 'ac', 'cab'"):
         make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])

@@ -77,10 +77,9 @@ def count_steps(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize("shape", [{}, {"windows": (3, 20), "attention_soft_cap": 5.0}], ids=["plain", "windows"])
-def test_a_rollout(shape, monkeypatch):
+def test_a_rollout(monkeypatch):
     """The same tokens, and their log-probs, through cache, moves and padding."""
-    model, params = tiny_model(**shape, head_dim=16)
+    model, params = tiny_model(windows=(3, 20), attention_soft_cap=5.0, head_dim=16)
     prompts = make_prompts([[3, 4, 5] * 6, [6], [7, 8]])
     steps = count_steps(monkeypatch)
 

@@ -18,20 +18,16 @@ from grpo_jax.models.transformer import Transformer, repeats
 from grpo_jax.types import Prompts
 
 PLAIN = TransformerConfig(24, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3)
+FOUR = dataclasses.replace(PLAIN, num_layers=4)
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16}
 SHAPES = {
-    "plain": PLAIN,
     "a pattern and a rest": dataclasses.replace(PLAIN, num_layers=5, windows=(3, None) * 2 + (3,)),
-    "experts in every second": dataclasses.replace(
-        *(PLAIN,), num_layers=4, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(False, True) * 2
-    ),
+    "experts in every second": dataclasses.replace(FOUR, **EXPERTS, expert_layers=(False, True) * 2),
     "recurrent in every second": dataclasses.replace(
-        *(PLAIN,), num_layers=4, mixers=("delta", "attention") * 2, delta=DeltaShape(2, 4, 6, 5)
+        FOUR, mixers=("delta", "attention") * 2, delta=DeltaShape(2, 4, 6, 5)
     ),
-    "short convolutions, and attention between them": dataclasses.replace(
-        *(PLAIN,), num_layers=4, mixers=("conv", "attention") * 2, conv=ConvShape(16)
-    ),
+    "short convolutions": dataclasses.replace(FOUR, mixers=("conv", "attention") * 2, conv=ConvShape(16)),
     "bfloat16, made again": dataclasses.replace(PLAIN, dtype="bfloat16", remat=True),
-    "tiles": dataclasses.replace(PLAIN, attention="tiles"),
 }
 PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), jnp.array([4, 2]))
 TOKENS = jax.random.randint(jax.random.key(0), (2, 3, 8), 0, 24)

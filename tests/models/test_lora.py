@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
-from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup
@@ -17,18 +16,9 @@ from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapte
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import create_state, finish_update
 
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
 ARCHITECTURES = {
     "plain": "Qwen2ForCausalLM",
     "fused": "Phi3ForCausalLM",
@@ -49,7 +39,6 @@ OWN = {
         "vocab_size_per_layer_input": 40,
     },
 }
-"""What the keys of a kind add to SHAPE."""
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
 
@@ -62,13 +51,9 @@ def base_policy(kind="plain"):
 def lora_policy(kind="plain", **options):
     """With adapters as training would leave them: B is not zero."""
     policy = add_lora(base_policy(kind), jax.random.key(1), **{"rank": 3, "alpha": 6.0, **options})
-    draw = lambda path, leaf: (
-        jax.random.normal(jax.random.key(leaf.size), leaf.shape) * 0.1 if path[-1] == "b" else leaf
-    )
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: draw([entry.key for entry in path], leaf), policy.params
-    )
-    return policy.replace(params=params)
+    draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
+    filled = lambda path, leaf: draw(leaf) if path[-1].key == "b" else leaf
+    return policy.replace(params=jax.tree_util.tree_map_with_path(filled, policy.params))
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -96,12 +81,9 @@ def test_fresh_adapters_and_none_are_the_base(kind):
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_merged_weights_compute_the_same(kind, tmp_path):
+def test_merged_weights_compute_the_same(kind):
     policy = lora_policy(kind)
-    merged = merge_lora(policy)
-    np.testing.assert_allclose(logits(policy), logits(merged), atol=1e-5)
-    save_pretrained(tmp_path / "merged", merged)
-    np.testing.assert_allclose(logits(policy), logits(from_pretrained(tmp_path / "merged")), atol=1e-5)
+    np.testing.assert_allclose(logits(policy), logits(merge_lora(policy)), atol=1e-5)
 
 
 @pytest.mark.quick
@@ -111,21 +93,6 @@ def test_one_projection_by_hand():
     adapters = {"q_proj": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[3.0, 4.0]])}}
     merged = merge_adapters(base, adapters, 0.5)
     np.testing.assert_allclose(merged["q_proj"]["kernel"], [[2.5, 2.0], [3.0, 5.0]])
-
-
-def test_a_shared_prompt_goes_through_the_adapters_too():
-    policy = lora_policy()
-    merged = merge_lora(policy)
-    lengths = np.array([7, 5])
-
-    @functools.partial(jax.jit, static_argnames="model")
-    def parts(model, params):
-        last, prefix = model.apply({"params": params}, TOKENS, lengths, method="prefill")
-        hidden, _ = model.apply({"params": params}, TOKENS[:, None, :3], prefix, method="hidden")
-        return last, hidden
-
-    for ours, theirs in zip(parts(policy.model, policy.params), parts(merged.model, merged.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
@@ -171,15 +138,6 @@ def test_a_jitted_argument_holds_no_copy_of_the_base():
     assert hash(policy.model) != hash(other)
 
 
-def test_a_reference_mixes_adapters_only():
-    policy = lora_policy()
-    start = add_lora(base_policy(), jax.random.key(1), rank=3, alpha=6.0).params
-    half = mixup(start, policy.params, 0.5)
-    assert jax.tree.structure(half) == jax.tree.structure(policy.params)
-    changed = np.abs(logits(policy.replace(params=half)) - logits(base_policy())).max()
-    assert changed > 0.01
-
-
 def test_dropout_acts_on_the_adapters_only_and_only_with_a_key():
     policy = lora_policy(dropout=0.5)
     still = lora_policy()
@@ -202,21 +160,13 @@ def test_dropout_keeps_the_mean():
 
 
 def test_targets_choose_projections():
-    chosen = lambda targets: {
-        "/".join(path[:-1])
-        for path in flatten_dict(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
-    }
+    names = lambda tree: {"/".join(path[:-1]) for path in flatten_dict(tree)}
+    chosen = lambda targets: names(init_adapters(jax.random.key(0), base_policy().params, rank=1, targets=targets))
     assert len(chosen(TARGETS)) == 14
     of_conv = init_adapters(jax.random.key(0), base_policy("recurrent").params, rank=1)["layers_0"]
-    assert {"/".join(path[:-1]) for path in flatten_dict(of_conv)} == {
-        *("conv/in_proj", "conv/out_proj"),
-        *(f"mlp/{p}_proj" for p in ("gate", "up", "down")),
-    }
+    assert names(of_conv) == {"conv/in_proj", "conv/out_proj", *(f"mlp/{p}_proj" for p in ("gate", "up", "down"))}
     assert chosen(r".*/(q|v)_proj") == {f"layers_{i}/self_attn/{p}_proj" for i in (0, 1) for p in "qv"}
     assert chosen("lm_head") == {"lm_head"}
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize(
@@ -235,8 +185,8 @@ def test_bad_options_are_refused(options, message):
 
 @pytest.mark.parametrize(
     ("alpha", "rank", "columns"),
-    [(0.9, 2, 12), (0.6, 1, 16), (0.6, 4, 32), (0.05, 2, 32), (1.0, 2, 2)],
-    ids=["side by side", "of rank 1", "as a matrix", "slowly", "copied"],
+    [(0.9, 2, 12), (0.6, 4, 32), (0.05, 2, 32), (1.0, 2, 2)],
+    ids=["side by side", "as a matrix", "slowly", "copied"],
 )
 def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, columns):
     """24 syncs, more than there are places for adapters: the weights of the reference, mixed one by one in float64."""

@@ -17,7 +17,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=[case[0].__name__ for case in CASES])
-@pytest.mark.parametrize(("i", "o"), [(6, 4), (4, 6), (5, 3), (1, 1), (8, 8)])
+@pytest.mark.parametrize(("i", "o"), [(6, 4), (4, 6), (1, 1)])
 def test_value_and_gradients(product, plain, shape, i, o):
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = jax.random.normal(keys[0], (7, i)), jax.random.normal(keys[1], shape(i, o))
@@ -39,7 +39,7 @@ def test_the_dtype_is_that_of_the_inputs(product):
 
 
 @pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=[case[0].__name__ for case in CASES])
-@pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
+@pytest.mark.parametrize("how", [jax.jit, jax.checkpoint], ids=["jit", "remat"])
 def test_forwards_twice_and_mapped(product, plain, shape, how):
     """Tangents, a gradient's tangents, and a map over both are those of the plain expression."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -62,7 +62,6 @@ def test_forwards_twice_and_mapped(product, plain, shape, how):
     jax.tree.map(close, derivatives(product), derivatives(plain))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
 def test_what_is_not_differentiated_costs_nothing(product):
     """The tangent of frozen weights is no product with zeros, nor their gradient one that is thrown away."""
@@ -73,7 +72,6 @@ def test_what_is_not_differentiated_costs_nothing(product):
             assert len(re.findall(r" dot\(", text)) <= 2, text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("product", "shape"), [(case[0], case[2]) for case in CASES[:2]], ids=["rows", "transposed"])
 @pytest.mark.parametrize(("i", "o"), [(8, 4), (4, 8)])
 def test_a_wide_left_side_is_written_out_before_its_gradient(product, shape, i, o):
@@ -84,7 +82,6 @@ def test_a_wide_left_side_is_written_out_before_its_gradient(product, shape, i, 
     assert ("lhs_contracting_dims={1}" in dot) == (shape(i, o)[0] >= shape(i, o)[1]), dot
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, matmul_transposed, matmul_by_columns])
 def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
     """Σ of 256 + 1 ones is 257, which bfloat16 does not have; the gradients are in the operands' dtype all the same."""
@@ -96,7 +93,6 @@ def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
     np.testing.assert_array_equal(product(x, w).astype(jnp.float32), 256.0)
 
 
-@pytest.mark.quick
 def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():
     """XLA's own rewriting would turn it round: into x by the rows of the turned weights."""
     keys = jax.random.split(jax.random.key(0))

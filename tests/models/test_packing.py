@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import packing
 from grpo_jax.models.packing import BLOCK, best_shape, pack, pack_best, padding_share, sequence_shapes, sequence_size
+
+pytestmark = pytest.mark.quick
 
 
 def rows_of(b=5, g=7, t=40, seed=0, shortest=0):
@@ -22,7 +23,6 @@ def only(sequence):
     return jax.tree.map(lambda x: x[0], sequence)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
 def test_every_token_stands_once(seed, size, block):
@@ -51,8 +51,13 @@ def test_every_token_stands_once(seed, size, block):
     assert shapes == [shapes[0]] * len(sequences), "one program for all sequences"
 
 
-@pytest.mark.quick
 def test_a_packed_sequence_gives_completions_back():
+    (sequence,) = pack(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
+    assert sequence.lengths.sum() == 0
+    assert (sequence.segments.number == -1).all(), "a batch without tokens is one empty sequence"
+    hole = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
+    (sequence,) = pack(np.arange(8).reshape(1, 2, 4), hole, size=8, block=4)
+    assert sequence.lengths[sequence.lengths > 0].tolist() == [3], "a hole does not end a row"
     tokens, mask = rows_of()
     for sequence in pack(tokens, mask, size=64, block=8):
         real = sequence.lengths > 0
@@ -64,22 +69,6 @@ def test_a_packed_sequence_gives_completions_back():
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
 
-@pytest.mark.quick
-def test_a_hole_in_a_mask_does_not_end_a_row():
-    mask = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
-    (sequence,) = pack(np.arange(8).reshape(1, 2, 4), mask, size=8, block=4)
-    assert sequence.lengths[sequence.lengths > 0].tolist() == [3]
-    assert sequence.tokens[0, :3].tolist() == [0, 1, 2]
-
-
-@pytest.mark.quick
-def test_a_batch_without_tokens_is_one_empty_piece():
-    (sequence,) = pack(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
-    assert sequence.lengths.sum() == 0
-    assert (sequence.segments.number == -1).all()
-
-
-@pytest.mark.quick
 def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
     tokens, mask = rows_of(shortest=30)
     with pytest.raises(ValueError, match="size must be a multiple of 8 and hold the longest completion, 40; got 32"):
@@ -88,14 +77,12 @@ def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
         pack(tokens, mask, size=44, block=8)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("tokens", "longest", "size"), [(1, 1, 64), (64, 64, 64), (65, 10, 128), (100, 300, 320)])
 def test_piece_size(tokens, longest, size):
     assert sequence_size(tokens, longest) == size
     assert size % BLOCK == 0
 
 
-@pytest.mark.quick
 def test_rows_that_end_at_random_leave_little_padding():
     """The benchmark's case: 8 × 8 rows that end with probability 1/64 at every token, at most 256."""
     shares = []
@@ -108,7 +95,6 @@ def test_rows_that_end_at_random_leave_little_padding():
     assert np.mean(shares) < 0.15
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
     tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
@@ -122,13 +108,6 @@ def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expect
         assert sequence.segments.reach == min(t // BLOCK, size // BLOCK - 1)
 
 
-@pytest.mark.quick
-def test_full_rows_leave_no_padding():
-    mask = np.ones((8, 8, 128), bool)
-    assert padding_share(pack(np.ones(mask.shape, int), mask, size=1024)) == 0
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("longest", [None, 20])
 def test_each_device_has_the_completions_of_its_own_prompts(longest):
     """Six prompts on three devices: what stands on one is what it has when its two prompts are all there are."""
@@ -156,21 +135,11 @@ def test_each_device_has_the_completions_of_its_own_prompts(longest):
         assert there.sum() == sequence.lengths.sum()
 
 
-@pytest.mark.quick
-def test_completions_of_a_few_tokens_fill_a_sequence_too():
-    """Eight prompts, a block of 64 tokens each: all of their sixteen completions of four tokens are in one sequence."""
-    mask = np.broadcast_to(np.arange(16) < 4, (8, 16, 16))
-    sequences = pack(mask.astype(np.int32), mask, size=512)
-    assert len(sequences) == 1
-    assert sequences[0].lengths.sum() == mask.sum() == 512
-
-
 def prompts_of(sequences, group):
     """Numbers of the prompts that each sequence has completions of."""
     return [sorted({int(i) // group for i in x.completions[x.lengths > 0]}) for x in sequences]
 
 
-@pytest.mark.quick
 def test_neighbours_have_sequences_of_their_own():
     """Prompts of one token each would all be in one sequence; two by two they are in three."""
     mask = np.arange(4) < np.ones((6, 2, 1), int)
@@ -183,37 +152,11 @@ def test_neighbours_have_sequences_of_their_own():
     assert prompts_of(on_two, 2) == [[0, 1], [2]], "each device counts its own three prompts"
 
 
-@pytest.mark.quick
-def test_the_best_shape_counts_what_neighbours_leave_empty():
-    shapes = sequence_shapes(512, 64, fused=False, batch_tokens=8 * 8 * 64)
-    lengths = np.full((8, 8), 8)  # 512 tokens: one sequence of eight prompts, and a quarter of one of two
-    assert best_shape(shapes, lengths, 64).size == 512
-    assert best_shape(shapes, lengths, 64, neighbours=2).size == 256
-
-
-@pytest.mark.quick
-def test_a_sequence_has_few_prompts_where_that_needs_no_more_sequences(monkeypatch):
-    """With one sequence open, a prompt's completions are in neighbouring sequences; with four, in any of four."""
-    prompts = {(1, 2, 4): 0, (4, 4): 0}  # of all sequences
-    for seed in range(20):
-        lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, (8, 8)), 256)
-        mask, counts = np.arange(256) < lengths[..., None], []
-        for tried in prompts:
-            monkeypatch.setattr(packing, "OPEN", tried)
-            sequences = pack(mask.astype(int), mask, size=512)
-            counts.append(len(sequences))
-            prompts[tried] += sum(map(len, prompts_of(sequences, 8)))
-        assert counts[0] == counts[1]
-    assert prompts[1, 2, 4] < 0.95 * prompts[4, 4], prompts
-
-
 def halves(tokens, t, *, batch_tokens):
-    """The shapes of half the size."""
     first, *others = sequence_shapes(tokens, t, fused=False, batch_tokens=batch_tokens)
     return [shape for shape in others if 2 * shape.size <= first.size]
 
 
-@pytest.mark.quick
 def test_only_batches_of_few_long_sequences_are_packed_in_halves():
     ((size, block, longest, whole),) = halves(512, 64, batch_tokens=8 * 512)
     assert (size, block, longest, whole) == (256, BLOCK // 2, 64, False)
@@ -223,7 +166,6 @@ def test_only_batches_of_few_long_sequences_are_packed_in_halves():
     assert halves(512, 256, batch_tokens=512)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lengths", "size", "count"),
     [

@@ -70,8 +70,7 @@ def test_what_no_tile_divides_is_left_to_jax(monkeypatch):
     np.testing.assert_allclose(ragged_dot(x, w, jnp.array([2, 4]), "triton"), one_by_one(x, w, [2, 4]), atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [3, 70])
-@pytest.mark.parametrize("biases", [False, True], ids=["plain", "with biases"])
+@pytest.mark.parametrize(("tokens", "biases"), [(3, False), (70, True)])
 def test_a_mixture_by_kernels(tokens, biases):
     """A few tokens, as in a decode step, and more than a tile of each expert."""
 

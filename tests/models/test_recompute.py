@@ -24,7 +24,6 @@ def compiled(**changes):
     return jax.jit(jax.grad(loss)).lower(params).compile(), params
 
 
-@pytest.mark.quick
 def test_recomputed_layers_hold_the_activations_of_one():
     """Of 256 tokens and 6 layers: gate, up and their product have 512 numbers a token; attention keeps more."""
     (kept, params), (again, _) = compiled(), compiled(remat=True, remat_on_cpu=True)
@@ -47,7 +46,6 @@ def function(weights, x, beside):
     return y, {"sum": jnp.sin(y).sum(), "at": beside["at"]}
 
 
-@pytest.mark.quick
 def test_gradients_are_those_of_the_function_whatever_is_among_its_arguments():
     def loss(apply):
         def of(weights, x, bias):

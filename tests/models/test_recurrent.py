@@ -10,7 +10,7 @@ from tiny import scored, tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.bounds import DecodeStep, count_weights, state_bytes
-from grpo_jax.models.cache import State, empty_like, slots_of, with_slots
+from grpo_jax.models.cache import State, empty_like
 from grpo_jax.models.layers import ConvShape, DeltaShape
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
@@ -66,16 +66,6 @@ def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
 
 
 @of_each_kind
-def test_padding_of_a_prompt_leaves_its_state_alone(kind):
-    prompt, _ = batch()
-    here = np.arange(P) < LENGTHS[:, None]
-    results = [call(kind, "prefill", np.where(here, prompt, other), LENGTHS) for other in (7, 8)]
-    states = [[x for x in prefix.layers if isinstance(x, State)] for _, prefix in results]
-    assert len(jax.tree.leaves(states[0])) == (4 if kind == "delta" else 2)
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@of_each_kind
 def test_a_chunk_with_gaps_is_its_tokens_one_by_one(kind):
     """Tokens that are not there, before those that are, as between the turns of completions."""
     prompt, rows = batch()
@@ -116,21 +106,6 @@ def test_the_convolution_and_its_tail_by_hand():
         np.testing.assert_allclose(after[0, g], line[-3:], atol=1e-6)
 
 
-@pytest.mark.quick
-@of_each_kind
-def test_a_state_is_as_large_after_any_number_of_tokens(kind):
-    _, prefix = call(kind, "prefill", batch()[0], LENGTHS)
-    short, long = (empty_like(prefix.layers, G, slots) for slots in (8, 800))
-    assert (slots_of(short), slots_of(long)) == (8, 800)
-    assert jax.tree.map(jnp.shape, with_slots(short, 800)) == jax.tree.map(jnp.shape, long)
-    size = lambda one: None if one is None else (B, one[0], G, *one[1:])  # as the configuration says
-    expected = [tuple(map(size, mixer.state)) for mixer in hybrid(kind)[0].config.recurrent]
-    states = [layer for layer in long if isinstance(layer, State)]
-    assert [(jnp.shape(x.memory) if x.memory is not None else None, x.tail.shape) for x in states] == expected
-    kept = [n for n in hybrid(kind)[0].config.recurrent[0].state if n is not None]
-    assert [x.shape for x in jax.tree.leaves(long[0])] == [(B, heads, G, *rest) for heads, *rest in kept]
-
-
 @of_each_kind
 def test_a_token_costs_a_recurrent_layer_the_same_after_any_number(kind):
     """XLA's count of a step of 64 completions, at token 100 and at token 10,000."""
@@ -149,7 +124,6 @@ def test_a_token_costs_a_recurrent_layer_the_same_after_any_number(kind):
     }
 
 
-@pytest.mark.quick
 @of_each_kind
 def test_weights_and_states_are_counted(kind):
     model, params = hybrid(kind)
@@ -166,10 +140,8 @@ def test_weights_and_states_are_counted(kind):
     assert steps[1].own == 2 * steps[0].own == 200 * 2 * 2 * 8 * 4  # of the one layer that has keys
 
 
-@of_each_kind
-def test_samples_are_scored_as_they_were_drawn_wherever_they_stand(kind):
-    """More prompts than places: completions enter where others have ended, move together, and the cache grows."""
-    model, params = hybrid(kind)
+def assert_scored_as_drawn(model, params):
+    """More prompts than slots: completions enter where others have ended, move together, and the cache grows."""
     prompts = make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
     how = {"num_generations": 4, "max_completion_length": 5 * BURST, "eos_token_ids": (3, 5)}
     all_at_once = generate(model, params, prompts, jax.random.key(0), **how)
@@ -177,5 +149,9 @@ def test_samples_are_scored_as_they_were_drawn_wherever_they_stand(kind):
     np.testing.assert_array_equal(all_at_once.tokens, some.tokens)
     lengths = all_at_once.mask.sum(axis=-1)
     assert lengths.min() < BURST < lengths.max()
-    again = scored(model, params, prompts, all_at_once)
-    np.testing.assert_allclose(again, all_at_once.log_probs, atol=1e-5)
+    np.testing.assert_allclose(scored(model, params, prompts, all_at_once), all_at_once.log_probs, atol=1e-5)
+
+
+@of_each_kind
+def test_samples_are_scored_as_they_were_drawn_wherever_they_stand(kind):
+    assert_scored_as_drawn(*hybrid(kind))

@@ -8,31 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import random_params, scored
+from test_recurrent import assert_scored_as_drawn
+from tiny import random_params
 
-from grpo_jax import generate, make_prompts
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, Work, count_weights, read_width
 from grpo_jax.models.cache import empty_like, slots_of, with_slots
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.lora import init_adapters
 from grpo_jax.models.packing import pack
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
 from grpo_jax.models.transformer import Transformer, projections
-from grpo_jax.rollout.ladder import BURST
 from grpo_jax.types import Prompts
 from grpo_jax.update.state import create_state, finish_update
 
 # A pair of layers, and two that are over its keys and values.
 SHAPE = TransformerConfig(
-    24,
-    16,
-    32,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
+    *(24, 16, 32, 6, 4, 2, 6),
     windows=(3, None) * 3,
     local_rope=Rope(theta=100.0),
     norms="sandwich",
@@ -87,15 +79,7 @@ def test_every_way_of_reading_gives_the_same(settings):
 
 
 def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
-    """More prompts than places: completions enter where others have ended, move together, and the cache grows."""
-    model, prompts = Transformer(SHAPE), make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
-    how = {"num_generations": 4, "max_completion_length": 5 * BURST, "eos_token_ids": (3, 5)}
-    all_at_once = generate(model, params(), prompts, jax.random.key(0), **how)
-    some = generate(model, params(), prompts, jax.random.key(0), batch_size=8, **how)
-    np.testing.assert_array_equal(all_at_once.tokens, some.tokens)
-    lengths = all_at_once.mask.sum(axis=-1)
-    assert lengths.min() < BURST < lengths.max()
-    np.testing.assert_allclose(scored(model, params(), prompts, all_at_once), all_at_once.log_probs, atol=1e-5)
+    assert_scored_as_drawn(Transformer(SHAPE), params())
 
 
 @pytest.mark.quick
@@ -111,25 +95,6 @@ def test_a_layer_over_others_keys_keeps_nothing():
     assert names == {"q_proj", "q_norm", "o_proj"}
 
 
-def test_a_prompt_is_read_by_the_layers_over_others_keys_at_its_last_token_only():
-    """By XLA's count, a prompt of 96 tokens more costs them next to nothing."""
-
-    def operations(layers, length):
-        shape = dataclasses.replace(SHAPE, num_layers=layers, windows=SHAPE.windows[:layers])
-        model = Transformer(dataclasses.replace(shape, shared_kv_layers=layers - 2, layer_input_size=0))
-        shapes = jax.eval_shape(lambda: random_params(model))
-        read = functools.partial(model.apply, lengths=jnp.array([length]), method="prefill")
-        lowered = jax.jit(read).lower({"params": shapes}, jax.ShapeDtypeStruct((1, length), jnp.int32))
-        weights = sum(kernel.size for _, kernel in projections(shapes))
-        return lowered.compile().cost_analysis()["flops"], weights
-
-    (short, weights), (long, _) = operations(6, 32), operations(6, 128)
-    (less_short, less_weights), (less_long, _) = operations(2, 32), operations(2, 128)
-    grown = (long - less_long) - (short - less_short)
-    assert 0 < grown < 0.05 * 2 * 96 * (weights - less_weights)
-
-
-@pytest.mark.quick
 def test_weights_keys_and_scores_are_counted():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
@@ -149,11 +114,3 @@ def test_what_is_not_trained_stays_as_it_is():
     moved = finish_update(state, gradient, jnp.bool_(True), optimizer=optimizer)
     np.testing.assert_array_equal(moved.params["layers_2"]["layer_scalar"], params()["layers_2"]["layer_scalar"])
     assert np.abs(moved.params["norm"]["scale"] - params()["norm"]["scale"]).min() > 0.01
-
-
-@pytest.mark.quick
-def test_adapters_go_beside_what_is_there():
-    adapters = init_adapters(jax.random.key(0), params(), rank=2)
-    names = {"/".join(str(key.key) for key in path[:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(adapters)}
-    assert {"layers_5/self_attn/q_proj", "layers_5/mlp/up_proj", "layers_5/per_layer_projection"} <= names
-    assert not any(name.startswith(("layers_5/self_attn/k", "per_layer")) for name in names)

@@ -14,6 +14,7 @@ from grpo_jax import generate, make_prompts
 from grpo_jax.devices.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
 from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layout import choose_ladder
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.rollout.variables import copies, decode_variables, variables_shape

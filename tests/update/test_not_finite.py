@@ -102,17 +102,9 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_nothing_lost(tmp_pat
 
     monkeypatch.setattr(collect, "_jit_advantages", spoilt)
     monkeypatch.setattr(PackedUpdater, "update", watched)
-    config = GRPOConfig(
-        num_generations=4,
-        per_device_train_batch_size=8,
-        max_completion_length=4,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        gradient_checkpointing=False,
-        max_steps=7,
-        num_iterations=2,
-        max_skipped_updates=3,
-    )
+    how = {"lr_scheduler_type": "constant", "gradient_checkpointing": False, "num_iterations": 2, "max_steps": 7}
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4}
+    config = GRPOConfig(**sizes, **how, logging_steps=1, max_skipped_updates=3)
     rows = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
     learn = functools.partial(train, dataset=rows, reward_fns=lambda completions: map(len, completions), config=config)
     cause = r"the advantage is nan at prompt 0, completion 3 of the batch \(prompt '.+', completion '.*'\)"

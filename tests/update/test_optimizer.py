@@ -102,24 +102,17 @@ def test_updates_are_those_of_pytorch_under_transformers(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("size", [1e-3, 10.0])
-def test_gradients_are_clipped_as_optax_does_and_no_second_gradient_is_held(size):
-    """A small gradient stays; of a large one that does, XLA would hold all clipped leaves beside the gradient."""
-    config = GRPOConfig(learning_rate=0.1)
-    ours = make_optimizer(config, 10)
-    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(make_schedule(config, 10), weight_decay=0.0))
+def test_no_second_gradient_is_held_to_clip_it():
+    """XLA would hold all clipped leaves together with the gradient, as it does for `optax.clip_by_global_norm`."""
+    optimizer = make_optimizer(GRPOConfig(learning_rate=0.1), 10)
     params = {str(i): jnp.zeros((64, 64 + i)) for i in range(20)}
-    grads = jax.tree.map(lambda x: jnp.asarray(size * RNG.normal(size=x.shape), x.dtype), params)
-    found, state = jax.jit(ours.update)(grads, ours.init(params), params)
-    expected, plain_state = jax.jit(plain.update)(grads, plain.init(params), params)
-    chex.assert_trees_all_close((found, state), (expected, plain_state), rtol=1e-5)
 
     def step(params, state, grads):
-        updates, state = ours.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, ours.init(params), grads).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(grads))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 @pytest.mark.quick
@@ -155,8 +148,8 @@ def test_updates_and_state_are_those_of_optax_adamw():
     ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(0.5), adamw)
     params = {"w": jnp.array([0.3, -2.0]), "b": jnp.ones(3)}
     mine, other = ours.init(params), theirs.init(params)
-    for step in range(5):
-        grads = jax.tree.map(lambda x, step=step: jnp.cos(x + step), params)
+    for step in range(5):  # with norms below and above the bound
+        grads = jax.tree.map(lambda x, step=step: 0.1 * 4**step * jnp.cos(x + step), params)
         updates, mine = ours.update(grads, mine, params, step=jnp.int32(step))
         expected, other = theirs.update(grads, other, params)
         chex.assert_trees_all_equal((updates, mine), (expected, other))

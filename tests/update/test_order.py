@@ -6,13 +6,14 @@ import pytest
 from grpo_jax.models.packing import pack
 from grpo_jax.update.order import parts_needed, plan_order
 
+pytestmark = pytest.mark.quick
+
 
 def random_needs(seed):
     rng = np.random.default_rng(seed)
     return [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
@@ -30,20 +31,17 @@ def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
     assert sorted(reads) == sorted(part for leg in legs for part in leg.backs) == sorted(set().union(*needs) or {0})
 
 
-@pytest.mark.quick
 def test_no_part_is_kept_longer_than_it_is_needed():
     legs = plan_order([{0, 1}, {1}, {3, 2}, {3}])
     assert [tuple(leg) for leg in legs] == [([0, 1], [0], [0]), ([], [1], [1]), ([2, 3], [2], [2]), ([], [3], [3])]
 
 
-@pytest.mark.quick
 def test_sequences_beside_each_other_are_one_leg_until_nothing_is_kept():
     legs = plan_order([{0, 1}, {1}, {2}, {3, 2}], at_once=True)
     assert [leg.sequences for leg in legs] == [[0, 1], [2, 3]]
     assert [sorted(leg.reads) for leg in legs] == [sorted(leg.backs) for leg in legs] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.quick
 def test_the_parts_of_a_sequence_are_those_of_its_completions_on_every_device():
     """Eight prompts of two completions on two devices, two prompts a part: the third on each has no tokens."""
     lengths = np.array([[4, 4], [4, 4], [0, 0], [4, 4], [4, 4], [4, 4], [0, 0], [1, 4]])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import random_params, scored, tiny_model, tiny_policy
+from tiny import scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
@@ -90,9 +90,8 @@ def assert_same_step(plain, packed_step):
     ],
     ids=lambda settings: settings["loss_type"],
 )
-@pytest.mark.parametrize("streams", [1, 2])
-def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
-    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: streams)
+def test_an_update_is_that_of_train_step(monkeypatch, settings):
+    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1 + ("top_p" in settings))
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings)
     assert_same_step(*both(*tiny_model(), batch(), config))
 
@@ -114,19 +113,6 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings, streams):
 def test_every_kind_of_layer_is_packed(shape):
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
-
-
-def test_the_packed_update_of_a_recurrent_model_is_the_padded_one_to_a_millionth():
-    """Qwen3.5's pattern; with weights nearer to those of a checkpoint, which blow up no rounding."""
-    shape = {"layers": 4, "mixers": ("delta",) * 3 + ("attention",), "delta": DELTA, "attention_gate": True}
-    model = Transformer(dataclasses.replace(tiny_model(**shape)[0].config, initializer_range=0.05))
-    params = random_params(model)
-    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
-    plain, packed_step = both(model, params, batch(), config)
-    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), plain[0], params)
-    assert max(jax.tree.leaves(moved)) > 0.05
-    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-6, rtol=0)
-    assert float(plain[1]["loss"]) == pytest.approx(float(packed_step[1]["loss"]), abs=1e-6)
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, True)}
@@ -186,19 +172,6 @@ def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again()
         steps.append(updater.update(state, batch())[0].params)
     chex.assert_trees_all_equal(steps[0], steps[1])
     assert optax.tree.norm(optax.tree.sub(steps[0], steps[2])) > 1e-3
-
-
-def test_what_stands_behind_the_end_of_a_row_is_never_seen():
-    b = batch()
-    poison = lambda x: jnp.where(b.mask, x, jnp.nan)
-    other = b.replace(
-        tokens=jnp.where(b.mask, b.tokens, 23),
-        sampling_log_probs=poison(b.sampling_log_probs),
-        ref_log_probs=poison(b.ref_log_probs),
-    )
-    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
-    one, two = (both(*tiny_model(), x, config)[1] for x in (b, other))
-    chex.assert_trees_all_equal(one, two)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -63,7 +63,6 @@ def count(calls, name):
     return len(calls.get(name, ()))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("learnt", [(), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
 def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
@@ -154,7 +153,6 @@ MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "
 """What two of the losses ask for."""
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("loss_type", "settings"),
     [
@@ -181,11 +179,11 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
     assert without == 0 or not learns_by_advantages(as_argument(tiny_model()[0]), config)
 
 
+@pytest.mark.quick
 def test_the_lessons_of_sft_have_no_advantages():
     assert not learns_by_advantages(as_argument(tiny_model()[0]), SFTConfig())
 
 
-@pytest.mark.quick
 def test_nothing_goes_back_in_the_program_that_measures():
     """By XLA's account: a third of the operations of a sequence with its gradient, and no room for one."""
     model, params = tiny_model(layers=4)

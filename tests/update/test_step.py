@@ -81,11 +81,12 @@ def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
     state, metrics = step(b, c)
     assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
-    expected = jax.tree.map(jnp.subtract, params, grads)
-    chex.assert_trees_all_close(state.params, expected, atol=2e-5)
+    chex.assert_trees_all_close(state.params, jax.tree.map(jnp.subtract, params, grads), atol=2e-5)
+    gap = jnp.where(b.mask, jnp.abs(plain_log_probs(params, b.tokens) - b.sampling_log_probs), 0).max()
+    assert float(metrics["sampler_gap"]) == pytest.approx(float(gap), rel=1e-4)
 
 
-CUTS = [(4, 4), (2, 4), (1, 4), (1, 2), (2, 1)]
+CUTS = [(4, 4), (1, 4), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_score_gives_the_log_probs_of_any_params():
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
     scored = jax.jit(score_batch, static_argnames=("model", "sampling", "micro"))
-    for micro in CUTS[:4:2]:
+    for micro in CUTS[:2]:
         got = scored(params, b.prompts, b.tokens, b.mask, model=model, sampling=Sampling(), micro=micro)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -153,39 +154,24 @@ def test_on_policy_is_the_ratio_of_one():
     """With the sampler's log-probs equal to the trainer's the two ways agree, in value and in the step they take."""
     _, params = model_and_params()
     b = batch()
-    b = b.replace(sampling_log_probs=jnp.where(b.mask, plain_log_probs(params, b.tokens), 0))
+    own = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
+    b = b.replace(sampling_log_probs=own, initial_log_probs=own, ref_log_probs=own - 0.5)
     one, metrics = step(b, config(), on_policy=True)
     other, others = step(b, config(), on_policy=False)
     chex.assert_trees_all_close(one.params, other.params, atol=1e-5)
     assert float(metrics["ratio_max"]) == 1.0
     assert float(others["sampler_gap"]) < 1e-5
     assert float(others["ratio_max"]) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_sampler_gap_is_the_largest_distance_of_log_probs():
-    _, params = model_and_params()
-    b = batch()
-    expected = jnp.where(b.mask, jnp.abs(plain_log_probs(params, b.tokens) - b.sampling_log_probs), 0).max()
-    assert float(step(b, config())[1]["sampler_gap"]) == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_kl_to_the_initial_policy_stands_beside_that_to_the_reference():
-    _, params = model_and_params()
-    b = batch()
-    own = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
-    _, metrics = step(b.replace(initial_log_probs=own, ref_log_probs=own - 0.5), config())
     assert float(metrics["kl_initial"]) == pytest.approx(0, abs=1e-6)
     assert float(metrics["kl"]) == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
 
 
 def test_the_adaptive_coefficient_starts_at_nothing_and_follows_the_entropy():
-    c = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=100.0, entropy_coef_delta=0.05)
-    state, metrics = step(batch(), c, entropy_coef=0.2, entropy_bonus=0.0)
-    assert float(metrics["entropy_bonus"]) == 0
-    assert (float(state.entropy_coef), float(state.entropy_bonus)) == (pytest.approx(0.25), pytest.approx(0.25))
-    c = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=0.0, entropy_coef_delta=0.05)
-    state, _ = step(batch(), c, entropy_coef=0.2, entropy_bonus=0.0)
-    assert (float(state.entropy_coef), float(state.entropy_bonus)) == (pytest.approx(0.15), 0.0)
+    for target, after in ((100.0, (0.25, 0.25)), (0.0, (0.15, 0.0))):
+        c = config(use_adaptive_entropy=True, entropy_coef=0.2, entropy_target=target, entropy_coef_delta=0.05)
+        state, metrics = step(batch(), c, entropy_coef=0.2, entropy_bonus=0.0)
+        assert float(metrics["entropy_bonus"]) == 0
+        assert (float(state.entropy_coef), float(state.entropy_bonus)) == pytest.approx(after)
 
 
 @pytest.mark.quick
