@@ -210,8 +210,8 @@ def plan(
         raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {needed} of them")
     if target.missing:
         raise ValueError(f"device is {device!r}: its compiler is not installed; pip install {target.missing}")
-    request = {"model": raw, "config": config.to_dict(), "prompt_length": prompt_length, "device": device}
-    request |= {"loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
+    request: Json = {"model": raw, "config": config.to_dict(), "prompt_length": prompt_length, "device": device}
+    request = {**request, "loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
     command, env = [sys.executable, "-m", "grpo_jax.planning"], os.environ | ENVIRONMENT
     done = subprocess.run(command, input=json.dumps(request), env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -99,7 +99,7 @@ def write_start(folder: str | Path, model: str | None = None) -> list[Path]:
     rows = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in _PAIRS] if model else []
     rows = rows or [{"word": word} for word in _WORDS]
     about = _ABOUT_SUMS | {"model": json.dumps(model)} if model else _ABOUT_LETTERS
-    run = _RUN.format(name=folder.resolve().name, **about)
+    run = _RUN.format_map(about | {"name": folder.resolve().name})
     contents = (run, "".join(json.dumps(row) + "\n" for row in rows), _LETTERS if model is None else _SUMS)
     for path, content in zip(files, contents, strict=True):
         path.write_text(content, encoding="utf-8")

@@ -209,7 +209,9 @@ def generate(
       num_generations: G ≥ 1.
       max_completion_length: T ≥ 1, in tokens; a completion that has not drawn an EOS by then is truncated.
       temperature: ≥ 0; 0 is greedy.
-      top_k, top_p, min_p: as in `sampling.Sampling`.
+      top_k: as in `sampling.Sampling`.
+      top_p: as there.
+      min_p: as there.
       eos_token_ids: any number of token ids that end a completion; the one that was drawn belongs to it.
       stop: texts that end a completion, found over the borders of tokens in what it spells, and not in its prompt; the
         token that completes one belongs to it, with all that it spells. Needs `tokenizer`.

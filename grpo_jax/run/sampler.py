@@ -31,7 +31,7 @@ from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.types import Batch, Completions, Json, Model, Params, Prompts, is_cached
+from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
@@ -165,7 +165,7 @@ class Request:
     ends: TurnEnds = BY_EOS
 
     @property
-    def arguments(self) -> Json:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of `generate` that the request decides."""
         return {
             "num_generations": self.num_generations,

@@ -12,7 +12,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, make_prompts
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.devices.sharding import lower_call, make_mesh, place
 from grpo_jax.models import packing, scoring
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
