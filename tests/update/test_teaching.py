@@ -20,7 +20,7 @@ from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
-from grpo_jax.update.teaching import Teacher
+from grpo_jax.update.teaching import Teacher, compare_padded
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 B, G, T, V = 4, 2, 12, 24
@@ -169,6 +169,11 @@ def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
     updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(model), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(params), atol=1e-5)
+
+
+@pytest.mark.quick
+def test_without_a_teacher_nothing_is_compared():
+    assert compare_padded(None, BASE, CONFIG) is None
 
 
 def test_on_a_mesh_the_gradient_is_that_of_one_device():
