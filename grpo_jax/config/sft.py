@@ -12,8 +12,7 @@ from grpo_jax.config import readers
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
-from grpo_jax.config.settings import Settings
-from grpo_jax.config.sizes import Sizes
+from grpo_jax.config.settings import Settings, Sizes
 
 
 def same_field(name: str) -> Any:

@@ -46,7 +46,7 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_wide_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.wide`).
+    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.matmul`).
 
     That is so on CPUs from jax 0.10 on, which has them made by the processor's matrix units. Before, such products were
     slower there than any.

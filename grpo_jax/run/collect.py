@@ -49,11 +49,10 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.beside import Beside
-from grpo_jax.run.groups import Groups, rollout_metrics, zero_signal
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
 from grpo_jax.run.sampler import Request, measured_by, mismatch
-from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import Groups, completion_rows, of_all_processes, rollout_metrics, score_own, zero_signal
 from grpo_jax.run.seams import context_of, place_parts
 from grpo_jax.run.teacher import with_teacher
 from grpo_jax.types import Batch, Completions, Params, Prompts

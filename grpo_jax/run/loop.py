@@ -22,8 +22,7 @@ from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.checkpoint import RESUME, Checkpoints
 from grpo_jax.run.collect import collect, request_of
-from grpo_jax.run.evaluate import evaluate_encoded
-from grpo_jax.run.evaluation import EvaluationSettings
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
@@ -344,7 +343,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
 
 
 def _evaluate(loop: _Loop, run: Run | SFTRun, state: TrainState) -> dict[str, float]:
-    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`run.evaluation`)."""
+    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`EvaluationSettings`)."""
     if isinstance(run, SFTRun):
         return evaluate_examples(run, state.params, interrupt=loop.signals.interrupt)
     assert run.eval_data is not None, "asked by the caller"
