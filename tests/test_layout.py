@@ -310,7 +310,7 @@ TESTED_ELSEWHERE = {
     "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",
-    "models.bounds": "experiments/test_benchmark.py",
+    "models.bounds": "rollout/test_ladder.py",
     "models.cache": "models/test_recurrent.py",
     "models.context": "models/test_transformer.py",
     "models.layers": "models/test_transformer.py",

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import batches
+from grpo_jax.config import settings
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
@@ -217,7 +217,7 @@ def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tu
     groups = taken[0].groups
     while True:
         kept = ~zero_signal(groups.rewards, config)
-        if kept.sum() >= count or len(taken) > batches.MAX_REFILLS:
+        if kept.sum() >= count or len(taken) > settings.MAX_REFILLS:
             break
         taken.append(next(rounds))
         groups = groups.join(taken[-1].groups)

@@ -18,10 +18,9 @@ from grpo_jax.rewards.extras import Extras
 from grpo_jax.rewards.parts import RewardParts
 from grpo_jax.rollout.played import Played
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.seams import PlacedParts
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Completions, Prompts, RewardFn, Tokenizer
+from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Tokenizer
 
 
 class Rewarded(NamedTuple):
@@ -143,6 +142,33 @@ def completion_rows(
 
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
+
+
+class PlacedParts(NamedTuple):
+    """Where in some completions their turns and rewards are.
+
+    Attributes:
+      turns: [B, G, T] int32 as `Sampled.turns`.
+      rewards: [B, G, T, K] float32 as from `place_rewards`; None where nobody asks.
+      scores: [B, G, K] float32, their sums.
+    """
+
+    turns: np.ndarray
+    rewards: np.ndarray | None
+    scores: np.ndarray
+
+    @property
+    def functions(self) -> int:
+        """K."""
+        return self.scores.shape[2]
+
+    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
+        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
+        t = batch.mask.shape[2]
+        if self.rewards is None:
+            return self._replace(turns=self.turns[:, :, :t])
+        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
+        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
 
 
 class Groups(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,40 +17,13 @@ from grpo_jax.messages import nearest, one_line, show
 from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
 from grpo_jax.rewards.parts import RewardParts, place_rewards
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import Rewarded
+from grpo_jax.run.scores import PlacedParts, Rewarded
 from grpo_jax.types import AdvantageFn, Batch, Completions
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
 Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
 """Keyword of an `AdvantageFn` → its array, or the shape of that."""
-
-
-class PlacedParts(NamedTuple):
-    """Where in some completions their turns and rewards are.
-
-    Attributes:
-      turns: [B, G, T] int32 as `Sampled.turns`.
-      rewards: [B, G, T, K] float32 as from `place_rewards`; None where nobody asks.
-      scores: [B, G, K] float32, their sums.
-    """
-
-    turns: np.ndarray
-    rewards: np.ndarray | None
-    scores: np.ndarray
-
-    @property
-    def functions(self) -> int:
-        """K."""
-        return self.scores.shape[2]
-
-    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
-        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
-        t = batch.mask.shape[2]
-        if self.rewards is None:
-            return self._replace(turns=self.turns[:, :, :t])
-        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
-        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
 
 
 def place_parts(

@@ -63,7 +63,7 @@ CPU_TOKENS = 512
 more, activations leave the cache."""
 
 WIDE_TOKENS = 1024
-"""Those where matrix units of a CPU multiply (`models.matmul.wide_sums`), and weights, rounded for each sequence, weigh more."""
+"""The same where matrix units of a CPU multiply (`models.matmul`), and rounding weights per sequence costs more."""
 
 ACCELERATOR_TOKENS = 32768
 """Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""

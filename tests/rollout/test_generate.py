@@ -12,8 +12,9 @@ import pytest
 from absl.testing import parameterized
 from tiny import scored, tiny_model
 
+from experiments.bounds import Work
 from grpo_jax import Completions, Prompts, generate, make_prompts
-from grpo_jax.models.bounds import DecodeStep, Work
+from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import ladder as ladder_module
@@ -231,7 +232,7 @@ def test_after_warm_up_nothing_is_compiled():
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():
-    """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
+    """`experiments.bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)
