@@ -200,11 +200,7 @@ def take_ahead(loop: _Loop, state: TrainState) -> None:
 
 
 def collect_batch(loop: _Loop, state: TrainState) -> None:
-    """Take the batch of an iteration from the dataset, or sample and score it, and what `rollout_ahead` samples.
-
-    Raises:
-      Interrupted: a signal came first.
-    """
+    """Take an iteration's batch from the dataset, or sample and score it; `Interrupted` if a signal came first."""
     run, progress = loop.run, loop.progress
     sizes = run.sizes
     if isinstance(run, SFTRun):
@@ -262,12 +258,9 @@ def log_if_due(loop: _Loop) -> None:
 
 
 def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
-    """Warn of the first skipped update, and end the run after `max_skipped_updates` in a row, saved.
+    """Warn of the first skipped update, and raise a `FloatingPointError` after `max_skipped_updates` in a row, saved.
 
-    A resumed run may skip as many again.
-
-    Raises:
-      FloatingPointError: names the value that was not finite, its prompt and its completion.
+    The error names the value that was not finite. A resumed run may skip as many again.
     """
     run, progress = loop.run, loop.progress
     step, most = progress.step, run.config.max_skipped_updates

@@ -145,12 +145,8 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 class PlacedParts(NamedTuple):
-    """Where in some completions their turns and rewards are.
-
-    Attributes:
-      turns: [B, G, T] int32 as `Sampled.turns`.
-      rewards: [B, G, T, K] float32 as from `place_rewards`; None where nobody asks.
-      scores: [B, G, K] float32, their sums.
+    """The turns [B, G, T] int32 of completions, as `Sampled.turns`; rewards [B, G, T, K] by `place_rewards`, or None if
+    not needed; and scores [B, G, K], their sums.
     """
 
     turns: np.ndarray

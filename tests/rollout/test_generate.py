@@ -232,7 +232,7 @@ def test_after_warm_up_nothing_is_compiled():
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():
-    """`experiments.bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
+    """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)
