@@ -241,13 +241,7 @@ class Batches(Settings):
         )
 
     def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the prompts that a run of `max_steps` samples at most, refills among them; None without `max_steps`.
-
-        Example:
-          >>> from grpo_jax import GRPOConfig
-          >>> GRPOConfig(max_steps=5, per_device_train_batch_size=16, num_iterations=2).most_prompts()
-          6
-        """
+        """Return the prompts that a run of `max_steps` samples at most, with refills; None without `max_steps`."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes(num_devices)

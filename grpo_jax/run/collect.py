@@ -42,7 +42,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
-from grpo_jax.run.sampler import Request, measured_by, mismatch
+from grpo_jax.run.sampler import Request, mismatch
 from grpo_jax.run.scores import Groups, completion_rows, of_all_processes, rollout_metrics, score_own, zero_signal
 from grpo_jax.run.seams import context_of, place_parts
 from grpo_jax.run.teacher import with_teacher
@@ -110,7 +110,7 @@ class _Rollouts:
         while True:
             start, cursor = cursor, cursor + self.count
             sampled = self.sampled(start, ahead)
-            measured = measured_by(run.sampler)  # before the engine begins with others
+            measured = dict(getattr(run.sampler, "measured", {}))  # before the engine begins with others
             coming_rows = run.numbers(cursor, self.count) if self.look_ahead else []
             if self.look_ahead and self.engine is not None:
                 with self.phase("rollout"):

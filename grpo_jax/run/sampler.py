@@ -89,11 +89,6 @@ def follows(sampler: Sampler | None) -> TypeGuard[Following]:
     return callable(getattr(sampler, "follow", None))
 
 
-def measured_by(sampler: Sampler | None) -> dict[str, float]:
-    """The numbers about its last call of an engine that measures; none of another."""
-    return dict(getattr(sampler, "measured", {}))
-
-
 def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
