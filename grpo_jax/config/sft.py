@@ -130,8 +130,6 @@ class SFTConfig(Settings):
     dynamic_sampling: ClassVar = False
     on_policy: ClassVar = True
     top_entropy_quantile: ClassVar = 1.0
-    importance_sampling_level: ClassVar = "token"
-    kl_estimator: ClassVar = "k3"
     beta: ClassVar = 0.0
     sync_ref_model: ClassVar = False
     ref_model_sync_steps: ClassVar = 1
@@ -139,12 +137,10 @@ class SFTConfig(Settings):
     distillation_coef: ClassVar = 0.0
     use_adaptive_entropy: ClassVar = False
     entropy_coef: ClassVar = 0.0
-    reward_weights: ClassVar = None
     log_completions: ClassVar = False
     num_completions_to_print: ClassVar = None
     eval_generations: ClassVar = 1
     eval_temperature: ClassVar = 1.0
-    rollout_batch_size: ClassVar = None
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
         """Yield the error lines of fields that don't go together."""
