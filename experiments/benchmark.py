@@ -37,9 +37,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.bounds import Work, peaks_of
 from experiments.common import use_compile_cache
 from grpo_jax import GRPOConfig, Policy, from_pretrained, init_policy, train
-from grpo_jax.models.bounds import Work, peaks_of
 
 WORKLOAD: dict[str, Any] = {
     "num_prompts": 8,

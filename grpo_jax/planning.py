@@ -33,9 +33,8 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.variables import copies
-from grpo_jax.run.beginning import decide_checkpointing, new_state
+from grpo_jax.run.beginning import abstract_batch, decide_checkpointing, new_state, rollout_call
 from grpo_jax.run.prepare import derive_run
-from grpo_jax.run.programs import abstract_batch, rollout_call
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples

@@ -110,7 +110,7 @@ class Batch(flax.struct.PyTreeNode):
       advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
       sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which the built-in sampler
         computes when it draws a token (`rollout.draw`), in every turn. They are the ratio's old log-probs, or if
-        there are `old_log_probs`, those (`update.objective`). Where `config.batches.Batches.on_policy` (a single
+        there are `old_log_probs`, those (`update.objective`). Where `GRPOConfig.on_policy` (a single
         update, by the policy that sampled) neither is read: the ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0; `run.collect` asks for them once,
         before the first update (`Updater.score`).

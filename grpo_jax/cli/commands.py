@@ -30,8 +30,7 @@ from grpo_jax.hub.peft import merge_lora, write_policy
 from grpo_jax.messages import some
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
-from grpo_jax.run.evaluate import evaluate_rows
-from grpo_jax.run.evaluation import EvaluationSettings
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft

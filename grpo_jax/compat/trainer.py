@@ -22,8 +22,7 @@ from grpo_jax.hub.publish import push_to_hub
 from grpo_jax.messages import nearest
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list, reward_names
-from grpo_jax.run.evaluate import evaluate_rows
-from grpo_jax.run.evaluation import EvaluationSettings
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.train import train
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer

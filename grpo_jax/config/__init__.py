@@ -2,6 +2,6 @@
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sizes import Sizes
+from grpo_jax.config.settings import Sizes
 
 __all__ = ["GRPOConfig", "Sizes", "run_problems"]

@@ -22,24 +22,10 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return an error line for each setting that does not fit what it is to be run with.
+    """Return an error line for each setting that does not fit the run; the settings are valid by themselves.
 
-    Args:
-      config: the run's settings, which are right by themselves.
-      num_devices: devices of the run (1 without a mesh).
-      num_rows: rows of the dataset that are left after long prompts were dropped.
-      num_reward_fns: K, reward functions.
-      num_eval_rows: rows of the evaluation dataset; None: there is none.
-      longest_prompt: tokens of the longest prompt; None: not known.
-      context_length: positions that the model has; None: not known.
-      num_experts: experts of each of its sparse layers, 0 where it has none; None: not known.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> config = GRPOConfig(reward_weights=[1.0, 0.5])
-      >>> for line in run_problems(config, num_devices=1, num_rows=100, num_reward_fns=1):
-      ...     print(line)
-      reward_weights = (1.0, 0.5): 2 weights for 1 reward function; give one weight per function, or None for 1.0 each
+    None is not known; of `num_eval_rows`, no dataset to evaluate on. `num_rows` counts rows left after long prompts
+    were dropped, and `num_experts` those of each sparse layer.
     """
     problems = list(device_problems(config, num_devices))
     if num_rows < 1:
@@ -106,16 +92,7 @@ def sft_problems(
     context_length: int | None,
     num_experts: int | None,
 ) -> list[str]:
-    """Return an error line for each setting of an SFT run that does not fit what it is to be run with.
-
-    Args:
-      config: the run's settings, which are right by themselves.
-      num_devices: devices of the run (1 without a mesh).
-      has_eval_data: whether there is a dataset to evaluate on.
-      longest: tokens of the longest example.
-      context_length: positions that the model has; None: not known.
-      num_experts: experts of each of its sparse layers, 0 where it has none; None: not known.
-    """
+    """Return an error line for each setting that does not fit the SFT run; arguments as in `run_problems`."""
     problems = list(mesh_problems(config, num_devices))
     if not has_eval_data:
         problems += missing_evaluation(config, "sft")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from grpo_jax.config import readers
-from grpo_jax.config.batches import Batches
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, LossType, NotNegative, Positive, setting
+from grpo_jax.config.settings import Batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

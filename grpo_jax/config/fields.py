@@ -1,8 +1,7 @@
 """Reading the fields of a settings class by their annotations, with error lines that a person can act on.
 
-A field's annotation is its rule: `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or
-`Annotated[..., reader]` with a function that reads it. Nothing here knows `GRPOConfig`, but for the names that its
-fields choose among.
+An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or `Annotated[...,
+reader]` with a function that reads the value.
 """
 
 import dataclasses

@@ -12,8 +12,7 @@ from grpo_jax.config import readers
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.contradictions import contradictions
 from grpo_jax.config.fields import Count, In, NotNegative, Positive, setting
-from grpo_jax.config.settings import Settings
-from grpo_jax.config.sizes import Sizes
+from grpo_jax.config.settings import Settings, Sizes
 
 
 def same_field(name: str) -> Any:
@@ -131,8 +130,6 @@ class SFTConfig(Settings):
     dynamic_sampling: ClassVar = False
     on_policy: ClassVar = True
     top_entropy_quantile: ClassVar = 1.0
-    importance_sampling_level: ClassVar = "token"
-    kl_estimator: ClassVar = "k3"
     beta: ClassVar = 0.0
     sync_ref_model: ClassVar = False
     ref_model_sync_steps: ClassVar = 1
@@ -140,12 +137,10 @@ class SFTConfig(Settings):
     distillation_coef: ClassVar = 0.0
     use_adaptive_entropy: ClassVar = False
     entropy_coef: ClassVar = 0.0
-    reward_weights: ClassVar = None
     log_completions: ClassVar = False
     num_completions_to_print: ClassVar = None
     eval_generations: ClassVar = 1
     eval_temperature: ClassVar = 1.0
-    rollout_batch_size: ClassVar = None
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
         """Yield the error lines of fields that don't go together."""

@@ -29,16 +29,7 @@ def _default_device() -> jax.Device:
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
-    """Return the dtype of matrix products that `GRPOConfig.compute_dtype` names, or for "auto" that of the devices.
-
-    Args:
-      name: "auto", or what is returned.
-      devices: those that compute, of one kind; none for the default device.
-
-    Example:
-      >>> compute_dtype("auto", jax.devices("cpu")), compute_dtype("bfloat16")
-      ('float32', 'bfloat16')
-    """
+    """The dtype of matrix products that `GRPOConfig.compute_dtype` names; "auto" is decided by the devices."""
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
@@ -46,13 +37,10 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_wide_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.wide`).
+    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.matmul`).
 
-    That is so on CPUs from jax 0.10 on, which has them made by the processor's matrix units. Before, such products were
-    slower there than any.
-
-    Args:
-      devices: those that compute, of one kind; none for the default device.
+    That is so on CPUs from jax 0.10 on, which multiplies by the processor's matrix units; before, it was the slowest
+    way.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 

@@ -87,23 +87,10 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
 
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
-    """Raise if a mesh would leave the large matrices of a decoder whole where it is to cut them.
+    """Raise a `ValueError` if a mesh would leave the large matrices of a decoder whole where it is to cut them.
 
-    Smaller things that do not divide (a vocabulary, heads of keys and values, a batch) are whole on every device.
-
-    Args:
-      axes: sizes of "data", "fsdp" and "tensor".
-      width: D of the model, which "fsdp" cuts.
-      heads: query heads, which "tensor" cuts.
-      channels: of the MLP, or of one expert; "tensor" cuts them too.
-
-    Raises:
-      ValueError: with the axis, its size, and the sizes that fit.
-
-    Example:
-      >>> check_fits({"tensor": 3}, width=64, heads=4, channels=128)
-      Traceback (most recent call last):
-      ValueError: mesh = {'tensor': 3}: tensor = 3 does not divide the model's 4 heads and 128 MLP channels; 1, 2, 4 do
+    "fsdp" cuts the width D, "tensor" the query heads and the channels of the MLP (or of one expert). Smaller dimensions
+    that do not divide (a vocabulary, heads of keys and values, a batch) are whole on every device.
     """
     whole = {
         "fsdp": (width, f"the model's width of {width}"),
@@ -119,22 +106,9 @@ def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Return the sharding of one parameter by `TABLE`.
+    """Return the sharding of one parameter by `TABLE`, from its names from the root to the leaf, and its shape.
 
-    Args:
-      path: names from the root to the leaf, such as ("layers_0", "self_attn", "q_proj", "kernel").
-      shape: of the parameter.
-      mesh: with any of the axes "data", "fsdp" and "tensor". An axis that it lacks cuts nothing, and neither does one
-        whose size does not divide the dimension: that dimension is whole on every device.
-
-    Returns:
-      A `NamedSharding` on `mesh`.
-
-    Example:
-      >>> import jax
-      >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
-      >>> parameter_sharding(("layers_0", "mlp", "down_proj", "kernel"), (8, 4), mesh).spec[1]
-      'fsdp'
+    A dimension is whole on every device if the mesh lacks its axis, or the size of the axis does not divide it.
     """
     name = "/".join(path)
     axes = next((axes for pattern, axes in TABLE if re.fullmatch(pattern, name)), ())
@@ -146,15 +120,7 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
 
 
 def parse_mesh(text: str) -> dict[str, int] | None:
-    """Sizes of a mesh as a command line has them; None for an empty text.
-
-    Raises:
-      ValueError: a text that is no list of axes and sizes.
-
-    Example:
-      >>> parse_mesh("data=2,fsdp=4"), parse_mesh("")
-      ({'data': 2, 'fsdp': 4}, None)
-    """
+    """Sizes of a mesh as a command line has them, data=2,fsdp=4; None for an empty text."""
     try:
         return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
     except ValueError as error:
@@ -245,8 +211,7 @@ def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
     """A model or its parameters, inside a compiled function, with rows of the embedding whole on each device.
 
     Tokens are cut over "fsdp", and so are the rows that they look up: without this, the partitioner reads the prompts
-    of all devices on each of them, and keeps their keys. For a rollout only: in an update, with its way back, the same
-    makes the partitioner keep the activations of all devices on each, which weighs far more than the lookup.
+    of all devices on each. For rollouts only: in an update it would keep the activations of all devices on each.
     """
     if mesh is None:
         return tree
@@ -262,13 +227,9 @@ def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def for_head(tree: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
-    """A model or its parameters, inside a compiled function, with the output head cut along the vocabulary alone.
+    """A model or its parameters, inside a compiled function, with the output head cut along the vocabulary by `axes`.
 
-    Cut along the other side, as it is kept, every device would have a part of each logit, and all of them would be
-    added up over the devices for every token.
-
-    Args:
-      axes: of the mesh, those that cut the vocabulary.
+    Cut along the other side, as it is stored, each logit would be a sum over devices, for every token.
     """
     if mesh is None:
         return tree
@@ -311,12 +272,9 @@ def split_sharding(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Tell the partitioner, inside a compiled function, how to cut an array whose first axis is that of prompts.
+    """Constrain, inside a compiled function, the sharding of an array [B, ...] and by `axes` of its further dimensions.
 
-    Args:
-      x: [B, ...].
-      mesh: None leaves it to the partitioner.
-      axes: mesh axes of the further dimensions; one that does not divide its dimension cuts nothing.
+    An axis that does not divide its dimension cuts nothing; without a mesh all is left to the partitioner.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
 

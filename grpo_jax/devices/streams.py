@@ -1,10 +1,8 @@
 """Independent parts of a batch on several threads, where that keeps a CPU's cores busy.
 
-XLA's CPU backend spreads one operation over the cores only if the operation is large. The steps of a decode are small:
-one core works and the other waits. Half of the groups on each of two threads are the same samples in less time. On
-GPUs and TPUs, where one program fills the device, nothing is split.
-
-`beside` is the other use of a thread: the device's work, while the caller's own thread is at the reward functions.
+XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small: half of the groups
+on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `beside` runs the device's
+work in a thread, while the caller's own thread runs the reward functions.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ def count_cores() -> int:
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """`[function(part) for part in parts]`, one thread per part; a failure is raised when all have ended.
 
-    Several parts are waited for. A single one is not: its arrays may still be on their way. What the function compiles
-    is to be `shared`.
+    Only several parts are waited for. What the function compiles is to be `shared`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -106,19 +103,10 @@ def in_turn(tree: Result) -> Result:
 
 @contextlib.contextmanager
 def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
-    """A function at work in a thread of its own while the block runs; the end of the block waits for it.
+    """Run a function in a thread while the block runs, and wait for it at the end; yields its future.
 
-    JAX keeps settings made by `with` to their thread: two that decide numbers and places,
-    `jax.default_matmul_precision` and `jax.default_device`, are taken along.
-
-    Yields:
-      A future, whose `result()` waits for what the function returns, or raises what it has raised.
-
-    Example:
-      >>> with beside(lambda: sum(range(10))) as coming:
-      ...     here = 1
-      >>> coming.result() + here
-      46
+    JAX keeps settings made by `with` to their thread: `jax.default_matmul_precision` and `jax.default_device`, which
+    decide numbers and places, are set in this one too.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device

@@ -82,15 +82,7 @@ class Target:
 
     @classmethod
     def read(cls, name: str) -> Target:
-        """A target by its name.
-
-        Raises:
-          ValueError: a name of no known kind or number.
-
-        Example:
-          >>> Target.read("H100"), Target.read("v5e-8")
-          (Target(kind='H100', count=1), Target(kind='v5e', count=8))
-        """
+        """A target by its name, H100 or v5e-8; a `ValueError` for no known kind or number."""
         found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
         kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
         counts = (
@@ -225,12 +217,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Bytes of the results of each kind of collective of a compiled program; in a loop, of one turn.
-
-    Example:
-      >>> collectives("x = bf16[8,16]{1,0} all-gather(y), z = (f32[4]{0}, f32[]) all-reduce(a, b)")
-      {'all-gather': 256, 'all-reduce': 20}
-    """
+    """Bytes of the results of each kind of collective of a compiled program; in a loop, of one turn."""
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

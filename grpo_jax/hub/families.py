@@ -13,6 +13,7 @@ from grpo_jax.hub.gemma4 import GEMMA4, gemma4
 from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
+    SEEING,
     Family,
     Fields,
     Keys,
@@ -20,10 +21,10 @@ from grpo_jax.hub.keys import (
     all_windows,
     biases_of,
     rope_of,
+    text_config,
     two_ropes,
     windows_of,
 )
-from grpo_jax.hub.multimodal import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.types import Json
 

@@ -35,10 +35,18 @@ from grpo_jax.hub.files import (
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
-from grpo_jax.hub.multimodal import sees
-from grpo_jax.hub.mxfp4 import unpacked, without_mxfp4
+from grpo_jax.hub.keys import sees
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
-from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
+from grpo_jax.hub.tensors import (
+    LAYOUTS,
+    Tensor,
+    abstract_params,
+    layout_of,
+    stacked_experts,
+    tensor_plan,
+    unpacked,
+    without_mxfp4,
+)
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized

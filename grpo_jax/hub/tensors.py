@@ -1,18 +1,20 @@
-"""Which tensor of a checkpoint is which part of which parameter."""
+"""Which tensor of a checkpoint is which part of which parameter, and the tensors that gpt-oss stores in MXFP4."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
-from grpo_jax.hub.multimodal import sees
+from grpo_jax.hub.files import Made, StoredTensor
+from grpo_jax.hub.keys import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
@@ -179,3 +181,52 @@ def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
     """Module names as Hugging Face writes them: model.layers.0.self_attn… for layers_0/self_attn/…"""
     first = re.sub(r"^layers_(\d+)$", r"layers.\1", modules[0])
     return (first, *modules[1:]) if first == "lm_head" else ("model", first, *modules[1:])
+
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
+
+_PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
+
+    weight = value(four bits) · 2^(scale − 127), which bfloat16 holds exactly (OCP Microscaling Formats 1.0)
+
+    Example:
+      >>> blocks = np.full((1, 16), 0x21, np.uint8)  # 0.5 and 1, again and again
+      >>> dequantize(blocks, np.array([128], np.uint8))[:4].tolist()
+      [1.0, 2.0, 1.0, 2.0]
+    """
+    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
+    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
+    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+def without_mxfp4(raw: Json) -> Json:
+    """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
+    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
+
+
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Made]:
+    """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
+    tensors: dict[str, StoredTensor | Made] = dict(stored)
+    for name in stored:
+        stem = name.removesuffix("_blocks")
+        if stem != name and f"{stem}_scales" in stored:
+            tensors[stem] = _made(stored[name], stored[f"{stem}_scales"])
+            del tensors[name], tensors[f"{stem}_scales"]
+    return tensors
+
+
+def _made(blocks: StoredTensor, scales: StoredTensor) -> Made:
+    """A tensor [E, in, out] in bfloat16, from blocks [E, out, in / 32, 16] of two weights a byte and their scales."""
+
+    def rows(first: int, count: int) -> np.ndarray:
+        return dequantize(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
+
+    experts, out, count, half = blocks.shape
+    return Made(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from grpo_jax.models.attention import attend, group_attention, packed_attention
 from grpo_jax.models.context import Context
@@ -24,7 +27,6 @@ from grpo_jax.models.layers import (
     tokens_of,
     unit_rms,
 )
-from grpo_jax.models.recompute import recomputed
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.sight import Kernel, implementation
@@ -266,3 +268,55 @@ def apply_alone(
 def apply_layer(layer, written, tied, variables, x, context):
     apply = functools.partial(layer.apply, mutable=written)
     return (recomputed(apply) if tied else apply)(variables, x, context)
+
+
+Result = TypeVar("Result")
+
+
+def recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The same function, of which nothing is kept for the backward pass but its arguments: `jax.checkpoint` for CPUs.
+
+    XLA's compiler for CPUs drops the optimization barriers of `jax.checkpoint` before it merges equal computations, so
+    nothing is saved. Here the second computation depends on the cotangent, and is a different one. It is not
+    differentiated forward or twice.
+
+    Args:
+      function: of pytrees of arrays. The first argument, such as weights, goes into the second computation as it is;
+        to the floating-point arrays of the others 0 · (elements of the cotangent) is added.
+
+    Example:
+      >>> square = recomputed(lambda weights, x: jnp.sin(weights * x) ** 2)
+      >>> round(float(jax.grad(square, argnums=1)(2.0, 0.5)), 4), round(float(2 * jnp.sin(2.0)), 4)
+      (1.8186, 1.8186)
+    """
+
+    @jax.custom_vjp
+    def call(*arguments: object) -> Result:
+        return function(*arguments)
+
+    def forward(*arguments: object) -> tuple[Result, tuple[object, ...]]:
+        return function(*arguments), arguments
+
+    def backward(arguments: tuple[object, ...], cotangents: Result) -> tuple[object, ...]:
+        first, *others = arguments
+        zero = functools.reduce(jnp.add, [0 * x.reshape(-1)[0] for x in jax.tree.leaves(cotangents) if _moves(x)])
+        tied = jax.tree.map(lambda x: x + zero.astype(x.dtype) if _moves(x) else x, others)
+        leaves, tree = jax.tree.flatten((first, *tied))
+        moving = [i for i, x in enumerate(leaves) if _moves(x)]
+
+        def of(*values: jax.Array) -> Result:
+            there = dict(zip(moving, values, strict=True))
+            return function(*jax.tree.unflatten(tree, [there.get(i, x) for i, x in enumerate(leaves)]))
+
+        _, pullback = jax.vjp(of, *(leaves[i] for i in moving))
+        found = dict(zip(moving, pullback(cotangents), strict=True))
+        none = [np.zeros(np.shape(x), jax.dtypes.float0) for x in leaves]
+        return jax.tree.unflatten(tree, [found.get(i, none[i]) for i in range(len(leaves))])
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _moves(x: ArrayLike) -> bool:
+    """Whether a gradient with respect to it exists."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

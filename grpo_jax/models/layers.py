@@ -170,7 +170,7 @@ class TransformerConfig:
         "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
         completions (`fused_step`); other steps with a cache write the scores out: they are small.
       mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
-      wide_sums: ask XLA for the products of bfloat16 matrices in float32 (`models.wide`); None: where that is fastest.
+      wide_sums: ask XLA for the products of bfloat16 matrices in float32 (`models.matmul`); None: if that is fastest.
       loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
         for all of them, at the cost of a copy of their weights at run time.
     """

@@ -29,7 +29,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.typing import DTypeLike
 
-from grpo_jax.models.wide import wide_product, wide_sums
+from grpo_jax.models.matmul import wide_product, wide_sums
 
 NF4 = np.array(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

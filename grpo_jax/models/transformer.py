@@ -26,11 +26,10 @@ from grpo_jax.models.block import Layer, apply_alone
 from grpo_jax.models.cache import State, slots_of
 from grpo_jax.models.context import Context
 from grpo_jax.models.layers import LayerKind, Linear, RMSNorm, TransformerConfig
-from grpo_jax.models.matmul import matmul_transposed
+from grpo_jax.models.matmul import matmul_transposed, wide_sums
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sight import Kernel, Sight, implementation
-from grpo_jax.models.wide import wide_sums
 
 
 class Embedding(nn.Module):

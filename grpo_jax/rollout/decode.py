@@ -176,18 +176,13 @@ def decode(
     Args:
       model: as an argument of a compiled function.
       variables: that it is applied to.
-      cache: of the stream, which comes without it, because it alone is donated: its memory is that of the new one.
-      stream: completions of one turn, or those of several of which some have not ended their turns.
-      slot: the next one, of those that have not ended.
+      cache: of the stream, which comes without it: it alone is donated.
+      stream: completions of one turn, or of several turns if some have not ended their turns.
       count: tokens to draw at most, one number; of several turns [B, G].
-      settings: static.
-      steps: the most tokens of a call.
-      fixed: all `steps`, whatever `count` is and who has ended. A GPU or a mesh would otherwise wait at every step for
-        somebody to look whether there is another one.
-      mesh: of the params.
+      fixed: make all `steps`, whatever `count` is: on a GPU or a mesh, a loop that may end early waits for the host.
 
     Returns:
-      What of the stream is new (cache, token, ended and stop_state), and what was drawn.
+      The stream's new cache, token, ended and stop_state, and what was drawn.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))

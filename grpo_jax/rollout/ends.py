@@ -20,13 +20,10 @@ _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = wea
 
 
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
-    """Return the automaton of stop strings over a tokenizer's vocabulary; remembered.
+    """Return the automaton of stop strings over a tokenizer's vocabulary; cached.
 
-    A text is looked for in what the tokens of a turn spell, byte by byte, from its first token on. Special tokens spell
-    nothing, and a leading space counts where a tokenizer would take it away.
-
-    Raises:
-      ValueError: no tokenizer; a string with a special token in it, or that no tokens spell.
+    It reads the bytes of a turn's tokens, from the first on; special tokens have none. Raises a `ValueError` without a
+    tokenizer, or for a string with a special token, or that no tokens spell.
     """
     if tokenizer is None:
         raise ValueError(f"stop = {show(list(strings))}: texts are found in tokens by a tokenizer: give tokenizer too")
@@ -48,16 +45,8 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
 
 
 class TurnEnds(NamedTuple):
-    """The ends of a turn of the policy, or of a completion of one turn, beside an EOS.
-
-    Attributes:
-      stop: texts.
-      stop_token_ids: ids.
-      max_turn_length: tokens; None: as many as there is room for.
-
-    Example:
-      >>> TurnEnds.read("</answer>", [7], None)
-      TurnEnds(stop=('</answer>',), stop_token_ids=(7,), max_turn_length=None)
+    """The ends of a turn of the policy, or of a completion of one turn, other than EOS: texts, ids, and a length in
+    tokens.
     """
 
     stop: tuple[str, ...] = ()

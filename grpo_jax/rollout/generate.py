@@ -1,14 +1,11 @@
-"""Completions of prompts: each prompt read once, one compiled decode, completions that have ended left behind.
+"""Completions of prompts: each prompt read once, one compiled decode, ended completions left behind.
 
-Every random number is found by counting. Completion (b, g) of a call with `key` draws its token t with
-fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). So a sample depends neither on the completions beside it
-nor on how they are laid out over devices, cut into batches, or moved together when others have ended.
+Completion (b, g) of a call with `key` draws its token t with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t): a
+sample does not depend on the other completions, on devices, batches, or moves between layouts.
 
-Decoding goes in bursts of a few steps. Inside one, everything is on the device. Between two, the host looks which
-completions have ended, and gives their places to prompts that wait. Once none waits, it moves the living completions
-to a smaller layout (`ladder`). The cache grows to the next number of slots, so that attention looks at few that nobody
-has reached; where prompts wait it is a ring. All completions write their keys to the same slot, and one that came later
-begins in a later slot:
+Decoding runs in bursts of a few steps on the device. Between two, the host gives the places of ended completions to
+waiting prompts; once none waits, it moves the others to a smaller layout (`ladder`). The cache grows in few steps, or
+is a ring if prompts wait. All completions write to the same slot, and later ones begin in a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
@@ -60,12 +57,8 @@ Watch = Callable[[np.ndarray, np.ndarray], None]
 def _generate_in_bursts(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
     """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
 
-    At most `at_once` groups stand on the device; the others wait, and enter some at a time. On a mesh, where each
-    device has its own groups, completions are moved together inside them, and those that wait enter when all have
-    ended.
-
-    Returns:
-      `Completions` in NumPy's arrays.
+    At most `at_once` groups are on the device, and the others enter some at a time; on a mesh completions move inside
+    their device, and waiting prompts enter when all have ended. Returns NumPy's arrays.
     """
     (b, g), table = rollout.keys.shape, rollout.table
     if rollout.mesh is not None and at_once < b:

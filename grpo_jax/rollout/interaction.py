@@ -76,9 +76,7 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
 class EnvironmentReward:
     """`get_reward` of each completion's environment, as a reward function named after the environments' class.
 
-    Args:
-      name: of the class.
-      factories: the keys of its factories and of those of its subclasses; None where one factory makes all.
+    `factories` are the keys of its factories and its subclasses'; None where one factory makes all.
     """
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
@@ -107,15 +105,9 @@ def make_interaction(
     on_error: str = "raise",
     ends: TurnEnds = BY_EOS,
 ) -> Interaction | None:
-    """Make the `Interaction` of a run from its tools and environments; None where there are neither.
+    """Make the `Interaction` of a run, which has its arguments' names; None without tools and environments.
 
-    Args:
-      environment_factory: likewise. Each factory is called once here, to see what it makes.
-      chat_template_kwargs, most_calls, seconds, on_error, ends: of the config, as `Interaction` has them.
-
-    Raises:
-      ValueError: tools or environments that cannot be used, or not with these rows or this chat template. Of several
-        faults, all.
+    Each factory is called once. A `ValueError` lists all that cannot be used, or not with these rows or chat template.
     """
     if not tools and environment_factory is None:
         return None

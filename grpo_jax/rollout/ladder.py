@@ -44,12 +44,7 @@ WORTH_A_MOVE = 0.8
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Slots of a cache for all but the last of `length` tokens, which nobody looks at; `fixed` as in `Ladder`.
-
-    Example:
-      >>> whole_cache(2048, fixed=False), whole_cache(2048, fixed=True)
-      (2047, 2048)
-    """
+    """Slots of a cache for all but the last of `length` tokens, which is never read; `fixed` as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
@@ -95,14 +90,6 @@ class Ladder:
           waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
           turns: whether completions have several, which are as many bursts as they need.
           grows: whether a step looks at all slots, so that a cache of few is faster while few are full.
-
-        Example:
-          >>> step = DecodeStep(weights=10.0, prompt=1.0, own=2.0, products=5.0)
-          >>> Ladder.of(8, 8, 24, step).shapes  # two bursts of twelve tokens, and one move between them
-          ((8, 8), (32, 1))
-          >>> ladder = Ladder.of(8, 8, 256, step)
-          >>> ladder.shapes, ladder.slots
-          (((8, 8), (32, 1), (16, 1), (8, 1)), (64, 128, 255))
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
         # Where a cache grows, a burst ends; a short rollout has equal bursts, so that few steps are beyond its end.
@@ -137,11 +124,8 @@ class Ladder:
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Which completions go to the layout after the `at`-th, as groups [B''] and order [B'', G'']; None: too many.
-
-        Args:
-          at: the present layout, not the last.
-          alive: [B', G'] completions that have not ended.
+        """Completions for the layout after the `at`-th, as groups [B''] and order [B'', G'']; None if too many are
+        `alive` [B', G'].
         """
         groups, width = self.shapes[at + 1]
         # Fillers are completions that have ended: they draw nothing.
@@ -158,11 +142,10 @@ class Ladder:
 
 
 def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """The layout after [groups, width]; None: none is worth it.
+    """The layout after [groups, width]; None if none is cheaper by enough.
 
-    One of three: narrower groups, which read each prompt once and have to be as wide as the widest, if they are cheaper
-    by a quarter than as many completions each with a prompt of its own; else such completions, down to the fewest in
-    equal strides; where prompts cost nearly all, fewer groups.
+    Narrower groups, as wide as the widest, read each prompt once; they are taken if cheaper by a quarter than as many
+    completions each with its own prompt. Else such completions, down to the fewest in equal strides; or fewer groups.
     """
 
     def cost(shape: tuple[int, int]) -> float:

@@ -63,21 +63,9 @@ class Played(NamedTuple):
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
-    """Return the turn that each drawn token belongs to, from 0; −1 for tokens that were not drawn.
+    """Return [B·G, T] int32, the turn that each drawn token belongs to, from 0; −1 for tokens that were not drawn.
 
-    By the lengths of the turns, and not by the gaps between them: what an environment says may have no token.
-
-    Args:
-      drawn: [B·G, T] bool.
-      played: B·G records.
-
-    Returns:
-      [B·G, T] int32.
-
-    Example:
-      >>> one = Played([], [], None, EpisodeCounts(), lengths=[2, 1])
-      >>> turn_ids(np.array([[True, True, False, True, False]]), [one]).tolist()
-      [[0, 0, -1, 1, -1]]
+    By the lengths of the turns, and not by the gaps between them: an observation may have no token.
     """
     ids = np.full(drawn.shape, -1, np.int32)
     for row, own, one in zip(ids, drawn, played, strict=True):

@@ -33,9 +33,6 @@ def decode_call(
     """The decode of all completions that are on the devices at a time, in one stream with a whole cache.
 
     A call of shapes, by the arguments of `generate`; None for a model without a cache.
-
-    Args:
-      model, params: arrays or their shapes.
     """
     if not is_cached(model):
         return None

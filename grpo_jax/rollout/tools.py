@@ -229,21 +229,8 @@ def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
 def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
     """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
 
-    Names are checked, that required ones are there, and that numbers, truth values and lists are such by the schema. A
-    value that says the same in another type becomes it: "3" for an integer, 3 for text.
-
-    Args:
-      tool: the tool that is called.
-      arguments: of a parsed call: a dict, JSON text of an object (as some templates write it), or None for no argument.
-
-    Returns:
-      A dict that shares nothing with `arguments`, which the conversation keeps; or a text.
-
-    Example:
-      >>> schema = {"function": {"parameters": {"properties": {"word": {"type": "string"}}, "required": ["word"]}}}
-      >>> guess = Tool("guess", print, schema)
-      >>> bind_arguments(guess, '{"word": "tree"}'), bind_arguments(guess, {"wort": "tree"})
-      ({'word': 'tree'}, "guess: unknown argument 'wort' (did you mean 'word'?); missing argument 'word'")
+    Names, required arguments and types are checked by the schema; "3" for an integer or 3 for text are converted.
+    `arguments` are a dict, JSON text of an object, or None; the result shares nothing with them.
     """
     if isinstance(arguments, str):
         try:
@@ -305,22 +292,11 @@ def _kind(value: object) -> str:
 
 
 def call_within(seconds: float | None, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call a function, sync or async, and wait for its result for so many seconds at most.
+    """Call a function, sync or async, and wait at most `seconds` (None: no limit) for its result.
 
-    A function that takes longer goes on in its thread, which nothing can end, and what it returns is thrown away; one
-    that is awaited is cancelled.
-
-    Args:
-      seconds: None: however long it takes.
-      function: sync, then it runs in a thread of its own; or async, then on the loop that async rewards share.
-
-    Raises:
-      TimeoutError: it took longer.
-      Exception: whatever it raises; a `SystemExit` too, which would otherwise end only its thread.
-
-    Example:
-      >>> call_within(5.0, lambda x: x + 1, 2)
-      3
+    A sync function runs in its own thread, which cannot be ended: its late result is dropped. An async one runs on the
+    loop of async rewards, and is cancelled. Raises a `TimeoutError`, or what the function raises, `SystemExit`
+    included.
     """
     outcome: list[Any] = []
 
@@ -356,18 +332,10 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Return what a tool or an environment gave back as text for the policy; never raises.
+    """Return what a tool or an environment returned as text for the policy; never raises.
 
-    Text is left as it is, bytes are decoded, None is no text; lists, dicts, numbers and truth values become JSON,
-    anything else what `str` says of it. Whatever is not Unicode is replaced.
-
-    Args:
-      value: anything.
-      limit: characters ≥ 0 that are kept; behind them stands a note of how many were left out.
-
-    Example:
-      >>> as_text({"left": [1, None]}), as_text(b"caf\\xc3\\xa9"), as_text(None), as_text("abcdef", limit=4)
-      ('{"left": [1, null]}', 'café', '', 'abcd\\n[2 more characters were left out]')
+    Bytes are decoded, None is no text, JSON values become JSON, and all else is `str`; what is not Unicode is replaced.
+    After `limit` characters a note says how many were left out.
     """
     try:
         text = _text(value)

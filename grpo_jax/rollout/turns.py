@@ -133,12 +133,10 @@ class _Play:
         self.slot += self._take(self.completions, drawn)
 
     def _take(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Take in what was drawn of completions [B', G'], −1 for nobody's.
+        """Record what was drawn of completions [B', G'] (−1 marks an empty slot), and return the steps made, 0 if all
+        turns ended.
 
-        Those whose turns have just ended are asked for, and those that have no room for another token let go.
-
-        Returns:
-          How many steps were made: none after all turns had ended.
+        Turns that have just ended are answered; completions without space for another token are dropped.
         """
         table, drawn, settings = self.table, fetch(drawn), self.rollout.settings
         mask = drawn[2]
@@ -281,46 +279,21 @@ def generate_turns(
     batch_size: int | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Completions:
-    """Sample completions of several turns: an EOS or `stop` ends a turn, and `answers` says how it goes on.
+    """Sample completions of several turns: an EOS or `stop` ends a turn, and `answers` says how it continues.
+
+    Arguments are those of `generate`, except for the following. A model needs a cache.
 
     Args:
-      prompts: tokens [B, P] int32 right-padded, lengths [B].
-      key: a typed PRNG key, consumed; token t of completion (b, g), counted with the observed ones, is drawn with
-        fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t).
-      num_generations: G ≥ 1.
-      max_completion_length: T ≥ 1, in tokens, of all turns with their observations. A completion whose observation
-        does not fit, with one token more, ends there as truncated.
-      temperature, top_k, top_p, min_p, eos_token_ids, pad_token_id, prompt_indices: as in `generate`.
-      stop, stop_token_ids, tokenizer: likewise; a text is looked for in each turn anew, and in no observation.
-      max_turn_length: tokens of a turn, which is then answered as if it had ended; None: as many as there is room for.
-      batch_size: completions that stand on the device at a time, in whole groups; None: all.
-      interrupt: called on the host every few tokens and while it waits; what it raises ends the sampling.
+      key: token t of completion (b, g), counted with the observed ones, is drawn as in `generate`.
+      answers: returns the tokens that follow a turn; what it raises ends the sampling.
+      max_completion_length: T ≥ 1, in tokens, of all turns with their observations. A completion whose observation does
+        not fit, with one token more, ends there as truncated.
+      stop: is searched in each turn separately, and not in observations.
+      max_turn_length: tokens of a turn, which is then answered as if it had ended; None: as many as fit.
 
     Returns:
       `Completions` in NumPy's arrays. `mask` is True on what was drawn, `present` on what was observed too, `ended`
-      where `answers` returned None.
-
-    Raises:
-      ValueError: a model without a cache, or sampling settings that make no sense.
-      Exception: what an answer raises.
-
-    Example:
-      >>> import jax
-      >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.layers import TransformerConfig
-      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
-      >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))
-      >>> params = model.init(jax.random.key(0), prompts.tokens)["params"]
-      >>> def answers(completion, turn, room):
-      ...     promise = Future()
-      ...     promise.set_result([7, 7])
-      ...     return promise
-      >>> completions = generate_turns(
-      ...     model, params, prompts, jax.random.key(1), answers,
-      ...     num_generations=4, max_completion_length=40, eos_token_ids=range(8),
-      ... )
-      >>> bool((completions.tokens[completions.present & ~completions.mask] == 7).all())
-      True
+        where `answers` returned None.
     """
     sampling, mesh = Sampling(temperature, top_k, top_p, min_p), mesh_of(params)
     shards = shard_count(mesh)

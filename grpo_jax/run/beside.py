@@ -29,13 +29,7 @@ from grpo_jax.types import Params
 
 
 class Beside:
-    """The thread in which an engine samples, one batch at a time.
-
-    A context manager: leaving it gives up a batch that is still being sampled.
-
-    Args:
-      run: whose `sampler` is an engine that follows (`Run.samples_beside`).
-    """
+    """The thread in which an engine samples, one batch at a time; leaving the context abandons an unfinished batch."""
 
     def __init__(self, run: Run):
         self._run, self._given_up = run, threading.Event()
@@ -63,12 +57,8 @@ class Beside:
         request: Request,
         interrupt: Callable[[], None],
     ) -> None:
-        """Give the engine its params, and let it begin with these rows, the prompts from `cursor` on.
-
-        Args:
-          params: to sample from; they may change when this returns.
-          key, interrupt: as in `generate`.
-          request: how the completions are asked for.
+        """Give the engine `params`, which may change after this returns, and let it begin with the prompts from
+        `cursor` on.
         """
         run = self._run
         assert not self.busy, "one batch at a time"
@@ -92,10 +82,8 @@ class Beside:
         self._coming = self._thread.enter_context(beside(sample_them))
 
     def result(self, params: Params) -> Sampled:
-        """Wait for the completions; their old log-probs are those by `params`, which `begin` was given, or equal ones.
-
-        Raises:
-          Exception: whatever has ended the sampling.
+        """Wait for the completions, with old log-probs by `params`, those of `begin`; raises what has ended the
+        sampling.
         """
         assert self._coming is not None, "begun before"
         coming, self._coming = self._coming, None

@@ -4,20 +4,16 @@
 checkpoints/40/   params   what is exported
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the batch, if some of its updates are still to be made
-                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`);
-                           those that an engine is still at are asked for again by the run that goes on
+                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
                   told     of several turns, their transcript, as the bytes of a JSON text
                   and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
 ```
 
-Not in it are a frozen base of adapters and a teacher that is another policy: what they are is compared on resume.
+A frozen base of adapters and a teacher policy are not saved, but compared on resume. `run.loop` saves where
+`Checkpoints.due` says so, on a signal or a `StopRun`, and before an error ends the run.
 
-It is written where `Checkpoints.due` says so (`save_steps`, the last step, `save_minutes`), on a signal or a `StopRun`,
-before an error ends the run (one of a function, an environment or an engine; too many skipped updates), and in no other
-case; who asks is `run.loop`.
-
-Orbax writes each checkpoint in the background, under a temporary name, and renames it when it is whole; what a kill
-leaves behind is ignored. The arrays are copied when `save` is called: the next update may consume them at once.
+Orbax writes in the background, under a temporary name, and renames when all is written; the remains of a kill are
+ignored. The arrays are copied when `save` is called: the next update may consume them at once.
 """
 
 from __future__ import annotations
@@ -54,14 +50,8 @@ _PAUSE = 20  # a checkpoint by the clock comes at least 20 times as long after t
 
 
 class Restored(NamedTuple):
-    """The moment that a run goes on from.
-
-    Attributes:
-      state: the training state.
-      progress: the counters on the host; None at the start of a new run.
-      batch: the batch of which some updates are still to be made, or None.
-      ahead: completions that were sampled for the next iteration, or None.
-      transcript: of their turns, the bytes of a JSON text; None where there is one turn.
+    """The moment that a run resumes from: state, counters (None for a new run), unfinished batch, completions sampled
+    ahead, and their transcript as the bytes of a JSON text.
     """
 
     state: TrainState
@@ -72,13 +62,10 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run directory; without a directory, nothing is written and nothing found.
+    """The checkpoints of a run directory; without a directory, nothing is written or found.
 
-    A context manager: leaving it waits for a save that is still being written. `about` is what the run is begun with,
-    from `resume.describe`.
-
-    Raises:
-      OSError: from `save`, `wait` and at the end: a checkpoint could not be written (a full disk), and what to do.
+    A context manager: leaving it waits for a save in progress. `about` is from `resume.describe`. `save`, `wait` and
+    leaving raise an `OSError` if a checkpoint could not be written (a full disk).
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
@@ -209,8 +196,7 @@ class Checkpoints:
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
         """Return with `load_best_model_at_end` the state of the best checkpoint, else `state`.
 
-        The arrays of `state` are deleted before others are read: there is room for one. Where no checkpoint has the
-        metric, `state` stays, with a warning.
+        The arrays of `state` are deleted before others are read, so that only one state is in memory.
         """
         if not self._config.load_best_model_at_end:
             return state
@@ -234,18 +220,15 @@ class Checkpoints:
         return jax.tree.map(as_target, state) if self.steps() else state
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
-        """Return the moment of the newest checkpoint that can be read.
+        """Return the newest checkpoint that can be read; at the start of a new run `state` alone.
 
         Args:
-          state: the state at step 0, whose shapes and devices the arrays get, or its `target`.
-          resume: "auto" goes on with what is there; "must" demands it; "never" refuses it.
-
-        Returns:
-          `Restored`; of `state` alone at the start of a new run.
+          state: the state at step 0, or its `target`; arrays get its shapes and devices.
+          resume: "auto", "must" (there has to be a checkpoint) or "never" (there must not be a run).
 
         Raises:
-          ValueError: the run in the directory was begun with other settings, data or models (all differences are
-            listed); none of its checkpoints can be read; or there is, or is not, a run against what `resume` asks.
+          ValueError: other settings, data or models (all differences listed), no readable checkpoint, or against
+            `resume`.
         """
         steps, where = self.steps(), f"run_dir = {str(self._run_dir)!r}"
         if resume == "must" and not steps:
@@ -299,10 +282,7 @@ class Checkpoints:
         return json.loads(metadata["about"])
 
     def _load(self, step: int, state: TrainState, about: Json) -> Restored:
-        """Read one checkpoint, shaped and placed like `state`.
-
-        Each process reads for itself and waits for none, since one of them may fail; `tried_by_all` compares.
-        """
+        """Read one checkpoint, shaped and placed like `state`; no process waits for another, since one may fail."""
         from orbax.checkpoint import v1 as ocp
 
         own = jax.process_index()
@@ -367,9 +347,8 @@ class Checkpoints:
 
 
 def _clear_away(directory: Path) -> None:
-    """Remove what an interrupted save has left; parts of one that failed in this process may still be coming in.
-
-    Orbax would do it too, but beside the first save, which fails with it if a file comes in between.
+    """Remove what an interrupted save has left, before the first save, which would fail if orbax met files that another
+    thread of this process is still writing.
     """
     deadline = time.monotonic() + 10
     while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:

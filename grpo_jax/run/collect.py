@@ -1,29 +1,20 @@
 """One iteration's experience: prompts → completions → rewards → advantages → `Batch`.
 
-The host's part of the loop. What is random or ordered is found by counting prompts since the start of the run: the n-th
-prompt is the n-th entry of the epochs, shuffled or not, and its samples come from the keys of n. So the cursor is one
-integer.
+The n-th prompt of a run is the n-th entry of the epochs, shuffled or not, and its samples come from the keys of n: the
+cursor is one integer.
 
-While the host is at the reward functions, the device has work that needs no rewards: the reference's log-probs are
-asked for first (with `dynamic_sampling` after the rewards, which choose the groups), and with `rollout_ahead` the next
-completions are sampled in a thread beside (`streams.beside`). While the reward functions work, the device holds
-
-- what `new_state` (`run.beginning`) has made: params and the optimizer's moments; masters beside bfloat16 params; old
-  params if an iteration has several updates, or an engine samples beside its one; the reference if beta > 0, and the
-  initial policy if it is synced;
-- the frozen base of adapters, a teacher that is another policy, and the caller's params, unless `donate`;
-- while log-probs are computed, the prompts' keys and values and one packed sequence (of a model that is not of this
-  package: the batch's tokens and one micro-batch), and the log-probs, which follow to the host after the rewards;
-- with `rollout_ahead`, unless an engine samples, the caches of the next rollout, which begins after these log-probs.
-
-The caches of this iteration's rollout are gone; its tokens and sampling log-probs are on the host.
+While the reward functions run on the host, the device computes the reference's log-probs (with `dynamic_sampling`
+afterwards, because rewards choose the groups), and with `rollout_ahead` the next completions (`streams.beside`). It
+then holds the training state (`run.beginning.new_state`), a frozen base, a teacher and, without `donate`, the caller's
+params; the prompts' keys and values with one packed sequence; and the caches of the next rollout. The caches of this
+iteration's rollout are freed, and its tokens and log-probs are on the host.
 
 ```
 rollout_ahead    device: sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ sample 4 …
                  host:                    │ rewards of 1     │          │ rewards of 2     │          │ rewards of 3 …
 ```
 
-An engine that takes its params beforehand samples beside the update too (`run.beside`).
+An engine that takes its params beforehand samples during the update too (`run.beside`).
 """
 
 from __future__ import annotations
@@ -38,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import batches
+from grpo_jax.config import settings
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import fetch
 from grpo_jax.devices.streams import beside
@@ -49,11 +40,10 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.beside import Beside
-from grpo_jax.run.groups import Groups, rollout_metrics, zero_signal
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Ahead, Sampled, sample
-from grpo_jax.run.sampler import Request, measured_by, mismatch
-from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
+from grpo_jax.run.sampler import Request, mismatch
+from grpo_jax.run.scores import Groups, completion_rows, of_all_processes, rollout_metrics, score_own, zero_signal
 from grpo_jax.run.seams import context_of, place_parts
 from grpo_jax.run.teacher import with_teacher
 from grpo_jax.types import Batch, Completions, Params, Prompts
@@ -69,14 +59,13 @@ _jit_advantages = jax.jit(
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """A batch, and the metrics and lines in which a person sees it.
+    """A batch with its metrics and lines for the log.
 
     Attributes:
       batch: the whole iteration's `Batch`, [B, G, T], in NumPy's arrays.
       cursor: prompts used since the start of the run, after this iteration.
-      metrics: of the rollout: rewards, lengths, counts. With `dynamic_sampling` they tell of the groups sampled first,
-        and `num_tokens`, faults and seconds of all rounds.
-      rows: one dict per completion: prompt, completion, rewards, advantage (of those of tokens the mean), ended.
+      metrics: of the rollout; with `dynamic_sampling` as in `_with_signal`.
+      rows: one dict per completion: prompt, completion, rewards, advantage (the mean over tokens), ended.
       ahead: completions of the prompts from `cursor` on, for the next iteration; None without `look_ahead`.
     """
 
@@ -121,7 +110,7 @@ class _Rollouts:
         while True:
             start, cursor = cursor, cursor + self.count
             sampled = self.sampled(start, ahead)
-            measured = measured_by(run.sampler)  # before the engine begins with others
+            measured = dict(getattr(run.sampler, "measured", {}))  # before the engine begins with others
             coming_rows = run.numbers(cursor, self.count) if self.look_ahead else []
             if self.look_ahead and self.engine is not None:
                 with self.phase("rollout"):
@@ -205,20 +194,18 @@ def request_of(run: Run) -> Request:
 
 
 def _with_signal(rounds: Iterator[_Round], config: GRPOConfig, count: int) -> tuple[_Round, np.ndarray]:
-    """`count` groups whose rewards differ, by sampling further prompts for those whose rewards do not (DAPO).
+    """Returns `count` groups whose rewards differ, sampling further prompts for groups without signal (DAPO).
 
-    Sampling goes on for `MAX_REFILLS` rounds at most. What is missing then is filled with zero-signal groups, which
-    count nowhere: not in the loss, not in its denominators, not in the batch's statistics.
-
-    Returns:
-      All rounds as one, with `count` groups; and which of the groups count [count] bool. The metrics are those of the
-      first round, whose prompts nobody has chosen, so that they tell of the policy; what a round costs is added up.
+    Sampling stops after `MAX_REFILLS` further rounds. Missing groups are then filled with zero-signal groups, which are
+    not counted in the loss, its denominators and batch statistics. Returns the rounds merged into one, and [count]
+    bool, which groups count. Metrics are those of the first round, whose prompts are not selected; costs are summed
+    over rounds.
     """
     taken = [next(rounds)]
     groups = taken[0].groups
     while True:
         kept = ~zero_signal(groups.rewards, config)
-        if kept.sum() >= count or len(taken) > batches.MAX_REFILLS:
+        if kept.sum() >= count or len(taken) > settings.MAX_REFILLS:
             break
         taken.append(next(rounds))
         groups = groups.join(taken[-1].groups)
@@ -243,20 +230,17 @@ def collect(
     engine: Beside | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Experience:
-    """Sample, score and weigh one iteration's completions.
+    """Sample, score and weigh one iteration's completions; the arrays are on the host, cut as the updater needs them.
 
     Args:
-      state: the present state; completions come from `old_params`, or from `params` where no old policy is kept.
+      state: completions are sampled from `old_params`, or from `params` if no old policy is kept.
       cursor: prompts used since the start of the run.
       count: B, prompts of the iteration.
       phase: `phase(name)` is a context in which that part of the work is timed.
-      ahead: completions of the prompts from `cursor` on, on the host, if an earlier policy has sampled them already.
-      look_ahead: sample the prompts that come next too, while the reward functions work.
-      engine: where an engine samples those, and is still at it when this returns; None: they are waited for.
+      ahead: completions of the prompts from `cursor` on that an earlier policy has sampled already.
+      look_ahead: sample the next prompts too, while the reward functions work.
+      engine: samples these in the background, and may not be done when this returns; None waits for them.
       interrupt: called before each of these parts, every few tokens and at the end; what it raises ends the iteration.
-
-    Returns:
-      `Experience`. Its arrays are on the host, cut as the updater asks for it.
     """
     config = run.config
     begin = functools.partial(_begin_batch, run, state)

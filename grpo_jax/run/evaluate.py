@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.policy import Policy
@@ -26,17 +27,64 @@ from grpo_jax.rollout.interaction import (
     reward_columns,
     with_environments,
 )
-from grpo_jax.run.evaluation import EvaluationSettings
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Environments, Params, RewardFn, Row
+from grpo_jax.types import Environments, Json, Params, RewardFn, Row
 
 EVALUATION = 2
 """What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """The settings of an evaluation, which `evaluate` documents.
+
+    In a run, `eval/reward` is the same mean of weighted sums as the `reward` of a rollout
+    (`run.scores.rollout_metrics`), over other completions: of all of `eval_dataset`, by the present policy, and always
+    sampled by `generate`, with the same random numbers in each evaluation.
+
+    Example:
+      >>> EvaluationSettings.of(GRPOConfig(temperature_eval=0.0)).num_generations
+      1
+    """
+
+    num_generations: int
+    max_completion_length: int
+    sampling: Sampling
+    ends: TurnEnds
+    batch_size: int
+    pad_to_multiple_of: int
+    seed: int
+    max_prompt_length: int | None
+    on_long_prompt: str
+    chat_template_kwargs: Json | None
+    on_reward_error: str
+    reward_weights: Sequence[float] | None
+    max_tool_calling_iterations: int | None
+    environment_timeout: float | None
+    on_environment_error: str
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {self.pad_to_multiple_of!r}.")
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> EvaluationSettings:
+        """The settings of the evaluations of a run."""
+        names = (field.name for field in dataclasses.fields(cls))
+        settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        settings |= {
+            "num_generations": config.eval_generations,
+            "sampling": Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),
+            "ends": TurnEnds.of(config),
+            "batch_size": max(1, config.per_device_eval_batch_size // config.eval_generations),
+            "pad_to_multiple_of": config.padding,
+        }
+        return cls(**settings)
 
 
 def evaluate(

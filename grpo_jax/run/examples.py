@@ -16,12 +16,7 @@ from grpo_jax.types import Batch, Params
 
 
 def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
-    """The batch of the next update, the cursor after it, and its metrics.
-
-    Args:
-      run: the run.
-      cursor: blocks used since the start of the run.
-    """
+    """The batch of the next update, the cursor (blocks since the start of the run) after it, and its metrics."""
     config, count = run.config, run.sizes.prompts
     entries = prompt_indices(
         cursor,
@@ -59,13 +54,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """`loss` of the held-out examples, by the config's `loss_type`: the mean over all of their learned tokens.
-
-    Args:
-      run: the run, with `eval_data`.
-      params: of the policy.
-      interrupt: called between batches; what it raises ends the evaluation.
-    """
+    """`loss` of the held-out examples, by the config's `loss_type`: the mean over all of their learned tokens."""
     examples = run.eval_data
     assert examples is not None, "asked by the caller"
     rows = run.config.per_device_eval_batch_size * run.config.data_shards()

@@ -29,17 +29,12 @@ def user_cache() -> Path:
 
 
 def keep_programs() -> Path | None:
-    """Let JAX keep what it compiles from here on, and take what it finds.
+    """Let JAX store the programs that it compiles from here on, and return the directory; None if it is not ours.
 
-    JAX's key of a program says what it is, for which devices, and which version has compiled it. A CPU's programs use
-    the instructions of its processor, which is in the name of the directory: machines may share a home.
-
-    Whoever has told JAX otherwise is obeyed: by a directory (`JAX_COMPILATION_CACHE_DIR`, empty for none, or
-    `jax.config`) or by `jax_enable_compilation_cache`. Nothing is kept for a run of several processes, either: those
-    that find a program don't compile it, and on GPUs the others would wait for their share of the work.
-
-    Returns:
-      The directory; None where it is not this function's, or nothing is kept.
+    A CPU's programs use the instructions of its processor, which is in the name of the directory, since machines may
+    share a home. JAX's own settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`) take precedence.
+    Nothing is stored for runs of several processes: on GPUs, a process that compiles would wait for one that has found
+    its program.
     """
     directory = user_cache() / "programs" / _processor()
     told = _setting("jax_compilation_cache_dir")

@@ -22,8 +22,7 @@ from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.checkpoint import RESUME, Checkpoints
 from grpo_jax.run.collect import collect, request_of
-from grpo_jax.run.evaluate import evaluate_encoded
-from grpo_jax.run.evaluation import EvaluationSettings
+from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
@@ -201,11 +200,7 @@ def take_ahead(loop: _Loop, state: TrainState) -> None:
 
 
 def collect_batch(loop: _Loop, state: TrainState) -> None:
-    """Take the batch of an iteration from the dataset, or sample and score it, and what `rollout_ahead` samples.
-
-    Raises:
-      Interrupted: a signal came first.
-    """
+    """Take an iteration's batch from the dataset, or sample and score it; `Interrupted` if a signal came first."""
     run, progress = loop.run, loop.progress
     sizes = run.sizes
     if isinstance(run, SFTRun):
@@ -263,12 +258,9 @@ def log_if_due(loop: _Loop) -> None:
 
 
 def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
-    """Warn of the first skipped update, and end the run after `max_skipped_updates` in a row, saved.
+    """Warn of the first skipped update, and raise a `FloatingPointError` after `max_skipped_updates` in a row, saved.
 
-    A resumed run may skip as many again.
-
-    Raises:
-      FloatingPointError: names the value that was not finite, its prompt and its completion.
+    The error names the value that was not finite. A resumed run may skip as many again.
     """
     run, progress = loop.run, loop.progress
     step, most = progress.step, run.config.max_skipped_updates
@@ -344,7 +336,7 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
 
 
 def _evaluate(loop: _Loop, run: Run | SFTRun, state: TrainState) -> dict[str, float]:
-    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`run.evaluation`)."""
+    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`EvaluationSettings`)."""
     if isinstance(run, SFTRun):
         return evaluate_examples(run, state.params, interrupt=loop.signals.interrupt)
     assert run.eval_data is not None, "asked by the caller"

@@ -1,7 +1,4 @@
-"""The door of a run: its arguments are checked, each by itself and against each other, before anything runs.
-
-All that is wrong is found at once. One fault is raised as it is, several in one `ValueError` with a line each.
-"""
+"""Checks of a run's arguments, each by itself and against the others, before anything runs; all errors at once."""
 
 from __future__ import annotations
 
@@ -58,11 +55,7 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def prepare(arguments: Arguments) -> Run:
-    """Check the arguments of a run, each by itself and against the others, and derive what follows from them.
-
-    Raises:
-      ValueError: anything that is wrong with them, all of it at once.
-    """
+    """Check the arguments of a run, and derive what follows from them; a `ValueError` names all that is wrong."""
     policy, config = arguments.policy, arguments.config
     if isinstance(policy, Policy):
         policy.check_held()  # without params nothing can be said of the rest

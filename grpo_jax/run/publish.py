@@ -24,14 +24,11 @@ if TYPE_CHECKING:  # importing grpo_jax must stay light
 
 
 class Publisher:
-    """Pushes the policy of a run to a repository of the hub, from the directory `hub` of the run directory.
+    """Pushes the policy of a run to the hub, from the directory `hub` of the run directory; nothing without
+    `push_to_hub`.
 
-    The hub is that of the variable HF_ENDPOINT, the login that of `hf auth login` or HF_TOKEN. A push in the background
-    that fails is a warning, and one that is due while another is under way is left out; the last one is waited for.
-    Without `push_to_hub` every method does nothing.
-
-    Raises:
-      ValueError: there is no run_dir, or the model is not one that can be written.
+    A failed push in the background is a warning; one that is due while another is running is left out. Raises a
+    `ValueError` without run_dir, or for a model that cannot be written.
     """
 
     def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str] | None):
@@ -47,11 +44,7 @@ class Publisher:
         self._directory = self._run_dir / "hub"
 
     def open(self) -> None:
-        """Find the repository, or make it.
-
-        Raises:
-          OSError: it is not there and cannot be made.
-        """
+        """Find the repository, or create it; an `OSError` says why neither works."""
         config = self._config
         if not config.push_to_hub or jax.process_index() != 0:
             return
@@ -73,11 +66,7 @@ class Publisher:
             self._job = step, self._repository.commit(self._directory, {}, message, in_background=True)
 
     def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
-        """Push the policy that a run ends with and its card, and wait until they are there.
-
-        Raises:
-          OSError: it could not be pushed; where it lies, and what to do.
-        """
+        """Push the final policy and its card, and wait for it; an `OSError` says where the files are and what to do."""
         if not self._config.push_to_hub:
             return
         if self._job is not None:

@@ -21,10 +21,9 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.run.beginning import new_state
+from grpo_jax.run.beginning import abstract_batch, new_state, rollout_call
 from grpo_jax.run.collect import Experience, collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.programs import abstract_batch, rollout_call
 from grpo_jax.run.run import Arguments, Run
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.teacher import Scorer

@@ -75,10 +75,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
-    Of the data, hashes of the prompts and of each other column are kept; of reward functions, the names; of tools and
-    environments, the names and what the policy is told of them; of a model of this library, its settings and the first
-    numbers of frozen arrays (LoRA's base); of the state, shapes and dtypes; of each function of the
-    caller's own, under the name of its argument, what `source_of` returns.
+    Data are hashed by column, frozen arrays by their first numbers, and functions of the caller by `source_of`.
     """
     sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
@@ -121,12 +118,7 @@ def fingerprint(tree: Params) -> str:
 def source_of(function: Callable[..., object]) -> dict[str, str | None]:
     """Return the name of a function and the hash of its source without comments, None where there is no source.
 
-    A partial's keywords and arguments, and the fields of an object of a dataclass, count with it as their reprs. What a
-    function reads from elsewhere (closures, globals, other functions) does not.
-
-    Example:
-      >>> source_of(differences)["name"]
-      'grpo_jax.run.resume.differences'
+    Bound arguments of a partial and fields of a dataclass count as their reprs; closures and globals are not followed.
     """
     bound = ""
     while isinstance(function, functools.partial):

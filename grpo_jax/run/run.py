@@ -10,8 +10,8 @@ import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.settings import Sizes
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.config.sizes import Sizes
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState

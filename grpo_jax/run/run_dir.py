@@ -42,21 +42,13 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Make a run directory and hold it: a second run that wants it is refused.
+    """Make a run directory and hold its lock (`flock` on `.lock`, which the kernel frees when the process ends).
 
-    The lock is the kernel's (`flock` on the file `.lock`), so it ends with the process however that ends, `kill -9`
-    included. Where there is no such lock (Windows, some network file systems), nothing is held.
+    Where there is no such lock (Windows, some network file systems), nothing is held.
 
     Raises:
       ValueError: the directory cannot be made or written to.
-      RuntimeError: another run holds it; the message says which process on which machine.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as directory, locked(directory), locked(directory):
-      ...     pass
-      Traceback (most recent call last):
-      RuntimeError: run_dir = ... is in use ...
+      RuntimeError: another run holds it; the message names its process and machine.
     """
     if run_dir is None:
         yield

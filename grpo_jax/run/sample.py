@@ -127,12 +127,10 @@ def sample(
     interrupt: Callable[[], None],
     updater: Updater | None = None,
 ) -> Sampled:
-    """Sample completions of rows of a dataset: by the engine that the request names, or by ours.
+    """Sample completions of rows of a dataset: by the engine that the request names, or by `generate`.
 
     Args:
       numbers: B rows of it, by their indices.
-      key, prompt_indices, interrupt: as in `generate`.
-      request: how many completions, how long, from which distribution, and who answers them.
       updater: scores the completions of another engine, which have no old log-probs otherwise.
     """
 

@@ -89,16 +89,10 @@ def follows(sampler: Sampler | None) -> TypeGuard[Following]:
     return callable(getattr(sampler, "follow", None))
 
 
-def measured_by(sampler: Sampler | None) -> dict[str, float]:
-    """The numbers about its last call of an engine that measures; none of another."""
-    return dict(getattr(sampler, "measured", {}))
-
-
 def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
 
-    With tools and environments, one of its arguments has to be `answers`, and the run one process. Of what ends a turn,
-    it has to take texts and a length where there are some; ids are among `eos_token_ids`.
+    Tools and environments need an argument `answers` and one process; stop texts and a length need their arguments.
     """
     if sampler is None:
         return
@@ -191,13 +185,10 @@ def completions_by(
     interrupt: Callable[[], None],
     answers: Answers | None = None,
 ) -> Completions:
-    """Completions by an engine, on the host; of several processes all have those of the first.
-
-    Returns:
-      `Completions` [B, G, T], T = `max_completion_length`.
+    """Completions [B, G, T] by an engine, on the host; of several processes all get those of the first.
 
     Raises:
-      ValueError: the engine returned something else than `Sampler` says; the message tells what.
+      ValueError: the engine returned something else than `Sampler` says.
     """
     every = {"model": model, "params": params, "prompts": prompts, "key": key, **request.arguments}
     every |= {"eos_token_ids": (*request.eos_token_ids, *request.ends.stop_token_ids), "answers": answers}

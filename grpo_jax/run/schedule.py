@@ -1,9 +1,7 @@
 """The schedule of checkpoints, the best of them and those that are kept, by their steps alone.
 
-A checkpoint is scheduled at each multiple of `save_steps` and at the last step. Those that a stop, an error or the
-clock (`save_minutes`) adds are there to go on from: none of them becomes the best, and beside scheduled ones none takes
-a place of `save_total_limit` (`kept_of` has the rule). So a run that was interrupted ends with the checkpoints, and
-with the best, of one that was not.
+Checkpoints are scheduled at each multiple of `save_steps` and at the last step. Others (a stop, an error,
+`save_minutes`) are only for resuming: an interrupted run ends with the same checkpoints as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -16,26 +14,14 @@ from grpo_jax.config.sft import Config
 
 
 def is_scheduled(config: Config, step: int, last: int | None) -> bool:
-    """Whether an undisturbed run, whose last step is `last`, has a checkpoint of this step.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> [step for step in range(9) if is_scheduled(GRPOConfig(save_steps=3), step, 8)]
-      [3, 6, 8]
-    """
+    """Whether an undisturbed run, whose last step is `last`, has a checkpoint of this step."""
     return step == last or (config.save_steps is not None and step > 0 and step % config.save_steps == 0)
 
 
 def best_of(
     config: Config, steps: Sequence[int], metrics: Mapping[str, float], last: int | None
 ) -> tuple[int, float] | None:
-    """Step and metric of the best scheduled checkpoint, the later of two as good; None if none was measured.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> best_of(GRPOConfig(metric_for_best_model="loss", save_steps=2), [2, 4, 5], {"2": 0.1, "4": 0.1, "5": 0.0}, 8)
-      (4, 0.1)
-    """
+    """Step and metric of the best scheduled checkpoint, the later of two equal ones; None if none was measured."""
     sign = 1 if config.best_is_greatest else -1
     measured = [(sign * metrics[str(step)], step) for step in steps if str(step) in metrics]
     value, step = max((one for one in measured if is_scheduled(config, one[1], last)), default=(0.0, None))
@@ -45,14 +31,8 @@ def best_of(
 def kept_of(config: Config, steps: Sequence[int], metrics: Mapping[str, float], last: int | None) -> set[int]:
     """The steps whose checkpoints are kept.
 
-    As many of the newest scheduled ones as `save_total_limit` says (None: all), the best, and what is newer than all
-    scheduled ones, at most as many too (None: one). Where `save_steps` is None there is no schedule, and with a limit
-    all take places.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> [sorted(kept_of(GRPOConfig(save_steps=2, save_total_limit=n), [2, 4, 5, 6, 7], {}, 8)) for n in (1, None)]
-      [[6, 7], [2, 4, 6, 7]]
+    Those are the newest `save_total_limit` scheduled ones (None: all), the best, and of those newer than all scheduled
+    ones as many again (None: one). Without `save_steps` there is no schedule, and a limit applies to all.
     """
     limit, steps = config.save_total_limit, sorted(steps)
     unplanned = config.save_steps is None and limit is not None

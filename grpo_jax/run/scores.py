@@ -1,4 +1,4 @@
-"""Rewards of the completions of a run: each of its processes calls the reward functions for its own rows."""
+"""Rewards of a run's completions, scored by each process for its own rows, and groups of completions with rewards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import gather_objects, own_part
-from grpo_jax.rewards.calls import compute_parts, reward_stats
+from grpo_jax.maths.advantages import zero_signal_groups
+from grpo_jax.rewards.calls import compute_parts, mean_of_scored, reward_stats, total_rewards
 from grpo_jax.rewards.contract import own_copy, reward_names
 from grpo_jax.rewards.extras import Extras
 from grpo_jax.rewards.parts import RewardParts
@@ -18,7 +20,7 @@ from grpo_jax.rollout.played import Played
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import RewardFn, Tokenizer
+from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Tokenizer
 
 
 class Rewarded(NamedTuple):
@@ -137,3 +139,81 @@ def completion_rows(
         }
         for i, text in enumerate(scores.texts)
     ]
+
+
+_jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
+
+
+class PlacedParts(NamedTuple):
+    """The turns [B, G, T] int32 of completions, as `Sampled.turns`; rewards [B, G, T, K] by `place_rewards`, or None if
+    not needed; and scores [B, G, K], their sums.
+    """
+
+    turns: np.ndarray
+    rewards: np.ndarray | None
+    scores: np.ndarray
+
+    @property
+    def functions(self) -> int:
+        """K."""
+        return self.scores.shape[2]
+
+    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
+        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
+        t = batch.mask.shape[2]
+        if self.rewards is None:
+            return self._replace(turns=self.turns[:, :, :t])
+        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
+        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
+
+
+class Groups(NamedTuple):
+    """Lists and arrays with B in front."""
+
+    rows: list[list[dict[str, Any]]]  # of each group those of its completions, for `completions.jsonl`
+    prompts: Prompts
+    completions: Completions
+    rewards: np.ndarray  # [B, G, K]
+    parts: PlacedParts | None  # None where nobody asks
+
+    def take(self, groups: np.ndarray) -> Groups:
+        """Only these groups, in this order."""
+        arrays = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
+        return Groups([self.rows[b] for b in groups], *arrays)
+
+    def join(self, other: Groups) -> Groups:
+        """These groups and then the others."""
+        mine, theirs = _equally_long(self.prompts, other.prompts)
+        arrays = jax.tree.map(lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:]))
+        return Groups(self.rows + other.rows, *arrays)
+
+
+def _equally_long(*prompts: Prompts) -> list[Prompts]:
+    """Prompts of several rollouts, padded to the longest: environments may have added to some."""
+    longest = max(some.tokens.shape[1] for some in prompts)
+    return [some.replace(tokens=np.pad(some.tokens, ((0, 0), (0, longest - some.tokens.shape[1])))) for some in prompts]
+
+
+def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
+    """[B] groups whose rewards are all equal."""
+    found = _jit_zero_signal(
+        rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
+    )
+    return np.asarray(found)
+
+
+def rollout_metrics(config: GRPOConfig, groups: Groups, present: np.ndarray) -> dict[str, float]:
+    """Rewards and lengths of a rollout, under TRL's names."""
+    lengths = present.sum(axis=-1)
+    rewards = total_rewards(groups.rewards, config.reward_weights)
+    spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
+    return {
+        "reward": mean_of_scored(rewards),
+        "reward_std": float(np.mean(spread)) if spread else float("nan"),
+        "frac_reward_zero_std": float(zero_signal(groups.rewards, config).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - groups.completions.ended.mean()),
+        "num_tokens": float(lengths.sum()),
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from grpo_jax.messages import nearest, one_line, show
 from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
 from grpo_jax.rewards.parts import RewardParts, place_rewards
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import Rewarded
+from grpo_jax.run.scores import PlacedParts, Rewarded
 from grpo_jax.types import AdvantageFn, Batch, Completions
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
@@ -27,41 +26,10 @@ Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
 """Keyword of an `AdvantageFn` → its array, or the shape of that."""
 
 
-class PlacedParts(NamedTuple):
-    """Where in some completions their turns and rewards are.
-
-    Attributes:
-      turns: [B, G, T] int32 as `Sampled.turns`.
-      rewards: [B, G, T, K] float32 as from `place_rewards`; None where nobody asks.
-      scores: [B, G, K] float32, their sums.
-    """
-
-    turns: np.ndarray
-    rewards: np.ndarray | None
-    scores: np.ndarray
-
-    @property
-    def functions(self) -> int:
-        """K."""
-        return self.scores.shape[2]
-
-    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
-        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
-        t = batch.mask.shape[2]
-        if self.rewards is None:
-            return self._replace(turns=self.turns[:, :, :t])
-        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
-        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
-
-
 def place_parts(
     own: OwnAdvantages | None, scores: Rewarded, sampled: Sampled, names: Sequence[str]
 ) -> PlacedParts | None:
-    """Place the turns and the rewards of some completions, as far as a function of advantages asks for them.
-
-    Raises:
-      ValueError: rewards of tokens where the config's credit cannot add them to advantages (`check_parts`).
-    """
+    """Place turns and rewards of some completions, as far as an advantage function needs them; checks `check_parts`."""
     if own is None:
         return None
     check_parts(scores.parts, names, own.config)
@@ -74,13 +42,8 @@ def place_parts(
 def context_of(
     state: TrainState, batch: Batch, completions: Completions, parts: PlacedParts, config: GRPOConfig
 ) -> Context:
-    """The keywords that an `AdvantageFn` may name, `config` excepted: arrays, or their shapes.
-
-    Args:
-      batch: its advantages are not there yet.
-      completions: of the batch, [B, G] and at least T tokens long.
-      parts: of the batch, as long as it.
-      config: of the run, with a weight for each reward function or none at all.
+    """The keywords that an `AdvantageFn` may name, except `config`; `batch` has no advantages yet, and `parts` its
+    length.
     """
     weights = config.reward_weights or [1.0] * parts.functions
     return {
@@ -183,13 +146,10 @@ class OwnAdvantages:
         return {name: value for name, value in context.items() if name in self.names}
 
     def __call__(self, rewards: np.ndarray, batch: Batch, counted: np.ndarray, context: Context) -> np.ndarray:
-        """Advantages [B, G] or [B, G, T] float32: 0 where nothing is trained.
+        """Advantages [B, G] or [B, G, T] float32, 0 where nothing is trained, from rewards [B, G, K] (NaN for "not
+        scored").
 
-        Args:
-          rewards: [B, G, K] float32, NaN for "not scored".
-          batch: on the host, its mask [B, G, T].
-          counted: [B] bool, False for groups that only fill the batch.
-          context: `context_of`.
+        `counted` is [B] bool, False for groups that only fill the batch.
         """
         found = np.asarray(self.program(rewards, batch.mask, self.chosen(context)), np.float32)
         trained = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
@@ -225,14 +185,7 @@ def credit_of_turns(
 
 
 def own_advantages(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> OwnAdvantages | None:
-    """The function in the place of `compute_advantages`: the caller's, that of the turns' credit, or none.
-
-    Args:
-      functions: K, reward functions.
-
-    Raises:
-      ValueError: as `OwnAdvantages.of`, or both are asked for.
-    """
+    """The function that replaces `compute_advantages`: the caller's, or `turn_credit`'s; a `ValueError` for both."""
     if config.turn_credit == "episode":
         return None if function is None else OwnAdvantages.of(function, config, functions)
     if function is not None:
@@ -244,11 +197,7 @@ def own_advantages(function: AdvantageFn | None, config: GRPOConfig, functions: 
 
 
 def check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRPOConfig) -> None:
-    """Refuse rewards of tokens where advantages have another unit than rewards.
-
-    Raises:
-      ValueError: with the name of the reward function.
-    """
+    """Refuse rewards of tokens where advantages have another unit than rewards, naming the reward function."""
     if config.turn_credit == "episode" or in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         return
     for part in parts:
@@ -261,12 +210,7 @@ def check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRPO
 
 
 def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
-    """Check a surrogate of the caller's own by the shapes of some tokens, without computing anything.
-
-    Raises:
-      ValueError: what is no function, or cannot be hashed; a failure on such shapes; a result that is not [..., T] of
-        floats.
-    """
+    """Check a caller's surrogate by the shapes of some tokens: a hashable function that returns [..., T] floats."""
     if surrogate is None:
         return
     if not callable(surrogate):

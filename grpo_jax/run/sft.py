@@ -153,12 +153,7 @@ def derive_sft(
     context: int | None,
     optimizer: optax.GradientTransformation | None,
 ) -> SFTRun:
-    """The run of arguments that have been checked; the policy's params may be shapes.
-
-    Args:
-      longest: tokens of the longest example.
-      context: positions that the model has; None where it has no bound.
-    """
+    """The run of checked arguments; params may be shapes. `longest` example and model's `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # A batch has room for the rows of any blocks, in whole micro-batches; over the end of an epoch one comes twice.
     often = -(-sizes.prompts // len(data.blocks)) + 1

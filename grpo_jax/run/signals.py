@@ -15,23 +15,14 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Takes note of the first SIGTERM or SIGINT; a second one does what it did before.
+    """A context manager that records the first SIGTERM or SIGINT in `received`; a second one does what it did before.
 
-    A context manager. Handlers are set in the main thread only (Python allows no other), leave alone a signal that is
-    ignored or handled outside of Python, and are put back at the end.
+    Handlers are set in the main thread only (Python allows no other), and not for signals that are ignored or handled
+    outside of Python.
 
     Args:
-      enabled: False changes nothing: what cannot be saved need not wait for the end of an update.
-      alone: False where other processes work at the same arrays: none may leave a rollout that the others wait for.
-
-    Attributes:
-      received: the signal, None while there was none.
-
-    Example:
-      >>> with StopSignals() as signals:
-      ...     signal.raise_signal(signal.SIGTERM)
-      ...     signals.received.name
-      'SIGTERM'
+      enabled: False changes nothing, for runs that cannot be saved.
+      alone: False if other processes work on the same arrays: none may leave a rollout that the others wait for.
     """
 
     def __init__(self, enabled: bool = True, alone: bool = True):
@@ -58,11 +49,7 @@ class StopSignals:
         os.write(2, f"\n{name}: saving as soon as this update is done; once more ends the run at once\n".encode())
 
     def interrupt(self) -> None:
-        """Leave work that the run does again when it goes on.
-
-        Raises:
-          Interrupted: there was a signal, and no other process is needed for that work.
-        """
+        """Raise `Interrupted` after a signal, unless other processes need the work that it would leave."""
         if self.received is not None and self._alone:
             raise Interrupted
 
@@ -76,8 +63,8 @@ class StopSignals:
 
         Raises:
           KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
-          SystemExit: otherwise, with the exit status that shells give a program which a signal has ended, 128 + its
-            number: whatever starts programs again, or waits for them, does not take the run for done.
+          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not take the run for
+            finished.
         """
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
             raise KeyboardInterrupt

@@ -25,17 +25,11 @@ Shapes = dict[str, Any] | list[Any] | None
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Read the params of one checkpoint, without the rest of the run: to evaluate, to talk to, to export.
+    """Read the params of one checkpoint, without the rest of the run: to evaluate, to chat, to export.
 
-    Args:
-      like: params of the policy that the run began with; the arrays get their shapes, dtypes and devices.
-      step: of the checkpoint; None for the newest one.
-
-    Returns:
-      The step, and the params.
-
-    Raises:
-      ValueError: there is no such checkpoint, or it is of another model.
+    `like` are params of the policy that the run began with; arrays get their shapes, dtypes and devices. `step` None is
+    the newest one. Returns the step and the params; a `ValueError` if there is no such checkpoint, or it is of another
+    model.
     """
     from orbax.checkpoint import v1 as ocp
 

@@ -144,12 +144,7 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
 
 
 def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model], Updater]) -> Teaching | None:
-    """The teacher of a run whose arguments have been checked; None where there is none.
-
-    Args:
-      teacher: a `Policy` with the run's settings, on the run's devices, or a scorer.
-      make_updater: of a model, an updater that scores by it.
-    """
+    """The checked teacher of a run, a placed `Policy` or a scorer; `make_updater` makes what scores by a model."""
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return None if teacher is None else Teaching(scorer=teacher)

@@ -19,14 +19,8 @@ def name_not_finite(
 ) -> str:
     """Return the first value of a skipped update that is not finite, with its prompt and completion.
 
-    The inputs of the loss are searched in the order in which they are computed: advantages, then log-probs of the
-    sampler, of the old policy, of the references and of `params`. If all of them are finite, the first metric that is
-    not is named. On several processes, all of them call this together.
-
-    Args:
-      params: of the policy before the update, which are its params after it too.
-      metrics: of the update.
-      tokenizer: decodes prompt and completion; None leaves the texts out.
+    Advantages are searched first, then log-probs of the sampler, of the old policy, of the references and of `params`,
+    and the metrics last. `params` are those before the update; several processes call this together.
     """
     batch = fetch(batch)
     inputs = {

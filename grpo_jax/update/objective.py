@@ -28,10 +28,9 @@ from grpo_jax.update.state import TrainState
 
 
 def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> LossSettings:
-    """The choices and numbers of `grpo_loss` that a config decides.
+    """The choices and numbers of `grpo_loss` that a config decides, with the caller's own `surrogate`.
 
-    The coefficient of the entropy bonus is none of them: it may move during the run, and lives in the state. The
-    caller's own `surrogate` stands beside the config.
+    The coefficient of the entropy bonus may move during the run, and is part of the state.
     """
     names = {field.name for field in dataclasses.fields(LossSettings)} - {"surrogate"}
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
@@ -98,10 +97,9 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Log-probs [..., T] of the policy that sampled, by which the ratio divides, those of later turns like the first's.
+    """Log-probs [..., T] of the policy that sampled, which the ratio divides by; of later turns too.
 
-    The sampler keeps each when it draws the token (`rollout.draw.draw_next`). Where another engine samples, the trainer
-    has computed them (`run.sampler.with_old_log_probs`).
+    The sampler stores them (`rollout.draw.draw_next`), or the trainer scores an engine's completions with them.
     """
     return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
 
@@ -122,14 +120,13 @@ def loss_of(
 
     Args:
       scores: of these completions, [..., T], at the present params.
-      part: the minibatch's arrays for these completions, [..., T] and [...]; its prompts are not looked at, and its
-        advantages are [...] or [..., T].
-      state: where the coefficient of the entropy bonus lives.
+      part: the minibatch's arrays for these completions, [..., T] and [...]; advantages are [...] or [..., T].
+      state: holds the coefficient of the entropy bonus.
       totals: `count_totals` of the whole batch.
       config: of an SFT run the loss is `likelihood_loss`, else `grpo_loss`.
-      on_policy: True if the params are those that sampled: no old log-probs are needed, and the ratio is 1 in value.
-      surrogate: the caller's own, in the place of that of `loss_type`; no part of an SFT run.
-      selected: what these completions have of the `top_entropy_mask` of the whole batch; None where there is none.
+      on_policy: True if the params are those that sampled: the ratio is 1 in value, and needs no old log-probs.
+      surrogate: the caller's own, instead of that of `loss_type`; not for SFT.
+      selected: the part of the `top_entropy_mask` of the whole batch, or None.
       router_coef: the factor on the load-balancing loss in `scores`.
     """
     log_probs, entropies, router_loss, compared = scores

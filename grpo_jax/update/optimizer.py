@@ -19,14 +19,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|
 
 
 def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
-    """Learning rate at each optimizer step: linear warm-up from 0, then linear or cosine to 0, or flat.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> schedule = make_schedule(GRPOConfig(learning_rate=1.0, warmup_steps=2), total_steps=6)
-      >>> [float(schedule(step)) for step in range(7)]
-      [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
+    """Learning rate at each optimizer step: linear warm-up from 0, then linear or cosine to 0, or flat."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -41,15 +34,7 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Whether weight decay acts on a parameter: not on norms and biases, as in transformers.
-
-    Args:
-      path: its names, joined by slashes.
-
-    Example:
-      >>> [is_decayed(f"layers_0/{name}") for name in ("mlp/up_proj/kernel", "input_layernorm/scale", "q_proj/bias")]
-      [True, False, False]
-    """
+    """Whether weight decay acts on a parameter: not on norms and biases, as in transformers."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 

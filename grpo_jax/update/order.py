@@ -37,13 +37,7 @@ class Packing(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """One step of that order.
-
-    Attributes:
-      reads: parts of the prompts that are read first.
-      sequences: packed sequences that are added then.
-      backs: parts that the backward pass goes through last: those that no later sequence needs.
-    """
+    """One step: parts of the prompts to read, packed sequences to add, and parts that no later sequence needs."""
 
     reads: list[int]
     sequences: list[int]
@@ -51,18 +45,11 @@ class Leg(NamedTuple):
 
 
 def plan_order(needs: Sequence[set[int]], *, at_once: bool = False) -> list[Leg]:
-    """The legs of an update whose packed sequences need these parts of the prompts.
+    """The legs of an update whose packed sequences need these parts of the prompts; at least one, which reads a part.
 
     Args:
       needs: for each packed sequence, the parts that its completions belong to.
-      at_once: for sequences that are at work beside each other: a leg ends only where nothing is kept.
-
-    Returns:
-      At least one leg, and at least one part that is read in it.
-
-    Example:
-      >>> [tuple(leg) for leg in plan_order([{0, 1}, {1, 2}])]
-      [([0, 1], [0], [0]), ([2], [1], [1, 2])]
+      at_once: for sequences that are computed in parallel: a leg ends only where nothing is kept.
     """
     needs = [*needs] if any(needs) else [{0}, *needs[1:]]  # without any completion too there is something to read
     last = {part: number for number, parts in enumerate(needs) for part in parts}

@@ -63,7 +63,7 @@ CPU_TOKENS = 512
 more, activations leave the cache."""
 
 WIDE_TOKENS = 1024
-"""Those where matrix units of a CPU multiply (`models.wide`), and weights, rounded for each sequence, weigh more."""
+"""The same where matrix units of a CPU multiply (`models.matmul`), and rounding weights per sequence costs more."""
 
 ACCELERATOR_TOKENS = 32768
 """Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
@@ -332,13 +332,9 @@ def choose_updater(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
-    """Packed for the models of this package, padded for any other; so too by the model of a teacher.
+    """Packed for the models of this package, padded for any other, and with a teacher that is any other.
 
-    Args:
-      micro: (prompts, completions per prompt) of a micro-batch.
-      on_policy: as in `step.train_step`; None for what the config says.
-      surrogate: likewise.
-      teacher: as in `PackedUpdater`.
+    `micro` is (prompts, completions per prompt) of a micro-batch; `on_policy` None is what the config says.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else PaddedUpdater
     on_policy = config.on_policy if on_policy is None else on_policy

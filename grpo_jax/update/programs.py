@@ -38,11 +38,8 @@ Tree = TypeVar("Tree")
 
 
 class UpdateCalls(NamedTuple):
-    """Calls of the largest programs of an updater, for completions that are all T long.
-
-    Attributes:
-      update: of one packed sequence, or of a whole step.
-      score: log-probs by the reference, or by the policy if there is no reference.
+    """Calls of the largest programs of an updater, for completions that are all T long: `update`, of one packed
+    sequence or a whole step, and `score`, by the reference, or by the policy if there is none.
     """
 
     update: functools.partial[Any]
@@ -50,11 +47,7 @@ class UpdateCalls(NamedTuple):
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
-    """The largest programs of an updater, as calls of shapes.
-
-    Args:
-      state, batch: arrays or their shapes.
-    """
+    """The largest programs of an updater, as calls of shapes; `state` and `batch` are arrays or shapes."""
     scored_by = state.params if state.ref_params is None else state.ref_params
     if isinstance(updater, PaddedUpdater):
         scores = updater.score_call(scored_by, batch.prompts, batch.tokens, batch.mask)

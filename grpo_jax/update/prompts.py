@@ -49,14 +49,7 @@ def deal(params: Params, count: int) -> list[range]:
 
 
 class Reading(NamedTuple):
-    """All that the reading of prompts depends on; a pytree.
-
-    Attributes:
-      params: of the model.
-      prompts: [B, P].
-      dropout: `step.dropout_key`; None without dropout, as where completions are scored.
-      model: as an argument of a compiled function.
-    """
+    """All that the reading of prompts depends on; a pytree. `dropout` is `step.dropout_key`, None without dropout."""
 
     params: Params
     prompts: Prompts
@@ -71,13 +64,9 @@ def read_all(reading: Reading, size: int, shards: Shards) -> ReadPrompts:
 
 
 class PromptsInTurn:
-    """The prompts of an update in equal parts, each read when it is needed and left when nothing needs it any more.
+    """The prompts of an update in `count` equal parts of at most `size` tokens, or of a single prompt.
 
-    Between the two its activations are kept, and no longer.
-
-    Attributes:
-      count: of the parts; each has at most `size` tokens, or is a single prompt.
-      kept: the activations of parts that are read and not yet left, by their numbers.
+    Each is read when it is needed; its activations are in `kept`, by its number, until nothing needs them.
     """
 
     def __init__(self, reading: Reading, size: int, shards: Shards):

@@ -1,8 +1,7 @@
-"""The teacher in an update: its distributions beside the policy's, chunk by chunk, and never all of them.
+"""The teacher in an update: its distributions next to the policy's, chunk by chunk.
 
-A teacher that is a model reads the same tokens as the policy, in the same program, and of what it read only the states
-[tokens, D] wait for the chunk in which both make their logits. One that only tells log-probs (an engine's) has told
-them before the update; they are in the batch.
+A teacher model reads the same tokens as the policy, in the same program; only its states [tokens, D] are kept for the
+chunk in which both make their logits. Log-probs of an engine are in the batch.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def compare_packed(
 ) -> Comparison | None:
     """The comparison of the tokens of a packed sequence; None where there is none.
 
-    Args:
-      read: the batch's prompts, read by the teacher; None without one.
-      lengths: [B] int32, of these prompts.
-      part: the sequence's part of the batch, [A, S, T].
+    `read` are the batch's prompts, read by the teacher, with their `lengths`; `part` is the sequence's part, [A, S, T].
     """
     if isinstance(config, SFTConfig):
         return _compare_tokens(sequence.tokens)

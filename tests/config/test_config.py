@@ -17,7 +17,7 @@ from grpo_jax.config import config as config_module
 from grpo_jax.config import contradictions as contradictions_module
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sizes import Sizes
+from grpo_jax.config.settings import Sizes
 
 WHOLE = "must be a whole number, not"
 INF, NAN = float("inf"), float("nan")

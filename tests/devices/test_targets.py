@@ -10,7 +10,6 @@ import jax
 import pytest
 
 from grpo_jax.devices.targets import Target, collectives, compile_program
-from grpo_jax.models.bounds import peaks_of
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -190,9 +189,3 @@ def test_another_error_of_a_compiler_is_not_taken_for_a_refusal():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         compile_program(Lowered())
-
-
-@pytest.mark.quick
-def test_peaks_of_tpus():
-    assert peaks_of("TPU v5 lite") != peaks_of("TPU v5")
-    assert peaks_of("TPU v6 lite")[1] == 1.64e12

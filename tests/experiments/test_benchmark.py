@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import benchmark
+from experiments.bounds import peaks_of
 
 
 @pytest.mark.quick
@@ -16,6 +17,14 @@ def test_prompts_are_those_of_the_peers():
     assert rows[2]["prompt"] == " ".join(f"w{word}" for word in rng.integers(3, 8192, length))
     assert benchmark.make_rows(benchmark.WORKLOAD, "S", "varprompt", 2) == rows[:2]
     assert len(benchmark.make_rows(benchmark.WORKLOAD, "S", "fixed", 1)[0]["prompt"].split()) == 128
+
+
+@pytest.mark.quick
+def test_peaks_are_found_by_the_kind_of_device():
+    assert peaks_of("TPU v5 lite") != peaks_of("TPU v5")
+    assert peaks_of("TPU v6 lite")[1] == 1.64e12
+    assert peaks_of("NVIDIA H100 80GB HBM3") == peaks_of("H100")
+    assert peaks_of("cpu") is None
 
 
 def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_bounds(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from test_families import raw_config, write_checkpoint
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.mxfp4 import dequantize
+from grpo_jax.hub.tensors import dequantize
 
 E, D, WIDTH = 4, 64, 32  # in whole blocks of 32
 

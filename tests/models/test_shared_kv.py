@@ -11,8 +11,9 @@ import pytest
 from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
+from experiments.bounds import Work
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.bounds import DecodeStep, Work, count_weights, read_width
+from grpo_jax.models.bounds import DecodeStep, count_weights, read_width
 from grpo_jax.models.cache import empty_like, slots_of, with_slots
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.packing import pack

@@ -12,10 +12,9 @@ from grpo_jax import GRPOConfig
 from grpo_jax.devices.platform import has_wide_sums
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed
+from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, wide_product, wide_sums
 from grpo_jax.models.quantized import Quantized, matmul_quantized
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.models.wide import wide_product, wide_sums
 
 BF16 = jnp.bfloat16
 SHAPE = TransformerConfig(
@@ -108,7 +107,7 @@ def operands(text):
 
 
 def takes_bfloat16():
-    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `models.wide` asks for is given.
+    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `wide_sums` asks for is given.
 
     An older one does so for some forms, and is not asked to.
     """

@@ -12,8 +12,9 @@ import pytest
 from absl.testing import parameterized
 from tiny import scored, tiny_model
 
+from experiments.bounds import Work
 from grpo_jax import Completions, Prompts, generate, make_prompts
-from grpo_jax.models.bounds import DecodeStep, Work
+from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import ladder as ladder_module

@@ -15,9 +15,8 @@ from grpo_jax.devices.sharding import lower_call
 from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
-from grpo_jax.run.beginning import FILLED, decide_checkpointing, new_state, peak_bytes
+from grpo_jax.run.beginning import FILLED, abstract_batch, decide_checkpointing, new_state, peak_bytes
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.run import Arguments
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
-from grpo_jax.config import batches
+from grpo_jax.config import settings
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
@@ -129,7 +129,7 @@ def test_silent_groups_are_replaced_and_metrics_tell_of_the_first_round():
 
 @pytest.mark.quick
 def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(monkeypatch):
-    monkeypatch.setattr(batches, "MAX_REFILLS", 1)
+    monkeypatch.setattr(settings, "MAX_REFILLS", 1)
     run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True)
     experience = collected(run)
     batch = experience.batch

@@ -20,9 +20,8 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.run.beginning import new_state
+from grpo_jax.run.beginning import abstract_batch, new_state
 from grpo_jax.run.examples import evaluate_examples, next_examples
-from grpo_jax.run.programs import abstract_batch
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.watch.writer import read_lines
