@@ -101,10 +101,6 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
 
     Raises:
       ValueError: the entry does not give a function.
-
-    Example:
-      >>> reward_function({"number_reward": "solution"}, Path())(completions=["4", "5"], solution=["4", "4"])
-      [1.0, 0.0]
     """
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError("names more than one function; write each as a list entry of its own")
@@ -134,12 +130,7 @@ def _call(factory: Callable[..., object], name: object, given: object) -> object
 
 
 def sampler_of(entry: object, folder: Path) -> Sampler:
-    """Return the engine of an entry of `sampler`: `{vllm: {base_url: ...}}`, or a reference.
-
-    Example:
-      >>> sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000"}}, Path())
-      Engine(VLLM('http://127.0.0.1:8000'))
-    """
+    """Return the engine of an entry of `sampler`: `{vllm: {base_url: ...}}`, or a reference."""
     if is_reference(entry):
         found: Sampler = find(entry, folder)
         return found

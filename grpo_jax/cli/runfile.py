@@ -251,12 +251,7 @@ def _environments(given: object, folder: Path) -> Environments:
 
 
 def read_lora(given: object) -> Lora | None:
-    """Return the adapters of a rank or a mapping, None for none; alpha is twice the rank if it is not given.
-
-    Example:
-      >>> read_lora(8)[:2], read_lora({"rank": 8, "alpha": 8.0})[:2]
-      ((8, 16.0), (8, 8.0))
-    """
+    """Return the adapters of a rank or a mapping, None for none; alpha is twice the rank if it is not given."""
     if given is None:
         return None
     stated = {"rank": given} if isinstance(given, int) else given

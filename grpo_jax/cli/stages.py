@@ -29,12 +29,7 @@ class SFTStage(NamedTuple):
 
 
 def read_stages(stated: Json) -> tuple[str, ...]:
-    """Return the stages of a run, GRPO alone where nothing is said.
-
-    Example:
-      >>> read_stages({}), read_stages({"stages": ["sft", "grpo"], "sft": {"data": "lessons.jsonl"}})
-      (('grpo',), ('sft', 'grpo'))
-    """
+    """Return the stages of a run, GRPO alone where nothing is said."""
     found = stated.get("stages", ["grpo"])
     if found not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages = {show(found)}: give [sft, grpo], [sft] or [grpo]")

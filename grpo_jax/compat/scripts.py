@@ -53,11 +53,6 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
 
     Raises:
       ValueError: names that neither TRL nor this library has, all of them, or values that are not accepted.
-
-    Example:
-      >>> run, moved = from_trl_script({"model_name_or_path": "Qwen/Qwen3-0.6B", "beta": 0.04, "use_vllm": True})
-      >>> run, list(moved.left_out), moved.missing
-      ({'model': 'Qwen/Qwen3-0.6B', 'beta': 0.04}, ['use_vllm'], {})
     """
     # PyYAML, by which TRL reads files, takes an unquoted no for False.
     values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}

@@ -346,13 +346,6 @@ def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
 
     Raises:
       ValueError: naming the config key, if a key is missing or has a value that the decoder has no switch for.
-
-    Example:
-      >>> raw = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-      ...        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-      >>> config = read_config(raw)
-      >>> config.head_dim, config.qkv_bias, config.windows
-      (8, True, None)
     """
     family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)

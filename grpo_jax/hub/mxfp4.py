@@ -26,11 +26,6 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
 
     weight = value(four bits) · 2^(scale − 127)
-
-    Example:
-      >>> blocks = np.full((1, 16), 0x21, np.uint8)  # 0.5 and 1, again and again
-      >>> dequantize(blocks, np.array([128], np.uint8))[:4].tolist()
-      [1.0, 2.0, 1.0, 2.0]
     """
     pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
     weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)

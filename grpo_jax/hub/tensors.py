@@ -118,16 +118,6 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
 
     Returns:
       One `Tensor` for each name in the checkpoint; together they cover every parameter once.
-
-    Example:
-      >>> from grpo_jax.hub.families import read_config
-      >>> raw = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-      ...        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-      >>> plan = {tensor.name: tensor for tensor in tensor_plan(raw, read_config(raw))}
-      >>> plan["model.layers.0.self_attn.qkv_proj.weight"].shape
-      (64, 32)
-      >>> [part.path[-2] for part in plan["model.layers.0.self_attn.qkv_proj.weight"].parts]
-      ['q_proj', 'k_proj', 'v_proj']
     """
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}

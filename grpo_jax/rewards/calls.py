@@ -65,10 +65,6 @@ def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -
 
     Returns:
       [...] float64.
-
-    Example:
-      >>> total_rewards(np.array([[1.0, np.nan], [0.5, 2.0], [np.nan, np.nan]]), [1.0, 0.5]).tolist()
-      [1.0, 1.5, nan]
     """
     weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
@@ -122,14 +118,6 @@ def compute_rewards(
       SetupError: whatever `on_error` is: a function logs a metric or a column under a name of the run's own, or worker
         processes cannot import an isolated function.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
-
-    Example:
-      >>> inputs = {"prompts": ["2+2=", "2+2="], "completions": ["4", "5"], "completion_ids": [[4], [5]]}
-      >>> def correct(completions, answer):
-      ...     return [float(text == truth) for text, truth in zip(completions, answer)]
-      >>> rewards, stats = compute_rewards(correct, **inputs, columns={"answer": ["4", "4"]}, num_generations=2)
-      >>> rewards.shape, rewards.ravel().tolist(), stats["rewards/correct/mean"]
-      ((1, 2, 1), [1.0, 0.0], 0.5)
     """
     rewards, stats, _ = compute_parts(
         reward_fns,

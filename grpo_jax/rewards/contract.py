@@ -104,10 +104,6 @@ def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
 
     Returns:
       K names; of several functions with one name the second is called `name_2`, and so on.
-
-    Example:
-      >>> reward_names([len, lambda completions: 0, lambda completions: 1, functools.partial(len)])
-      ['len', 'lambda', 'lambda_2', 'len_2']
     """
     names: list[str] = []
     for fn in as_list(reward_fns):
@@ -139,11 +135,6 @@ def check_reward_fns(
     Raises:
       ValueError: no function at all; something that is not callable; a column named like what was sampled; an argument
         without a default that is neither sampled, nor a column, nor an extra. Of several faults, all.
-
-    Example:
-      >>> check_reward_fns(lambda completions, anwser: [0.0], ["prompt", "answer"])
-      Traceback (most recent call last):
-      ValueError: reward function 'lambda' needs the argument 'anwser', which is no column of the dataset ...
     """
     fns = as_list(reward_fns)
     if not fns:
@@ -268,12 +259,6 @@ def own_copy(value: Any) -> Any:
 
     Text and numbers stay as they are, and so does any other object: a callable, a client or a picture may be large, may
     refuse to be copied, and may be one for all rows on purpose. An object that stands in two places becomes two.
-
-    Example:
-      >>> tests = [[1], [2]]
-      >>> first, second = own_copy([tests, tests])
-      >>> first[0].append(9), tests, second
-      (None, [[1], [2]], [[1], [2]])
     """
     kind = type(value)
     if kind in _UNCHANGEABLE:

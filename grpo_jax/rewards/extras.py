@@ -33,16 +33,7 @@ def check_metrics(logged: Iterable[str], own: Iterable[str]) -> None:
 
 
 class Extras:
-    """The arguments of reward functions besides lists, and what functions log by them; one for each batch.
-
-    Example:
-      >>> from grpo_jax.rewards.calls import means_of
-      >>> extras = Extras(TrainerState(global_step=3))
-      >>> extras.log_metric("length", 2.0)
-      >>> extras.log_metric("length", 4.0)
-      >>> means_of(extras.values()), extras.given()["trainer_state"].global_step
-      ({'length': 3.0}, 3)
-    """
+    """The arguments of reward functions besides lists, and what functions log by them; one for each batch."""
 
     def __init__(self, state: TrainerState | None = None):
         self._state = state or TrainerState()

@@ -34,13 +34,6 @@ class PartReader:
 
     Attributes:
       parts: of the completions that came in parts so far.
-
-    Example:
-      >>> read = PartReader(function=0, turns=[2, 1], tokens=[5, 3])
-      >>> read(0, [0.5, 1.0]), read(1, np.array([0.0, 0.25, 0.5])), read(1, None)
-      (1.5, 0.75, nan)
-      >>> read(1, [0.5, 1.0])
-      "returned [0.5, 1.0], a list; rewards are numbers, or None for 'not scored', or a list with one for each turn (1)"
     """
 
     def __init__(self, function: int, turns: Sequence[int], tokens: Sequence[int]):
@@ -80,14 +73,6 @@ def place_rewards(
     Returns:
       [B, G, T, K] float32: the reward of a completion at its last drawn token, that of a turn at the turn's last; NaN
       at all tokens where a function has not scored.
-
-    Example:
-      >>> turns, present = np.array([[[0, -1, 1, 1]]]), np.ones((1, 1, 4), bool)
-      >>> whole, by_turn = np.full((1, 1, 1), 3.0), [RewardParts(0, 0, False, [1.0, 2.0])]
-      >>> place_rewards(whole, [], turns, present).ravel().tolist()
-      [0.0, 0.0, 0.0, 3.0]
-      >>> place_rewards(whole, by_turn, turns, present).ravel().tolist()
-      [1.0, 0.0, 0.0, 2.0]
     """
     b, g, t = turns.shape
     turns, present = turns.reshape(-1, t), present.reshape(-1, t)

@@ -36,11 +36,6 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
 
     Raises:
       ValueError: what the suite refuses, or several suites in one.
-
-    Example:
-      >>> suite_of({"reasoning_gym": "chain_sum", "size": 0})
-      Traceback (most recent call last):
-      ValueError: data: size = 0: give a whole number from 1 up
     """
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:

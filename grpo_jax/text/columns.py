@@ -20,13 +20,7 @@ _ABSENT = object()
 
 
 def check_templates(columns: object, prompt: object) -> None:
-    """Refuse columns that are no `Columns`, and a prompt that is no `Template`.
-
-    Example:
-      >>> check_templates(None, [{"role": "user"}])
-      Traceback (most recent call last):
-      ValueError: prompt = [{'role': 'user'}]: message 0 is a mapping of role and content
-    """
+    """Refuse columns that are no `Columns`, and a prompt that is no `Template`."""
     fault = _template_fault(prompt)
     if fault:
         raise ValueError(f"prompt = {show(prompt)}: {fault}")
@@ -55,12 +49,7 @@ def _template_fault(template: object) -> str:
 
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
-    """Return a row with its columns renamed and its prompt made; `where` names the row in messages.
-
-    Example:
-      >>> fill({"question": "1+1", "solution": "2"}, "data row 0", {"answer": "solution"}, "What is {question}?")
-      {'question': '1+1', 'answer': '2', 'prompt': 'What is 1+1?'}
-    """
+    """Return a row with its columns renamed and its prompt made; `where` names the row in messages."""
     names = columns or {}
     missing = [name for name in names.values() if _column(row, name) is _ABSENT]
     if missing:

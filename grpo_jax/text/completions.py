@@ -71,10 +71,6 @@ def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
 
     Returns:
       B·G lists; the G completions of the first prompt come first.
-
-    Example:
-      >>> completion_token_ids(np.array([[[7, 2, 0], [8, 9, 2]]]), np.array([[[1, 1, 0], [1, 1, 1]]], bool))
-      [[7, 2], [8, 9, 2]]
     """
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     if tokens.ndim != 3 or tokens.shape != mask.shape:

@@ -185,12 +185,7 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the lengths that share a block of `size`: best fit decreasing.
-
-    Example:
-      >>> fill_blocks([3, 7, 2, 5], size=10)
-      [[1, 0], [3, 2]]
-    """
+    """Return the indices of the lengths that share a block of `size`: best fit decreasing."""
     blocks: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, block), in order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -38,14 +38,6 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     Raises:
       ValueError: a token that is a part of a character and has a name of neither kind; tokens whose texts are others
         beside each other, as those of CLIP are, which end in a space unless nothing follows.
-
-    Example:
-      >>> from tokenizers import Tokenizer, decoders, models
-      >>> from transformers import PreTrainedTokenizerFast
-      >>> bpe = Tokenizer(models.BPE(vocab={"<s>": 0, "\u0120the": 1, "\u00c3": 2, "a": 3}, merges=[]))
-      >>> bpe.decoder = decoders.ByteLevel()
-      >>> token_bytes(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<s>"))
-      [b'', b' the', b'\\xc3', b'a']
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}

@@ -288,10 +288,6 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
 
     Raises:
       ValueError: num_rows < 1, or a negative start, count or seed.
-
-    Example:
-      >>> prompt_indices(2, 3, num_rows=3, seed=0, shuffle=False)
-      [(0, 2), (1, 0), (1, 1)]
     """
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}: there has to be at least one row")

@@ -38,21 +38,12 @@ def escape_controls(text: str) -> str:
     r"""Return text without characters that drive a terminal or reorder what is read: they are shown instead.
 
     These are control characters except newline and tab, the marks that set the direction of text, and surrogates.
-
-    Example:
-      >>> escape_controls("a\x1b[2J\u202eb\x9b")
-      'a␛[2J\\u202eb\\x9b'
     """
     return text.translate(_ESCAPES)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
-    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none.
-
-    Example:
-      >>> format_metrics({"reward": 0.25, "kl": 0.00123, "seconds/rollout": 2.0, "seconds/total": 2.5})
-      ('reward 0.250 · KL 0.00123', '2.5 s: rollout 2.0')
-    """
+    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none."""
     shown = [one for one in _SHOWN if one[0] in metrics and (one[0] != "loss" or "reward" not in metrics)]
     numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in shown]
     numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
@@ -71,11 +62,6 @@ class Display:
 
     Args:
       console: a `rich.console.Console` to write to instead.
-
-    Example:
-      >>> with Display(quiet=True) as display:
-      ...     display.start(total_steps=2)
-      ...     display(1, {"reward": 0.5})
     """
 
     def __init__(

@@ -69,16 +69,7 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
-    """Return the page of a run as HTML for UTF-8, made from the files of its directory.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as run_dir:
-      ...     RunWriter(run_dir).metrics(1, {"reward": 0.5})
-      ...     page = html_report(run_dir)
-      >>> page.startswith("<!doctype html>"), '"title": "Reward"' in page
-      (True, True)
-    """
+    """Return the page of a run as HTML for UTF-8, made from the files of its directory."""
     run_dir = pathlib.Path(run_dir)
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     about = read_settings(run_dir)

@@ -80,13 +80,7 @@ def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def plain(value: object) -> JSON:
-    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None.
-
-    Example:
-      >>> import numpy as np
-      >>> plain({"loss": np.float32(0.5), "kl": float("nan"), "lengths": np.arange(2)})
-      {'loss': 0.5, 'kl': None, 'lengths': [0, 1]}
-    """
+    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -135,16 +129,6 @@ class RunWriter:
 
     Raises:
       ValueError: the directory cannot be made or written to.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as run_dir:
-      ...     writer = RunWriter(run_dir)
-      ...     writer.metrics(1, {"reward": 0.25})
-      ...     writer.metrics(2, {"reward": 0.5})
-      ...     writer.truncate(1)
-      ...     list(read_lines(writer.path("metrics.jsonl")))
-      [{'step': 1, 'reward': 0.25}]
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -241,12 +225,6 @@ def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "ru
 
     Raises:
       ValueError: an address such as gs://bucket/runs, and what to do.
-
-    Example:
-      >>> refuse_bucket("runs/first")
-      >>> refuse_bucket("gs://bucket/runs")
-      Traceback (most recent call last):
-      ValueError: run_dir = 'gs://bucket/runs': is in an object store, ...
     """
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
     if found:
