@@ -312,7 +312,6 @@ TESTED_ELSEWHERE = {
     "maths.surrogates": "maths/test_losses.py",
     "run.evaluation": "run/test_evaluate.py",
     "text.pieces": "rollout/test_ends.py",
-    "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",
     "models.bounds": "experiments/test_benchmark.py",

@@ -23,8 +23,7 @@ from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
-from grpo_jax.text.columns import check_templates
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import check_templates, load_rows
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import refuse_bucket
 
@@ -59,16 +58,10 @@ class Lora(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """A checked run, in the arguments of `train`.
+    """A checked run, in the arguments of `train`; of these only what the caller wanted is loaded.
 
-    Attributes:
-      values: key → value, of the file and the command line.
-      folder: the directory that files and modules are relative to.
-      lora: adapters to train, None for all weights.
-      rows, eval_rows, rewards and all below: as in `train`; only what the caller wanted is loaded.
-      teacher: the value of that key.
-      stages: "sft", "grpo", in the order in which they run.
-      sft: the first stage, None without one.
+    `values` are the keys of the file and the command line. Files and modules are relative to `folder`. `lora` None
+    trains all weights. `stages` are "sft" and "grpo" in the order in which they run.
     """
 
     values: Json

@@ -41,15 +41,7 @@ def read_stages(stated: Json) -> tuple[str, ...]:
 
 
 def read_sft(stated: Json, folder: Path) -> SFTStage:
-    """Read the SFT stage.
-
-    Args:
-      stated: the keys of the run.
-      folder: files are relative to it.
-
-    Raises:
-      ValueError: with one line per error.
-    """
+    """Read the SFT stage from the keys of a run; a ValueError has one line per error."""
     config, problems = _read_config(stated)
     own = stated["sft"]
     rows = dict[str, list[Row]]()

@@ -75,12 +75,7 @@ def pick_fields(values: Json, names: Container[str]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a file.
-
-    Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: it is not YAML, or not a mapping.
-    """
+    """Return the keys and values of a file; ValueError if it is not YAML, or not a mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
     try:

@@ -35,18 +35,10 @@ TEXT = (
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
-    """Write params for a server: adapters in PEFT's format, else all weights as safetensors.
+    """Write params for a server: adapters in PEFT's format, else all weights as safetensors; return whether adapters.
 
     A head that is the embedding is written under both names: vLLM may hold it as two tensors, of which it would reload
-    the one that it finds.
-
-    Args:
-      directory: where to; it is made.
-      policy: the config names the tensors.
-      params: of the policy; the processes of a run call this together, and the first one writes.
-
-    Returns:
-      Whether these are adapters.
+    the one that it finds. All processes of a run call it together, and the first one writes.
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:

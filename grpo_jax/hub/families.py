@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.hub.gemma4 import GEMMA4, gemma4
-from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
+from grpo_jax.hub.hybrid import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, gemma4, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
+    SEEING,
     Family,
     Fields,
     Keys,
@@ -20,10 +20,10 @@ from grpo_jax.hub.keys import (
     all_windows,
     biases_of,
     rope_of,
+    text_config,
     two_ropes,
     windows_of,
 )
-from grpo_jax.hub.multimodal import SEEING, text_config
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.types import Json
 
@@ -339,14 +339,7 @@ def family_of(raw: Json) -> Family:
 
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
-    """The decoder that a config.json describes.
-
-    Returns:
-      The config of `Transformer`.
-
-    Raises:
-      ValueError: naming the config key, if a key is missing or has a value that the decoder has no switch for.
-    """
+    """Return the `Transformer` config of a config.json; ValueError for a key that is missing or not supported."""
     family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:

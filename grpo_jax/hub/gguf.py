@@ -169,11 +169,7 @@ def _header(reader: GGUFReader) -> Header:
 
 
 def _tensors(path: Path, reader: GGUFReader, header: Header) -> dict[str, FileTensor]:
-    """The tensors of the file by name.
-
-    Raises:
-      ValueError: a quantization type that the package gguf does not read.
-    """
+    """Return the tensors of the file by name; ValueError for a quantization that the package gguf does not read."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 

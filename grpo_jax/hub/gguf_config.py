@@ -103,10 +103,9 @@ _COMMON: Keys = {
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """The row of `ARCHITECTURES`, and the config.json that the header describes.
+    """Return the row of `ARCHITECTURES` and the config.json that the header describes.
 
-    Raises:
-      ValueError: an architecture, a key or a value that is not supported; named.
+    A ValueError names an architecture, a key or a value that is not supported.
     """
     name = header.architecture
     if name not in ARCHITECTURES:

@@ -16,7 +16,7 @@ from grpo_jax.devices.platform import compute_dtype, has_wide_sums, platform_of
 from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
-from grpo_jax.hub.multimodal import sees, text_config
+from grpo_jax.hub.keys import sees, text_config
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer

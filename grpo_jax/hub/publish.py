@@ -100,11 +100,7 @@ def push_to_hub(
 
 
 class Repository:
-    """A repository of the hub, which is made if it is not there, and one branch of it.
-
-    Raises:
-      OSError: it is not there and cannot be made; the message begins with `argument`.
-    """
+    """One branch of a repository of the hub, which is made if it does not exist (else OSError, after `argument`)."""
 
     def __init__(self, name: str, argument: str, *, private: bool | None, revision: str | None):
         from huggingface_hub import HfApi

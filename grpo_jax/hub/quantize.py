@@ -36,13 +36,7 @@ Leaf = TypeVar("Leaf")
 
 
 class Source(NamedTuple):
-    """Where a part of a parameter is stored.
-
-    Attributes:
-      tensor: the stored tensor.
-      first: the row in it where the part begins.
-      part: the part of the parameter.
-    """
+    """Where a part of a parameter is stored: a tensor, the row in it where the part begins, and the part."""
 
     tensor: Stored | Nf4Tensor
     first: int
@@ -242,10 +236,9 @@ def without_quantization(raw: Json) -> Json:
 
 
 def find_nf4(stored: Mapping[str, Stored]) -> dict[str, Stored | Nf4Tensor]:
-    """The tensors of a checkpoint, with those in NF4 as one `Nf4Tensor` each in the place of their parts.
+    """Return the tensors of a checkpoint, with each tensor in NF4 as one `Nf4Tensor` instead of its stored parts.
 
-    Raises:
-      ValueError: a tensor in NF4 with parts missing, or of another table, block or storage.
+    A ValueError names a tensor in NF4 with parts missing, or of another table, block or storage.
     """
     found: dict[str, Stored | Nf4Tensor] = dict(stored)
     for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
-from grpo_jax.hub.multimodal import sees
+from grpo_jax.hub.keys import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
@@ -110,14 +110,10 @@ def stacked_experts(names: Iterable[str]) -> bool:
 
 
 def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
-    """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
+    """Return the tensors of a Hugging Face checkpoint, each with the parameters that it holds, and at which rows.
 
-    Args:
-      layout: of a model that sees, index into `LAYOUTS`.
-      stacked: the experts of a layer are stored as one tensor of each kind.
-
-    Returns:
-      One `Tensor` for each name in the checkpoint; together they cover every parameter once.
+    Together they cover every parameter once. `layout` is an index into `LAYOUTS`, for a model that sees; `stacked` says
+    that the experts of a layer are stored as one tensor of each kind.
     """
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}

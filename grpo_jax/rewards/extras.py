@@ -47,18 +47,13 @@ class Extras:
     def log_metric(self, name: str, value: float) -> None:
         """Log a number with the metrics of the step; of several under one name the mean.
 
-        Raises:
-          NameTaken: a name of the run's own, which ends the run whatever `on_error` is.
+        A name of the run's own raises `NameTaken`, which ends the run whatever `on_error` is.
         """
         check_metrics([name], [name] if name.startswith(_OWN_KINDS) else OWN_METRICS)
         self._values.setdefault(name, []).append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value for each completion beside it, in `completions.jsonl`.
-
-        Raises:
-          NameTaken: a column of the run's own, likewise.
-        """
+        """Keep a value for each completion in `completions.jsonl`; a column of the run's own raises `NameTaken`."""
         if column in OWN_COLUMNS:
             raise NameTaken(f"log_extra({column!r}, ...): completions.jsonl has this column, choose another name")
         self._columns[column] = own_copy(list(values))

@@ -30,10 +30,7 @@ class RewardParts(NamedTuple):
 class PartReader:
     """Reads what a reward function returned for a completion: a number, or numbers of its parts, whose sum counts.
 
-    A list has one number for each turn, an array one for each token.
-
-    Attributes:
-      parts: of the completions that came in parts so far.
+    A list has one number for each turn, an array one for each token. `parts` holds the parts that were read so far.
     """
 
     def __init__(self, function: int, turns: Sequence[int], tokens: Sequence[int]):
@@ -62,17 +59,15 @@ class PartReader:
 def place_rewards(
     rewards: np.ndarray, parts: Sequence[RewardParts], turns: np.ndarray, present: np.ndarray
 ) -> np.ndarray:
-    """Each reward at the token that it was given for.
+    """Return each reward at the token that it was given for, [B, G, T, K] float32; NaN where a function has not scored.
+
+    The reward of a completion stands at its last drawn token, that of a turn at the turn's last.
 
     Args:
       rewards: [B, G, K] float32, NaN for "not scored".
-      parts: of those that are sums, their parts.
+      parts: the parts of rewards that are sums.
       turns: [B, G, T] int32, the turn of each drawn token; −1 elsewhere.
       present: [B, G, T] bool, all tokens of a completion.
-
-    Returns:
-      [B, G, T, K] float32: the reward of a completion at its last drawn token, that of a turn at the turn's last; NaN
-      at all tokens where a function has not scored.
     """
     b, g, t = turns.shape
     turns, present = turns.reshape(-1, t), present.reshape(-1, t)

@@ -76,10 +76,9 @@ class Unreadable(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text from anybody: nothing infinite, no NaN, no deep nesting, no lone surrogate.
+    """Return the value of JSON from untrusted input; ValueError for infinity, NaN and deep nesting.
 
-    Raises:
-      ValueError: it is none, and why.
+    Lone surrogates are replaced.
     """
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -114,11 +113,7 @@ def _check_levels(value: object) -> None:
 
 
 def call_of(text: str) -> ToolCall:
-    """Return the call that a JSON object with a name and arguments (or parameters) stands for.
-
-    Raises:
-      Unreadable: it stands for none.
-    """
+    """Return the call of a JSON object with a name and arguments (or parameters), or raise `Unreadable`."""
     try:
         value = parse_json(text)
     except ValueError as error:

@@ -44,14 +44,9 @@ def reward_inputs(
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> RewardInputs:
-    """Return the inputs of reward functions for a batch of completions.
+    """Return the inputs of reward functions for completions [B, G, T] of B rows, each with its `prompt`.
 
-    Args:
-      tokenizer: decodes the completions.
-      rows: the B dataset rows of the batch, each with its `prompt`.
-      tokens: [B, G, T] int completion tokens.
-      mask: [B, G, T] bool, True on the tokens of a completion.
-      prompt_ids: as for `decode_completions`.
+    `tokens`, `mask` and `prompt_ids` are as in `decode_completions`.
     """
     group = range(np.shape(tokens)[1])
     prompts = [row["prompt"] for row in rows]
@@ -64,14 +59,7 @@ def reward_inputs(
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Return the unpadded token ids of each completion, in prompt-major order.
-
-    Args:
-      mask: [B, G, T] bool; the ids where it is True are kept, the EOS with them.
-
-    Returns:
-      B·G lists; the G completions of the first prompt come first.
-    """
+    """Return the token ids of each completion where `mask` [B, G, T] is True: B·G lists, prompt-major."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     if tokens.ndim != 3 or tokens.shape != mask.shape:
         raise ValueError(f"tokens is {tokens.shape} and mask is {mask.shape}: both are [B, G, T]")

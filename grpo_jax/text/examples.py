@@ -23,10 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.columns import Columns, Template
 from grpo_jax.text.pieces import common_length
 from grpo_jax.text.prompts import EncodedPrompts, apply_template
-from grpo_jax.text.rows import checked_rows, content_fault, filled_rows, is_conversation, messages_fault
+from grpo_jax.text.rows import (
+    Columns,
+    Template,
+    checked_rows,
+    content_fault,
+    filled_rows,
+    is_conversation,
+    messages_fault,
+)
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
 

@@ -46,9 +46,7 @@ TEXT = 6000
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
     """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
 
-    Args:
-      writer: the files of the run; nothing is drawn if its directory is None.
-      page_only: leave out `report.png`, which takes most of the time of both.
+    Without a run directory nothing is drawn. `page_only` leaves out `report.png`, which takes most of the time of both.
     """
     run_dir = writer.run_dir
     if run_dir is None:

@@ -167,18 +167,15 @@ def _values(lines: Sequence[Line], name: str) -> np.ndarray:
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
-    """Draw the curves of a run.
+    """Draw the curves of a run, for each panel with a logged metric, as a figure without any global state of pyplot.
 
     From `SMOOTHED` values on, raw values are pale with a smoothed curve over them. The legend above a panel shows the
-    last value of each curve. A panel without a logged metric is left out.
+    last value of each curve.
 
     Args:
       lines: objects of `metrics.jsonl`, each with "step"; a value that is None or missing leaves a gap.
       title: the name of the run.
       only: titles of panels, such as "Reward"; None draws all.
-
-    Returns:
-      A figure without any global state of pyplot.
     """
     steps = np.array([line["step"] for line in lines], float)
     panels = [panel for panel in find_panels(lines) if only is None or panel.title in only]
@@ -204,14 +201,9 @@ def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Average each value with its neighbours by a Gaussian, so that a curve does not lag; NaN is left out of it.
+    """Average each of [n] values with its neighbours by a Gaussian with the standard deviation `width`, in values.
 
-    Args:
-      values: [n] float, NaN where nothing was logged.
-      width: standard deviation of the Gaussian, in values.
-
-    Returns:
-      [n] float; NaN where `values` is.
+    The curve does not lag. NaN stays NaN, and is left out of the averages.
     """
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)

@@ -64,9 +64,8 @@ def short_number(number: float, unit: str = "") -> str:
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str = "") -> str:
     """Return the sizes of a run in three lines, for its start.
 
-    Args:
-      state_bytes: of the whole training state: policy, old policy, references, optimizer.
-      device: their kind.
+    `state_bytes` is the size of the whole training state: policy, old policy, references, optimizer. `device` names the
+    kind of the devices.
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     sft, row = isinstance(config, SFTConfig), "prompt"
@@ -99,8 +98,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 def headline(lines: Sequence[Line]) -> str:
     """Return the result of a run in one line: its first held-out score, or else its reward, and the number of steps.
 
-    Returns:
-      A line without a full stop; "" if nothing was logged.
+    The line has no full stop; it is "" if nothing was logged.
     """
     if not lines:
         return ""

@@ -118,17 +118,11 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """The files of a run directory, written as the run goes.
+    """The files of a run directory, written as the run goes; without a directory every method does nothing.
 
     Each line is flushed as it is written. After a kill, `truncate` cuts the files back to the step of the checkpoint
-    that the run goes on from, so that no line is there twice.
-
-    Args:
-      run_dir: the directory, made if it is not there; None (where nothing shall be kept, and on all processes of a
-        multi-host run but one): every method does nothing.
-
-    Raises:
-      ValueError: the directory cannot be made or written to.
+    that the run resumes from, so that no line is there twice. A directory that cannot be made or written to is a
+    ValueError.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -221,11 +215,7 @@ class RunWriter:
 
 
 def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:
-    """Refuse the address of an object store as the directory of a run: one is locked, appended to and renamed in.
-
-    Raises:
-      ValueError: an address such as gs://bucket/runs, and what to do.
-    """
+    """Raise ValueError for an object store as the directory of a run, which is locked, appended to and renamed in."""
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
     if found:
         address = re.sub(":/+", "://", str(run_dir), count=1)

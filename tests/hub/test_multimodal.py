@@ -24,7 +24,7 @@ from test_families import (
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.files import stored_tensors
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.multimodal import SEEING
+from grpo_jax.hub.keys import SEEING
 from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import LAYOUTS, tensor_plan

@@ -51,7 +51,8 @@ def test_seconds_outside_any_phase_are_other():
 def test_a_card_describes_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
     writer = RunWriter(tmp_path / "secret_client")
-    config = GRPOConfig(learning_rate=0.5, max_steps=10, run_name="secret", push_to_hub=True, hub_model_id="me/sums")
+    hub = {"run_name": "secret", "push_to_hub": True, "hub_model_id": "me/sums"}
+    config = GRPOConfig(learning_rate=0.5, max_steps=10, stop=["a|b"], **hub)
     writer.config(config, prompts=1)
     writer.metrics(0, {"eval/right": 0.0625, "eval/mean_length": 7.0})
     writer.metrics(10, {"reward": 1.0, "rewards/right/mean": 1.0, "num_tokens": 12345, "eval/right": 0.75})
@@ -68,7 +69,8 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     text = card.text
     assert "\n\nA language model, trained from [some/base](https://huggingface.co/some/base) with" in text
     assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](curves.png)\n" in text
-    assert "\n| setting | value |\n|---|---|\n| max_steps | 10 |\n| learning_rate | 0.5 |\n| loss_type | \"a\\|b\" |\n" in text
+    settings = '| stop | ["a\\|b"] |\n| max_steps | 10 |\n| learning_rate | 0.5 |\n'
+    assert f"\n| setting | value |\n|---|---|\n{settings}" in text
     assert "secret" not in text
     assert text.rstrip().endswith(MARK)
 
