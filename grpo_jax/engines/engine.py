@@ -66,8 +66,9 @@ class _Version(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """How a batch is requested: ids and texts that end a turn, the most tokens of a completion and of a turn, and the
-    environment's answers (None: one turn).
+    """How a batch is requested: `longest` and `turn` bound the tokens of a completion and of a turn.
+
+    Ids in `stop` and texts in `stops` end a turn; `answers` of None means that there is only one.
     """
 
     sampling: Sampling

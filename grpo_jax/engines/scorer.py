@@ -54,6 +54,7 @@ class EngineScorer:
 
     def check(self, config: GRPOConfig) -> None:
         """Raise what stands against a run with these settings, before anything is sampled.
+
         Settings that differ from the scorer's raise ValueError, a server that cannot score EngineError.
         """
         problems = []

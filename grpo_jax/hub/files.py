@@ -231,10 +231,10 @@ def appearing(target: Path) -> Iterator[Path]:
 # gpt-oss stores its experts so, as "…_blocks" and "…_scales": a block of 32 weights shares one scale, a power of two,
 # and a weight is one of 16 values (OCP Microscaling Formats 1.0). Every product is a bfloat16 number.
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 """The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
 
-_PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
+_PAIRS = _VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

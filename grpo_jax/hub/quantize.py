@@ -44,12 +44,9 @@ class Source(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How a base is held.
+    """How a base is held: the `method` of the layers' projections, one of `METHODS` or None (plain).
 
-    Attributes:
-      method: of the projections of layers, one of `METHODS`; None: plain.
-      embeddings: whether embedding and output head are quantized too.
-      tied: the head is the embedding.
+    `embeddings` quantizes the embedding and the output head too; `tied` means that these are one.
     """
 
     method: str | None = None
@@ -116,11 +113,10 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """A parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
+    """Return a parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
 
-    Args:
-      method: of `METHODS`. "nf4": blocks of 64 weights, their scales quantized once more; "int8": a scale a row.
-      dtype: name of the dtype that the parameter would have.
+    "nf4" has blocks of 64 weights, whose scales are quantized once more; "int8" has a scale a row. `dtype` is the dtype
+    of the plain parameter.
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     if method == "nf4" and held.scales.ndim == 1:

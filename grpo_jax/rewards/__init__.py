@@ -1,6 +1,6 @@
 """Reward functions: `contract` (what they get and may return), `calls` (calling them), `extras` (what they log),
-`shipped` and `combine` (those that come with the package), `answers` (reading answers out of text), `formulas`
-(comparing formulas), `workers` (functions and environments in processes of their own).
+`shipped` and `combine` (those that come with the package), `answers` (reading answers out of text), `workers`
+(functions in processes of their own).
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number

@@ -79,16 +79,12 @@ def decode_completions(
 
     Some tokenizers take the first space of what they decode away (Llama 2's, SentencePiece's). So a completion that
     continues a text is decoded behind the end of it: prompt + completion is the text that the model saw. One that is a
-    message of its own is decoded alone, as in TRL.
+    message of its own is decoded alone, as in TRL, and its text begins with the prefill if the prompt had one.
 
     Args:
       tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used.
       prompts: the B prompts of the dataset; None if they are text.
       prompt_ids: the tokens of the B prompts; None: completions are decoded alone.
-
-    Returns:
-      B·G strings; or B·G lists of one message, `[{"role": "assistant", "content": text}]`, whose text begins with the
-      prefill if the prompt had one: a reward function sees the whole turn.
     """
     group, ids = np.shape(tokens)[1], completion_token_ids(tokens, mask)
     prompts, prompt_ids = prompts or [""] * len(tokens), prompt_ids or [()] * len(tokens)

@@ -154,19 +154,11 @@ def encode_examples(
     packing: bool = False,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize rows and mark what is learned; cut at `max_length`, and leave out what has nothing to learn then.
+    """Tokenize rows of `load_examples` and mark what is learned; cut at `max_length`.
 
-    Args:
-      rows: as `load_examples` returns them.
-      tokenizer: a transformers tokenizer.
-      encoding: what is learned, and how messages are shown.
-      max_length: in tokens; None for no bound.
-      packing: fill blocks of `max_length` tokens, best fit with the longest first; else each example is a block.
-      argument: what the caller calls the dataset, for the messages.
-
-    Raises:
-      ValueError: rows that do not have what a setting asks for; messages without a chat template, or whose assistant's
-        turns cannot be found in what it writes; nothing left to learn.
+    Examples with nothing left to learn are left out. With `packing`, blocks of `max_length` tokens are filled, best fit
+    with the longest first; else each example is a block. ValueError: rows that do not have what a setting needs, or
+    whose assistant's turns cannot be found in what the chat template writes.
 
     References:
       TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.pack_dataset`.

@@ -119,15 +119,11 @@ def encode_prompts(
       on_long_prompt: "error", or "drop" to leave the row out and name it in `dropped`.
       chat_template_kwargs: further keywords for the chat template, `{"enable_thinking": False}` for instance.
       tools: the schemas that the template shows with each row's prompt; None: with none.
-      argument: what the caller calls the dataset, for the messages.
-
-    Returns:
-      `EncodedPrompts`.
+      argument: the caller's name for the dataset, for the messages.
 
     Raises:
-      ValueError: a prompt over the bound (with "error"), or all of them; messages without a chat template, or that the
-        template refuses or leaves out, as many do with a role that they do not know; a prompt that encodes to no token;
-        a bad `on_long_prompt` or `chat_template_kwargs`.
+      ValueError: a prompt over the bound, or with "drop" all of them; messages that the chat template refuses or leaves
+        out, as many do with a role that they do not know; a prompt that encodes to no token.
 
     References:
       Special tokens and template as in TRL 1.16 (`GRPOTrainer._tokenize_prompts`), which closes a last message of the

@@ -57,11 +57,8 @@ class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
     In a terminal it is a bar that is redrawn in place, in a notebook a line that is redrawn, and in a log file or a
-    pipe one line per logging step. It writes to standard error (in a notebook to the cell) and leaves standard output
-    to the program. Leaving the `with` block restores the terminal, also after an error.
-
-    Args:
-      console: a `rich.console.Console` to write to instead.
+    pipe one line per logging step. It writes to standard error (in a notebook to the cell) or to the given console, and
+    leaves standard output to the program. Leaving the `with` block restores the terminal, also after an error.
     """
 
     def __init__(
