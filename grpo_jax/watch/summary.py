@@ -163,8 +163,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {repo_id.rpartition('/')[2]}",
         f"{subject}, trained{source} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
-        *([] if run_dir is None else _result(Path(run_dir))),
-        *([f"![Curves of the run]({picture})"] if picture else []),
+        *([] if run_dir is None else _result(Path(run_dir), picture)),
         f"```python\nfrom grpo_jax import {names}\n\npolicy = {load}\n```",
         f"The files are in the format of {'PEFT' if adapters else 'transformers'}.",
         MARK,
@@ -172,12 +171,13 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _result(run_dir: Path) -> list[str]:
-    """Return the parts of a card about its run: the headline, and a table of settings that are not the defaults."""
+def _result(run_dir: Path, picture: str | None) -> list[str]:
+    """Return the parts of a card about its run: headline, picture, and a table of settings that are not defaults."""
     about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
     changed = changed_settings(about.get("config", {})).items()
     rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
     parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
+    parts += [f"![Curves of the run]({picture})"] if picture else []
     return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
 
 
