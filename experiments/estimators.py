@@ -153,7 +153,7 @@ def measure(task: Task, params: Any, seed: int) -> dict[str, float]:
     )
     mask, log_probs = np.asarray(completions.mask), np.asarray(completions.log_probs)
     inputs = reward_inputs(policy.tokenizer, rows, np.asarray(completions.tokens), mask)
-    rewards, _ = compute_rewards(
+    rewards, _, _ = compute_rewards(
         task.reward,
         prompts=inputs.prompts,
         completions=inputs.completions,

@@ -307,7 +307,6 @@ TESTED_ELSEWHERE = {
     "maths.metrics": "maths/test_losses.py",
     "maths.surrogates": "maths/test_losses.py",
     "text.pieces": "rollout/test_ends.py",
-    "hub.gemma4": "hub/test_families.py",
     "hub.hybrid": "hub/test_families.py",
     "models.block": "models/test_transformer.py",
     "models.bounds": "rollout/test_ladder.py",

@@ -60,16 +60,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
 
     Tokens come as `generate` draws them: up to 16 at a time, and on an accelerator a burst late. With a chat template
     and one sample the prompts make one conversation, until one is empty; otherwise each stands by itself.
-
-    Args:
-      policy: with a tokenizer.
-      config: sampling, ends, length and seed.
-      prompts: texts.
-      samples: completions of each prompt, which differ by their keys.
-      echo: print each prompt too.
-
-    Raises:
-      ValueError: the policy has no tokenizer; ends that no completion can have.
+    The `samples` of a prompt differ by their keys.
     """
     if policy.tokenizer is None:
         raise ValueError("the model has no tokenizer: its directory has no tokenizer files")

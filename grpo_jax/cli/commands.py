@@ -22,7 +22,7 @@ from grpo_jax.cli.policies import load_policy, load_teacher
 from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
 from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
-from grpo_jax.compat.scripts import from_trl_script
+from grpo_jax.compat.migrate import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.devices import distributed
 from grpo_jax.hub.huggingface import save_pretrained

@@ -75,18 +75,10 @@ _PAIRS = ((17, 25), (9, 8), (31, 12), (5, 46), (28, 14), (33, 30), (7, 19), (22,
 
 
 def write_start(folder: str | Path, model: str | None = None) -> list[Path]:
-    """Write a run, ten rows and a reward function into a folder, and without a model a tiny one of fresh weights.
+    """Write a run, ten rows and a reward function into a new folder, and return the files, the run first.
 
-    Args:
-      folder: made if it is not there; none of the files may be there.
-      model: name on the hub or directory of an instruct checkpoint, which then learns to answer sums by the number
-        alone; None: the tiny one learns to write the letters of a given word.
-
-    Returns:
-      The files, the run first.
-
-    Raises:
-      ValueError: a file is there already.
+    An existing file is a ValueError. `model` is an instruct checkpoint, which learns to answer sums with the number
+    only. None writes a tiny model of fresh weights too, which learns to write the letters of a given word.
     """
     folder = Path(folder).expanduser()
     files = [folder / name for name in (RUN, "rows.jsonl", "rewards.py")]

@@ -92,12 +92,7 @@ GROUPS = dict.fromkeys(OWN, "The run") | {name: _GROUPS[name] for name in FIELDS
 
 
 def choices(kind: object) -> tuple[str, ...]:
-    """Return the values that an annotation names.
-
-    Example:
-      >>> choices(Literal["a", "b"] | None), choices(bool), choices(int)
-      (('a', 'b'), ('true', 'false'), ())
-    """
+    """Return the values that an annotation names."""
     if kind is bool:
         return ("true", "false")
     if get_origin(kind) is Literal:
@@ -107,13 +102,7 @@ def choices(kind: object) -> tuple[str, ...]:
 
 
 def explain(name: str) -> str:
-    """Return the help of one key: its default, its choices and its documentation.
-
-    Example:
-      >>> print(explain("beta"))
-      beta (default 0.0)
-        Weight of the KL to the reference; 0: no reference is kept.
-    """
+    """Return the help of one key: its default, its choices and its documentation."""
     if name in OWN:
         return f"{name}\n{textwrap.indent(textwrap.fill(OWN[name], 90), '  ')}"
     named = choices(FIELDS[name].type)

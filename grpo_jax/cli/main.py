@@ -220,12 +220,7 @@ def _version() -> str:
 
 
 def keys_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the keys of RUN.yaml that the command line sets, and their values as texts.
-
-    Example:
-      >>> keys_of(parse(["train", "a.yaml", "--beta", "-1e-5", "--learning-rate=1e-6"]))
-      {'beta': '-1e-5', 'learning_rate': '1e-6'}
-    """
+    """Return the keys of RUN.yaml that the command line sets, and their values as texts."""
     return {name.removeprefix(_KEY): value for name, value in vars(arguments).items() if name.startswith(_KEY)}
 
 

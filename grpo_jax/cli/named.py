@@ -41,12 +41,8 @@ def is_reference(text: object) -> TypeGuard[str]:
 def find(text: object, folder: Path) -> Any:
     """Return the object that `module:name` or `file.py:name` names.
 
-    Args:
-      text: the reference.
-      folder: files are relative to it; modules are looked up in it after the installed ones.
-
-    Raises:
-      ValueError: the text is not a reference, the module or name does not exist, or the import fails.
+    Files are relative to the folder; modules are looked up in it after the installed ones. A ValueError says what is
+    wrong: no reference, no such module or name, or an import that fails.
     """
     if not is_reference(text):
         raise ValueError(f"is not a reference: {_FORM}")
@@ -92,19 +88,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def reward_function(entry: object, folder: Path) -> RewardFn:
-    """Return the reward function of an entry of `rewards`.
+    """Return the reward function of an entry of `rewards`, or raise ValueError.
 
-    Args:
-      entry: a reference or a shipped name; or `{name: arguments}`, which calls it: a mapping gives keywords, a list
-        positional arguments, anything else is the only argument.
-      folder: as in `find`.
-
-    Raises:
-      ValueError: the entry does not give a function.
-
-    Example:
-      >>> reward_function({"number_reward": "solution"}, Path())(completions=["4", "5"], solution=["4", "4"])
-      [1.0, 0.0]
+    An entry is a reference or a shipped name; or `{name: arguments}`, which calls it: a mapping gives keywords, a list
+    positional arguments, anything else is the only argument. The folder is as in `find`.
     """
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError("names more than one function; write each as a list entry of its own")
@@ -134,12 +121,7 @@ def _call(factory: Callable[..., object], name: object, given: object) -> object
 
 
 def sampler_of(entry: object, folder: Path) -> Sampler:
-    """Return the engine of an entry of `sampler`: `{vllm: {base_url: ...}}`, or a reference.
-
-    Example:
-      >>> sampler_of({"vllm": {"base_url": "http://127.0.0.1:8000"}}, Path())
-      Engine(VLLM('http://127.0.0.1:8000'))
-    """
+    """Return the engine of an entry of `sampler`: `{vllm: {base_url: ...}}`, or a reference."""
     if is_reference(entry):
         found: Sampler = find(entry, folder)
         return found

@@ -23,8 +23,7 @@ from grpo_jax.models.lora import TARGETS
 from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
-from grpo_jax.text.columns import check_templates
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import check_templates, load_rows
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import refuse_bucket
 
@@ -59,16 +58,10 @@ class Lora(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """A checked run, in the arguments of `train`.
+    """A checked run, in the arguments of `train`; of these only what the caller wanted is loaded.
 
-    Attributes:
-      values: key → value, of the file and the command line.
-      folder: the directory that files and modules are relative to.
-      lora: adapters to train, None for all weights.
-      rows, eval_rows, rewards and all below: as in `train`; only what the caller wanted is loaded.
-      teacher: the value of that key.
-      stages: "sft", "grpo", in the order in which they run.
-      sft: the first stage, None without one.
+    `values` are the keys of the file and the command line. Files and modules are relative to `folder`. `lora` None
+    trains all weights. `stages` are "sft" and "grpo" in the order in which they run.
     """
 
     values: Json
@@ -251,12 +244,7 @@ def _environments(given: object, folder: Path) -> Environments:
 
 
 def read_lora(given: object) -> Lora | None:
-    """Return the adapters of a rank or a mapping, None for none; alpha is twice the rank if it is not given.
-
-    Example:
-      >>> read_lora(8)[:2], read_lora({"rank": 8, "alpha": 8.0})[:2]
-      ((8, 16.0), (8, 8.0))
-    """
+    """Return the adapters of a rank or a mapping, None for none; alpha is twice the rank if it is not given."""
     if given is None:
         return None
     stated = {"rank": given} if isinstance(given, int) else given

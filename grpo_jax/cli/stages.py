@@ -29,12 +29,7 @@ class SFTStage(NamedTuple):
 
 
 def read_stages(stated: Json) -> tuple[str, ...]:
-    """Return the stages of a run, GRPO alone where nothing is said.
-
-    Example:
-      >>> read_stages({}), read_stages({"stages": ["sft", "grpo"], "sft": {"data": "lessons.jsonl"}})
-      (('grpo',), ('sft', 'grpo'))
-    """
+    """Return the stages of a run, GRPO alone where nothing is said."""
     found = stated.get("stages", ["grpo"])
     if found not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages = {show(found)}: give [sft, grpo], [sft] or [grpo]")
@@ -46,15 +41,7 @@ def read_stages(stated: Json) -> tuple[str, ...]:
 
 
 def read_sft(stated: Json, folder: Path) -> SFTStage:
-    """Read the SFT stage.
-
-    Args:
-      stated: the keys of the run.
-      folder: files are relative to it.
-
-    Raises:
-      ValueError: with one line per error.
-    """
+    """Read the SFT stage from the keys of a run; a ValueError has one line per error."""
     config, problems = _read_config(stated)
     own = stated["sft"]
     rows = dict[str, list[Row]]()

@@ -43,33 +43,17 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Return keys and values as a text that `parse_yaml` reads back.
-
-    Example:
-      >>> print(dump_yaml({"run_name": "1e-6", "learning_rate": 1e-6}), end="")
-      run_name: '1e-6'
-      learning_rate: 1.0e-06
-    """
+    """Return keys and values as a text that `parse_yaml` reads back."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text.
-
-    Example:
-      >>> parse_yaml("{learning_rate: 1e-6, eval_steps: None, run_name: off}")
-      {'learning_rate': 1e-06, 'eval_steps': None, 'run_name': 'off'}
-    """
+    """Return the value of a YAML text."""
     return yaml.load(text, _Loader)
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return the value of a key on the command line: YAML, or the text if the key only takes text.
-
-    Example:
-      >>> parse_value("learning_rate", "1e-6"), parse_value("run_name", "7"), parse_value("prompt", "Q: {question}")
-      (1e-06, '7', 'Q: {question}')
-    """
+    """Return the value of a key on the command line: YAML, or the text if the key only takes text."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
@@ -91,12 +75,7 @@ def pick_fields(values: Json, names: Container[str]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a file.
-
-    Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: it is not YAML, or not a mapping.
-    """
+    """Return the keys and values of a file; ValueError if it is not YAML, or not a mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
     try:

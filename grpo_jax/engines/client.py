@@ -39,11 +39,7 @@ class Lost(EngineError):
 
 
 class Refused(EngineError):
-    """The server answered that it will not do this.
-
-    Attributes:
-      status: of HTTP.
-    """
+    """The server answered that it will not do this; `status` is the one of HTTP."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -51,17 +47,7 @@ class Refused(EngineError):
 
 
 class Client:
-    """POST and GET of JSON at one server, from any number of threads.
-
-    Args:
-      base_url: "http://host:port", with or without a path; a trailing "/v1" is left away.
-      timeout: seconds for one answer.
-      patience: seconds for which a busy server (429, 5xx) is asked again, and a lost one waited for.
-      api_key_env: name of the environment variable with the server's key; it is read for each connection, sent, and
-        kept nowhere.
-
-    Raises:
-      ValueError: a `base_url` that is none.
+    """POST and GET of JSON at one server, from any number of threads; its arguments are the ones of `engines.vllm`.
 
     Example:
       >>> Client("http://127.0.0.1:8000/v1/").base_url
@@ -101,11 +87,7 @@ class Client:
     ) -> Json:
         """Return the object that the server answers, {} for anything else; a busy server is asked again for a while.
 
-        Args:
-          path: after the base.
-          body: of a POST; None sends a GET.
-          stopped: whether to give up, looked at between two tries.
-          busy: statuses after which to ask again.
+        `body` None sends a GET. A status in `busy` is tried again, unless `stopped` returns True.
 
         Raises:
           Lost: no answer, or a server that is still busy after all this time.
@@ -205,12 +187,10 @@ def run_together(
     close: Callable[[], None],
     interrupt: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """The results of tasks that send requests, each in a thread, `most` at a time; an error stops all of them.
+    """Return the results of tasks that send requests, each in a thread, `most` at a time; an error stops all of them.
 
-    Args:
-      stop: set at an error, for the tasks to look at.
-      close: breaks off the requests that are in flight.
-      interrupt: called every 0.2 s; what it raises stops the tasks too.
+    At an error `stop` is set and `close` breaks off the requests in flight. `interrupt` is called every 0.2 s; what it
+    raises stops the tasks too.
     """
     with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
         coming = [pool.submit(task) for task in tasks]

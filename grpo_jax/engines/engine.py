@@ -55,16 +55,7 @@ STEP = 0x9E3779B97F4A7C15
 
 
 class _Version(NamedTuple):
-    """Weights that have been written for the server.
-
-    Attributes:
-      name: no other ones have it.
-      directory: where they are.
-      adapters: whether they are adapters.
-      ids: tokens of the probe.
-      scores: our log-probs of these.
-      policy: whose weights they are, without them.
-    """
+    """Weights that were written for the server under a unique name, and our `scores` of the probe's `ids`."""
 
     name: str
     directory: Path
@@ -75,15 +66,9 @@ class _Version(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """How a batch is asked for.
+    """How a batch is requested: `longest` and `turn` bound the tokens of a completion and of a turn.
 
-    Attributes:
-      sampling: the distribution.
-      stop: ids that end a turn.
-      longest: tokens of a completion, at most.
-      answers: who answers its turns; None: it has one.
-      stops: of the texts that end a turn; None where there are none.
-      turn: tokens of a turn, at most.
+    Ids in `stop` and texts in `stops` end a turn; `answers` of None means that there is only one.
     """
 
     sampling: Sampling

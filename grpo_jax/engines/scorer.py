@@ -27,16 +27,7 @@ _PROBE = (1, 2, 3)
 class EngineScorer:
     """A `run.teacher.Scorer` by a server: `engines.vllm_scorer` makes one.
 
-    Args:
-      server: a client of the server.
-      top_k: tokens whose log-probs are asked for in every place, `distillation_topk` of the run; None: the drawn ones
-        alone, for `distillation_mode="sampled_token"`.
-      at_once: requests in flight, at most.
-      tokenizer: of the server's model, which a run compares with the policy's; None: they are taken to be the same.
-      patience: seconds for which a lost server is waited for.
-
-    Raises:
-      ValueError: a `top_k` or an `at_once` below 1.
+    Its arguments are described there; `top_k` and `at_once` below 1 are a ValueError.
     """
 
     def __init__(
@@ -64,9 +55,7 @@ class EngineScorer:
     def check(self, config: GRPOConfig) -> None:
         """Raise what stands against a run with these settings, before anything is sampled.
 
-        Raises:
-          ValueError: settings that ask for what the server is not asked for.
-          EngineError: the server is not there, or cannot do it.
+        Settings that differ from the scorer's raise ValueError, a server that cannot score EngineError.
         """
         problems = []
         if config.temperature != 1:

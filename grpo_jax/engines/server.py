@@ -39,11 +39,8 @@ class Drawn(NamedTuple):
 class VLLM:
     """Requests to a vLLM server, for an `Engine` and an `EngineScorer`; called from many threads.
 
-    All of it raises `engines.client.EngineError`; its subclass `Lost` means that the server may come back.
-
-    Args:
-      client: HTTP to the server.
-      model: the name that it serves the base model under; "" for the only one.
+    All of it raises `engines.client.EngineError`; its subclass `Lost` means that the server may come back. `model` is
+    the name that it serves the base model under; "" for the only one.
     """
 
     def __init__(self, client: Client, model: str = ""):

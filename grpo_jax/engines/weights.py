@@ -35,18 +35,10 @@ TEXT = (
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
-    """Write params for a server: adapters in PEFT's format, else all weights as safetensors.
+    """Write params for a server: adapters in PEFT's format, else all weights as safetensors; return whether adapters.
 
     A head that is the embedding is written under both names: vLLM may hold it as two tensors, of which it would reload
-    the one that it finds.
-
-    Args:
-      directory: where to; it is made.
-      policy: the config names the tensors.
-      params: of the policy; the processes of a run call this together, and the first one writes.
-
-    Returns:
-      Whether these are adapters.
+    the one that it finds. All processes of a run call it together, and the first one writes.
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
@@ -97,16 +89,10 @@ def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
 
 
 def stale_tensors(policy: Policy, new: Path, old: Path, ids: list[int], theirs: np.ndarray) -> list[str]:
-    """Names of what a server still has as it was before: with it, our log-probs are the server's.
+    """Return the names of tensors of which a server still has the old version: with these, our log-probs are `theirs`.
 
-    Args:
-      policy: the config and, of adapters, the base.
-      new, old: directories of `write_weights`.
-      ids: of the probe.
-      theirs: [64] the server's log-probs.
-
-    Returns:
-      One name, if one tensor explains most of the gap; all of them, if all that is old does; nothing, if neither.
+    One name, if one tensor explains most of the gap; "all of them", if all old ones do; nothing, if neither.
+    `new` and `old` are directories of `write_weights`, `ids` the probe's, and `theirs` the server's 64 log-probs of it.
     """
     adapted = isinstance(policy.model, LoraModel)
     base = policy.replace(model=policy.model.model, params=policy.model.base) if adapted else policy

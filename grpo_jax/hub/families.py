@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.hub.gemma4 import GEMMA4, gemma4
-from grpo_jax.hub.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, hybrid, lfm2
+from grpo_jax.hub.hybrid import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, gemma4, hybrid, lfm2
 from grpo_jax.hub.keys import (
     REQUIRED,
     SEEING,
@@ -340,21 +339,7 @@ def family_of(raw: Json) -> Family:
 
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
-    """The decoder that a config.json describes.
-
-    Returns:
-      The config of `Transformer`.
-
-    Raises:
-      ValueError: naming the config key, if a key is missing or has a value that the decoder has no switch for.
-
-    Example:
-      >>> raw = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-      ...        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-      >>> config = read_config(raw)
-      >>> config.head_dim, config.qkv_bias, config.windows
-      (8, True, None)
-    """
+    """Return the `Transformer` config of a config.json; ValueError for a key that is missing or not supported."""
     family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:

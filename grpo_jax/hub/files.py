@@ -1,4 +1,4 @@
-"""The files of a checkpoint: JSON, tensors by rows, and directories that appear when they are complete."""
+"""The files of a checkpoint: JSON, tensors by rows, MXFP4, and directories that appear when they are complete."""
 
 from __future__ import annotations
 
@@ -125,15 +125,7 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before a weight of it is read.
-
-    Attributes:
-      raw: the content of config.json, or what stands for it.
-      generation_config: that of generation_config.json.
-      stored: its tensors by name.
-      tokenizer: of transformers, or None.
-      files: the tokenizer's files, name to bytes.
-    """
+    """A checkpoint before a weight is read; `raw` is its config.json, `files` the tokenizer's files, name to bytes."""
 
     raw: Json
     generation_config: Json
@@ -232,3 +224,51 @@ def appearing(target: Path) -> Iterator[Path]:
             scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+# MXFP4 ----------------------------------------------------------------------------------------------------------------
+
+# gpt-oss stores its experts so, as "…_blocks" and "…_scales": a block of 32 weights shares one scale, a power of two,
+# and a weight is one of 16 values (OCP Microscaling Formats 1.0). Every product is a bfloat16 number.
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
+
+_PAIRS = _VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
+
+
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
+
+    weight = value(four bits) · 2^(scale − 127)
+    """
+    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
+    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
+    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+def without_mxfp4(raw: Json) -> Json:
+    """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
+    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
+
+
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Made]:
+    """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
+    tensors: dict[str, StoredTensor | Made] = dict(stored)
+    for name in stored:
+        stem = name.removesuffix("_blocks")
+        if stem != name and f"{stem}_scales" in stored:
+            tensors[stem] = _made(stored[name], stored[f"{stem}_scales"])
+            del tensors[name], tensors[f"{stem}_scales"]
+    return tensors
+
+
+def _made(blocks: StoredTensor, scales: StoredTensor) -> Made:
+    """A tensor [E, in, out] in bfloat16, from blocks [E, out, in / 32, 16] of two weights a byte and their scales."""
+
+    def rows(first: int, count: int) -> np.ndarray:
+        return dequantize_mxfp4(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
+
+    experts, out, count, half = blocks.shape
+    return Made(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))

@@ -44,13 +44,10 @@ differs where a number follows two blanks or more; ids are transformers' there."
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that a name means: its path, a directory or an installed package with one in it; else None.
+    """Return the GGUF file that a name means: its path, a directory or an installed package with one in it; else None.
 
-    A package may be named as it is installed or as it is imported; it is not imported.
-
-    Raises:
-      ValueError: a part of a file that was cut in pieces; a directory or package with several GGUF files and no other
-        weights.
+    A package may be named as it is installed or as it is imported; it is not imported. A piece of a split file, and
+    several GGUF files without other weights, are a ValueError.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and (part := re.search(r"\.gguf[.-]?(part-?\d+(of\d+)?|split-?[a-z]+)$", path.name, re.I)):
@@ -169,11 +166,7 @@ def _header(reader: GGUFReader) -> Header:
 
 
 def _tensors(path: Path, reader: GGUFReader, header: Header) -> dict[str, FileTensor]:
-    """The tensors of the file by name.
-
-    Raises:
-      ValueError: a quantization type that the package gguf does not read.
-    """
+    """Return the tensors of the file by name; ValueError for a quantization that the package gguf does not read."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 

@@ -24,10 +24,8 @@ _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa",
 class Header:
     """The keys of one architecture without its prefix, and which of them have been read.
 
-    Attributes:
-      fields: all keys of the file.
-      shapes: shapes of the file's tensors, by name.
-      factors: divisors of rotary frequencies, [frequencies], by tensor name.
+    `fields` are all keys of the file, `shapes` the shapes of its tensors by name, and `factors` the divisors of rotary
+    frequencies, [frequencies], by tensor name.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
@@ -103,10 +101,9 @@ _COMMON: Keys = {
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """The row of `ARCHITECTURES`, and the config.json that the header describes.
+    """Return the row of `ARCHITECTURES` and the config.json that the header describes.
 
-    Raises:
-      ValueError: an architecture, a key or a value that is not supported; named.
+    A ValueError names an architecture, a key or a value that is not supported.
     """
     name = header.architecture
     if name not in ARCHITECTURES:

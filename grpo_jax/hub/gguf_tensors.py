@@ -25,14 +25,7 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor as it is stored in the file.
-
-    Attributes:
-      file: the GGUF file.
-      shape: blocks lie along the last axis.
-      kind: quantization type, a `gguf.GGMLQuantizationType`.
-      offset: byte in the file at which it starts.
-    """
+    """A tensor of a GGUF file: from the byte `offset` on, in blocks of the type `kind` along the last axis."""
 
     file: Path
     shape: tuple[int, ...]
@@ -62,17 +55,9 @@ class FileTensor:
 def find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, FileTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, Stored]:
-    """The tensors of a plan, by their names in it.
+    """Return the tensors of a plan (with a tensor for each expert) by their names in it, from the tensors of the file.
 
-    Args:
-      plan: from `tensor_plan`, with a tensor for each expert.
-      files: the tensors of the file.
-      row: of `ARCHITECTURES`.
-      config: the decoder.
-      name: `general.architecture`.
-
-    Raises:
-      ValueError: tensors that are missing, not known, or of another shape; by their names in the file.
+    A ValueError lists tensors that are missing, not known, or of another shape, by their names in the file.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

@@ -32,21 +32,14 @@ from grpo_jax.hub.files import (
     check_replaceable,
     read_json,
     stored_tensors,
+    unpacked,
+    without_mxfp4,
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import sees
 from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
-from grpo_jax.hub.tensors import (
-    LAYOUTS,
-    Tensor,
-    abstract_params,
-    layout_of,
-    stacked_experts,
-    tensor_plan,
-    unpacked,
-    without_mxfp4,
-)
+from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
@@ -279,20 +272,11 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a directory, by transformers; one that encodes text to no ids is refused.
+    """Return the tokenizer of a directory, by transformers; ValueError if it does not load or encodes text to no ids.
 
     transformers makes some tokenizers anew from their vocabulary, by `model_type` in config.json, and so breaks one
-    made at home (a word-level one beside a Qwen config, say). Where that encodes text to nothing, `tokenizer.json` is
-    taken as it stands.
-
-    Args:
-      directory: with tokenizer files.
-
-    Returns:
-      What `AutoTokenizer` makes of it, or a `PreTrainedTokenizerFast`.
-
-    Raises:
-      ValueError: it cannot be loaded, or it encodes a probe text to nothing.
+    made at home (a word-level one with a Qwen config, say). Where that encodes text to nothing, `tokenizer.json` is
+    loaded unchanged.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

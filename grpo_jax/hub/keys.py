@@ -223,14 +223,7 @@ def sees(raw: Json) -> bool:
 
 
 def text_config(raw: Json) -> Json:
-    """The config of the language model alone: `text_config` of a model that sees, else the config as it is.
-
-    Example:
-      >>> inner = {"model_type": "mistral", "vocab_size": 64}
-      >>> found = text_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": inner})
-      >>> found["architectures"], found["vocab_size"]
-      (['MistralForCausalLM'], 64)
-    """
+    """The config of the language model alone: `text_config` of a model that sees, else the config as it is."""
     if not sees(raw):
         return raw
     architectures, defaults = SEEING[raw["architectures"][0]]

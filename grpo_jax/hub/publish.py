@@ -47,7 +47,7 @@ def push_to_hub(
     Args:
       policy: what to publish; after a run, `policy.replace(params=state.params)`.
       repo_id: of the repository, as "owner/model" or "model"; made if it is not there.
-      run_dir: of the run: the card then says what it was trained on, with curves, scores, settings and versions.
+      run_dir: of the run: the card then has its result, its curves and its settings.
       base_model: name on the hub of the model that training began with, for the card.
       dataset: name on the hub of the data, for the card.
       license: the hub's name of a licence, such as "apache-2.0", for the card; None leaves the field to you.
@@ -100,11 +100,7 @@ def push_to_hub(
 
 
 class Repository:
-    """A repository of the hub, which is made if it is not there, and one branch of it.
-
-    Raises:
-      OSError: it is not there and cannot be made; the message begins with `argument`.
-    """
+    """One branch of a repository of the hub, which is made if it does not exist (else OSError, after `argument`)."""
 
     def __init__(self, name: str, argument: str, *, private: bool | None, revision: str | None):
         from huggingface_hub import HfApi

@@ -36,13 +36,7 @@ Leaf = TypeVar("Leaf")
 
 
 class Source(NamedTuple):
-    """Where a part of a parameter is stored.
-
-    Attributes:
-      tensor: the stored tensor.
-      first: the row in it where the part begins.
-      part: the part of the parameter.
-    """
+    """Where a part of a parameter is stored: a tensor, the row in it where the part begins, and the part."""
 
     tensor: Stored | Nf4Tensor
     first: int
@@ -50,12 +44,9 @@ class Source(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How a base is held.
+    """How a base is held: the `method` of the layers' projections, one of `METHODS` or None (plain).
 
-    Attributes:
-      method: of the projections of layers, one of `METHODS`; None: plain.
-      embeddings: whether embedding and output head are quantized too.
-      tied: the head is the embedding.
+    `embeddings` quantizes the embedding and the output head too; `tied` means that these are one.
     """
 
     method: str | None = None
@@ -122,11 +113,10 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """A parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
+    """Return a parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
 
-    Args:
-      method: of `METHODS`. "nf4": blocks of 64 weights, their scales quantized once more; "int8": a scale a row.
-      dtype: name of the dtype that the parameter would have.
+    "nf4" has blocks of 64 weights, whose scales are quantized once more; "int8" has a scale a row. `dtype` is the dtype
+    of the plain parameter.
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     if method == "nf4" and held.scales.ndim == 1:
@@ -242,10 +232,9 @@ def without_quantization(raw: Json) -> Json:
 
 
 def find_nf4(stored: Mapping[str, Stored]) -> dict[str, Stored | Nf4Tensor]:
-    """The tensors of a checkpoint, with those in NF4 as one `Nf4Tensor` each in the place of their parts.
+    """Return the tensors of a checkpoint, with each tensor in NF4 as one `Nf4Tensor` instead of its stored parts.
 
-    Raises:
-      ValueError: a tensor in NF4 with parts missing, or of another table, block or storage.
+    A ValueError names a tensor in NF4 with parts missing, or of another table, block or storage.
     """
     found: dict[str, Stored | Nf4Tensor] = dict(stored)
     for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:

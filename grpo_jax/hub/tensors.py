@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
-from grpo_jax.hub.files import Made, StoredTensor
 from grpo_jax.hub.keys import sees
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
@@ -112,24 +110,10 @@ def stacked_experts(names: Iterable[str]) -> bool:
 
 
 def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
-    """Which tensor of a Hugging Face checkpoint holds which parameters, and at which rows.
+    """Return the tensors of a Hugging Face checkpoint, each with the parameters that it holds, and at which rows.
 
-    Args:
-      layout: of a model that sees, index into `LAYOUTS`.
-      stacked: the experts of a layer are stored as one tensor of each kind.
-
-    Returns:
-      One `Tensor` for each name in the checkpoint; together they cover every parameter once.
-
-    Example:
-      >>> from grpo_jax.hub.families import read_config
-      >>> raw = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-      ...        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-      >>> plan = {tensor.name: tensor for tensor in tensor_plan(raw, read_config(raw))}
-      >>> plan["model.layers.0.self_attn.qkv_proj.weight"].shape
-      (64, 32)
-      >>> [part.path[-2] for part in plan["model.layers.0.self_attn.qkv_proj.weight"].parts]
-      ['q_proj', 'k_proj', 'v_proj']
+    Together they cover every parameter once. `layout` is an index into `LAYOUTS`, for a model that sees; `stacked` says
+    that the experts of a layer are stored as one tensor of each kind.
     """
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
@@ -181,52 +165,3 @@ def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
     """Module names as Hugging Face writes them: model.layers.0.self_attn… for layers_0/self_attn/…"""
     first = re.sub(r"^layers_(\d+)$", r"layers.\1", modules[0])
     return (first, *modules[1:]) if first == "lm_head" else ("model", first, *modules[1:])
-
-
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
-
-_PAIRS = VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
-
-
-def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
-
-    weight = value(four bits) · 2^(scale − 127), which bfloat16 holds exactly (OCP Microscaling Formats 1.0)
-
-    Example:
-      >>> blocks = np.full((1, 16), 0x21, np.uint8)  # 0.5 and 1, again and again
-      >>> dequantize(blocks, np.array([128], np.uint8))[:4].tolist()
-      [1.0, 2.0, 1.0, 2.0]
-    """
-    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
-    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
-    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
-
-
-def without_mxfp4(raw: Json) -> Json:
-    """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
-    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
-
-
-def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Made]:
-    """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
-    tensors: dict[str, StoredTensor | Made] = dict(stored)
-    for name in stored:
-        stem = name.removesuffix("_blocks")
-        if stem != name and f"{stem}_scales" in stored:
-            tensors[stem] = _made(stored[name], stored[f"{stem}_scales"])
-            del tensors[name], tensors[f"{stem}_scales"]
-    return tensors
-
-
-def _made(blocks: StoredTensor, scales: StoredTensor) -> Made:
-    """A tensor [E, in, out] in bfloat16, from blocks [E, out, in / 32, 16] of two weights a byte and their scales."""
-
-    def rows(first: int, count: int) -> np.ndarray:
-        return dequantize(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
-
-    experts, out, count, half = blocks.shape
-    return Made(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))

@@ -1,20 +1,19 @@
 """Reward functions: `contract` (what they get and may return), `calls` (calling them), `extras` (what they log),
-`shipped` and `combine` (those that come with the package), `answers` (reading answers out of text), `formulas`
-(comparing formulas), `workers` (functions and environments in processes of their own).
+`shipped` and `combine` (those that come with the package), `answers` (reading answers out of text), `workers`
+(functions in processes of their own).
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.combine import clipped, from_row, gated, weighted
 from grpo_jax.rewards.contract import PartialRewards, RewardError, TrainerState, check_reward_fns, reward_names
-from grpo_jax.rewards.formulas import formula_reward
 from grpo_jax.rewards.shipped import (
     accuracy_reward,
     completion_text,
     format_reward,
+    formula_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
-    tag_reward,
 )
 from grpo_jax.rewards.workers import isolated
 
@@ -38,6 +37,5 @@ __all__ = [
     "number_reward",
     "reward_names",
     "sole_number",
-    "tag_reward",
     "weighted",
 ]

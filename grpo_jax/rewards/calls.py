@@ -54,21 +54,9 @@ def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Weighted sum of the rewards of each completion, over the functions that scored it.
+    """Return Σ_k w_k R_k over the K functions that scored a completion, [..., K] → [...] float64; NaN where none did.
 
-    r = Σ_k w_k R_k over scored k, NaN where no function scored. Its mean over the others is the metric `reward` of a
-    rollout and of an evaluation, as in TRL.
-
-    Args:
-      rewards: [..., K], NaN for "not scored".
-      weights: K numbers; None for ones.
-
-    Returns:
-      [...] float64.
-
-    Example:
-      >>> total_rewards(np.array([[1.0, np.nan], [0.5, 2.0], [np.nan, np.nan]]), [1.0, 0.5]).tolist()
-      [1.0, 1.5, nan]
+    `weights` None stands for ones. Its mean over the others is the metric `reward` of a rollout and of an evaluation.
     """
     weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
@@ -87,11 +75,12 @@ def compute_rewards(
     completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
     num_generations: int,
+    turns: Sequence[int] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     extras: Json | None = None,
     on_error: str = "raise",
     loud_share: float = 0.1,
-) -> tuple[np.ndarray, dict[str, float]]:
+) -> tuple[np.ndarray, dict[str, float], list[RewardParts]]:
     """Score completions by every reward function.
 
     Each function is called once, with those keywords that it takes. Asynchronous functions run together, after the
@@ -103,6 +92,7 @@ def compute_rewards(
       completions: B·G completions, text or lists of messages.
       completion_ids: B·G lists of token ids, without padding.
       num_generations: G.
+      turns: B·G, the number of turns of each completion; None: functions return one number for each completion.
       columns: the other columns of the dataset, each B·G long.
       extras: objects, not lists, given as they are to functions that name them among their arguments (a `**kwargs` does
         not): `Extras.given()`, in TRL's scripts by the same names.
@@ -115,6 +105,7 @@ def compute_rewards(
       stats: for each function `rewards/<name>/mean` and `/std` (over the scored completions, ddof 1 as in TRL; left out
         where there are too few), `/missing` (share without a score, faults included), `/errors` (number of completions
         at fault), `/seconds`; and `rewards/unscored`, the share of completions that no function scored.
+      parts: of rewards that are sums over turns or tokens.
 
     Raises:
       RewardError: on_error="raise", and a function raised, returned no list of B·G values, or a value that is not a
@@ -122,46 +113,6 @@ def compute_rewards(
       SetupError: whatever `on_error` is: a function logs a metric or a column under a name of the run's own, or worker
         processes cannot import an isolated function.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
-
-    Example:
-      >>> inputs = {"prompts": ["2+2=", "2+2="], "completions": ["4", "5"], "completion_ids": [[4], [5]]}
-      >>> def correct(completions, answer):
-      ...     return [float(text == truth) for text, truth in zip(completions, answer)]
-      >>> rewards, stats = compute_rewards(correct, **inputs, columns={"answer": ["4", "4"]}, num_generations=2)
-      >>> rewards.shape, rewards.ravel().tolist(), stats["rewards/correct/mean"]
-      ((1, 2, 1), [1.0, 0.0], 0.5)
-    """
-    rewards, stats, _ = compute_parts(
-        reward_fns,
-        prompts=prompts,
-        completions=completions,
-        completion_ids=completion_ids,
-        num_generations=num_generations,
-        columns=columns,
-        extras=extras,
-        on_error=on_error,
-        loud_share=loud_share,
-    )
-    return rewards, stats
-
-
-def compute_parts(
-    reward_fns: RewardFn | Sequence[RewardFn],
-    *,
-    prompts: Sequence[str | Messages],
-    completions: Sequence[str | Messages],
-    completion_ids: Sequence[Sequence[int]],
-    num_generations: int,
-    turns: Sequence[int] | None = None,
-    columns: Mapping[str, Sequence[object]] | None = None,
-    extras: Json | None = None,
-    on_error: str = "raise",
-    loud_share: float = 0.1,
-) -> tuple[np.ndarray, dict[str, float], list[RewardParts]]:
-    """`compute_rewards`, and the parts of those rewards that are sums over turns or tokens.
-
-    Args:
-      turns: B·G, the turns that each completion has; None: only numbers are taken, and there are no parts.
     """
     fns, columns, extras = as_list(reward_fns), dict(columns or {}), dict(extras or {})
     columns.pop("prompt", None)

@@ -66,12 +66,7 @@ Faults = dict[int | None, BaseException | str]
 
 
 class PartialRewards(RewardError):
-    """Some completions could not be scored: the scores of the others, and what happened to each of these.
-
-    Attributes:
-      values: one float or None per completion.
-      faults: as `Faults`.
-    """
+    """Some completions could not be scored: `values` has one float or None per completion, `faults` what happened."""
 
     def __init__(self, values: Rewards, faults: Faults):
         index, fault = next(iter(faults.items()))
@@ -97,17 +92,9 @@ class TrainerState:
 
 
 def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
-    """Return one name for each reward function, distinct, fit to be the key of a metric.
+    """Return one name for each reward function, distinct and fit to be the key of a metric.
 
-    Args:
-      reward_fns: functions, partials of them, or objects with `__call__`.
-
-    Returns:
-      K names; of several functions with one name the second is called `name_2`, and so on.
-
-    Example:
-      >>> reward_names([len, lambda completions: 0, lambda completions: 1, functools.partial(len)])
-      ['len', 'lambda', 'lambda_2', 'len_2']
+    Of several functions with one name the second is called `name_2`, and so on.
     """
     names: list[str] = []
     for fn in as_list(reward_fns):
@@ -125,25 +112,17 @@ def check_reward_fns(
     argument: str = "the dataset",
     rows: Sequence[Row] = (),
 ) -> None:
-    """Raise if a reward function needs an argument that nobody gives, or says that it cannot judge some rows.
+    """Raise ValueError for reward functions that cannot be called, or that cannot judge some rows; before any sampling.
 
-    To be called before anything is sampled.
+    Refused are: no function at all, something that is not callable, a column named like what was sampled, an argument
+    without a default that is neither sampled, nor a column, nor an extra. Of several faults, all are reported.
 
     Args:
       reward_fns: K reward functions, or one.
       columns: the names of the dataset's columns; None: not known, and arguments are not looked at.
-      extras: the names of what else is at hand, such as `trainer_state`.
-      argument: what the caller calls the dataset, for the messages.
+      extras: the names of further arguments, such as `trainer_state`.
+      argument: the caller's name for the dataset, for the messages.
       rows: of the dataset, which `check_rows` is called with.
-
-    Raises:
-      ValueError: no function at all; something that is not callable; a column named like what was sampled; an argument
-        without a default that is neither sampled, nor a column, nor an extra. Of several faults, all.
-
-    Example:
-      >>> check_reward_fns(lambda completions, anwser: [0.0], ["prompt", "answer"])
-      Traceback (most recent call last):
-      ValueError: reward function 'lambda' needs the argument 'anwser', which is no column of the dataset ...
     """
     fns = as_list(reward_fns)
     if not fns:
@@ -164,13 +143,10 @@ def check_reward_fns(
 def check_rows(
     reward_fns: RewardFn | Sequence[RewardFn], rows: Sequence[Row], *, argument: str = "the dataset"
 ) -> None:
-    """Raise if a reward function says that there are rows it cannot judge.
+    """Raise ValueError if reward functions say that there are rows they cannot judge; of several functions, all.
 
     A function says so by a method `check_rows(rows, argument=...)` that raises ValueError for all such rows at once;
     combinators and isolated functions ask the functions inside.
-
-    Raises:
-      ValueError: what the functions say; of several, all.
     """
     problems = []
     for fn in as_list(reward_fns):
@@ -268,12 +244,6 @@ def own_copy(value: Any) -> Any:
 
     Text and numbers stay as they are, and so does any other object: a callable, a client or a picture may be large, may
     refuse to be copied, and may be one for all rows on purpose. An object that stands in two places becomes two.
-
-    Example:
-      >>> tests = [[1], [2]]
-      >>> first, second = own_copy([tests, tests])
-      >>> first[0].append(9), tests, second
-      (None, [[1], [2]], [[1], [2]])
     """
     kind = type(value)
     if kind in _UNCHANGEABLE:

@@ -33,16 +33,7 @@ def check_metrics(logged: Iterable[str], own: Iterable[str]) -> None:
 
 
 class Extras:
-    """The arguments of reward functions besides lists, and what functions log by them; one for each batch.
-
-    Example:
-      >>> from grpo_jax.rewards.calls import means_of
-      >>> extras = Extras(TrainerState(global_step=3))
-      >>> extras.log_metric("length", 2.0)
-      >>> extras.log_metric("length", 4.0)
-      >>> means_of(extras.values()), extras.given()["trainer_state"].global_step
-      ({'length': 3.0}, 3)
-    """
+    """The arguments of reward functions besides lists, and what functions log by them; one for each batch."""
 
     def __init__(self, state: TrainerState | None = None):
         self._state = state or TrainerState()
@@ -56,18 +47,13 @@ class Extras:
     def log_metric(self, name: str, value: float) -> None:
         """Log a number with the metrics of the step; of several under one name the mean.
 
-        Raises:
-          NameTaken: a name of the run's own, which ends the run whatever `on_error` is.
+        A name of the run's own raises `NameTaken`, which ends the run whatever `on_error` is.
         """
         check_metrics([name], [name] if name.startswith(_OWN_KINDS) else OWN_METRICS)
         self._values.setdefault(name, []).append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value for each completion beside it, in `completions.jsonl`.
-
-        Raises:
-          NameTaken: a column of the run's own, likewise.
-        """
+        """Keep a value for each completion in `completions.jsonl`; a column of the run's own raises `NameTaken`."""
         if column in OWN_COLUMNS:
             raise NameTaken(f"log_extra({column!r}, ...): completions.jsonl has this column, choose another name")
         self._columns[column] = own_copy(list(values))

@@ -30,17 +30,7 @@ class RewardParts(NamedTuple):
 class PartReader:
     """Reads what a reward function returned for a completion: a number, or numbers of its parts, whose sum counts.
 
-    A list has one number for each turn, an array one for each token.
-
-    Attributes:
-      parts: of the completions that came in parts so far.
-
-    Example:
-      >>> read = PartReader(function=0, turns=[2, 1], tokens=[5, 3])
-      >>> read(0, [0.5, 1.0]), read(1, np.array([0.0, 0.25, 0.5])), read(1, None)
-      (1.5, 0.75, nan)
-      >>> read(1, [0.5, 1.0])
-      "returned [0.5, 1.0], a list; rewards are numbers, or None for 'not scored', or a list with one for each turn (1)"
+    A list has one number for each turn, an array one for each token. `parts` holds the parts that were read so far.
     """
 
     def __init__(self, function: int, turns: Sequence[int], tokens: Sequence[int]):
@@ -69,25 +59,15 @@ class PartReader:
 def place_rewards(
     rewards: np.ndarray, parts: Sequence[RewardParts], turns: np.ndarray, present: np.ndarray
 ) -> np.ndarray:
-    """Each reward at the token that it was given for.
+    """Return each reward at the token that it was given for, [B, G, T, K] float32; NaN where a function has not scored.
+
+    The reward of a completion stands at its last drawn token, that of a turn at the turn's last.
 
     Args:
       rewards: [B, G, K] float32, NaN for "not scored".
-      parts: of those that are sums, their parts.
+      parts: the parts of rewards that are sums.
       turns: [B, G, T] int32, the turn of each drawn token; −1 elsewhere.
       present: [B, G, T] bool, all tokens of a completion.
-
-    Returns:
-      [B, G, T, K] float32: the reward of a completion at its last drawn token, that of a turn at the turn's last; NaN
-      at all tokens where a function has not scored.
-
-    Example:
-      >>> turns, present = np.array([[[0, -1, 1, 1]]]), np.ones((1, 1, 4), bool)
-      >>> whole, by_turn = np.full((1, 1, 1), 3.0), [RewardParts(0, 0, False, [1.0, 2.0])]
-      >>> place_rewards(whole, [], turns, present).ravel().tolist()
-      [0.0, 0.0, 0.0, 3.0]
-      >>> place_rewards(whole, by_turn, turns, present).ravel().tolist()
-      [1.0, 0.0, 0.0, 2.0]
     """
     b, g, t = turns.shape
     turns, present = turns.reshape(-1, t), present.reshape(-1, t)

@@ -222,11 +222,7 @@ class _IsolatedFunction:
         return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, calls, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return the scores and faults of a call, None if the pool broke before it ended.
-
-        Raises:
-          SetupError: the worker could not load the function.
-        """
+        """Return scores and faults of a call, None if the pool broke before it ended; SetupError if loading failed."""
         unscored = np.full(count, np.nan)
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.maths.advantages import zero_signal_groups
-from grpo_jax.rewards.calls import compute_parts, mean_of_scored, reward_stats, total_rewards
+from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, reward_stats, total_rewards
 from grpo_jax.rewards.contract import own_copy, reward_names
 from grpo_jax.rewards.extras import Extras
 from grpo_jax.rewards.parts import RewardParts
@@ -59,7 +59,7 @@ def score_own(
     if not reward_names(reward_fns):  # only a teacher judges
         nothing = np.zeros((len(part), g, 0), np.float32)
         return Rewarded(list(inputs.completions), extras.rows(len(part) * g), nothing, extras.values(), {})
-    rewards, stats, parts = compute_parts(
+    rewards, stats, parts = compute_rewards(
         reward_fns,
         prompts=inputs.prompts,
         completions=inputs.completions,

@@ -191,11 +191,8 @@ class _Models:
 class PolicyAgent:
     """The policy in an agent's seat: what of `verifiers.v1.Agent` a program of an environment calls.
 
-    Attributes:
-      config: of the agent.
-      trainable: True, until an environment says otherwise.
-      run: does a task, and returns its scored trace.
-      interaction: a conversation of a task, to be entered; its trace is scored at the end.
+    `run` does a task and returns its scored trace; `interaction` is a conversation of a task, scored at its end.
+    `trainable` is True until an environment changes it.
     """
 
     def __init__(self, talk: Talk, models: Foreign, shared: Mapping[str, Foreign], name: str, config: Foreign):

@@ -76,17 +76,9 @@ class Unreadable(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text from anybody: nothing infinite, no NaN, no deep nesting, no lone surrogate.
+    """Return the value of JSON from untrusted input; ValueError for infinity, NaN and deep nesting.
 
-    Raises:
-      ValueError: it is none, and why.
-
-    Example:
-      >>> parse_json('{"n": 1}')
-      {'n': 1}
-      >>> parse_json('{"n": 1e999}')
-      Traceback (most recent call last):
-      ValueError: 1e999 is no number that can be given to a tool
+    Lone surrogates are replaced.
     """
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -121,11 +113,7 @@ def _check_levels(value: object) -> None:
 
 
 def call_of(text: str) -> ToolCall:
-    """Return the call that a JSON object with a name and arguments (or parameters) stands for.
-
-    Raises:
-      Unreadable: it stands for none.
-    """
+    """Return the call of a JSON object with a name and arguments (or parameters), or raise `Unreadable`."""
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -144,14 +132,7 @@ def problem_of(reason: str, form: str) -> str:
 
 
 def assistant_message(parsed: Parsed) -> Message:
-    """Return a turn as a message, in the form of chat templates and of TRL.
-
-    Example:
-      >>> assistant_message(Parsed("So:", (ToolCall("add", {"a": 1}),)))["tool_calls"]
-      [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
-      >>> assistant_message(Parsed("It is 2."))
-      {'role': 'assistant', 'content': 'It is 2.'}
-    """
+    """Return a turn as a message, in the form of chat templates and of TRL."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
@@ -161,10 +142,5 @@ def assistant_message(parsed: Parsed) -> Message:
 
 
 def tool_message(name: str, text: str) -> Message:
-    """Return a tool's text as a message.
-
-    Example:
-      >>> tool_message("add", "2")
-      {'role': 'tool', 'name': 'add', 'content': '2'}
-    """
+    """Return a tool's text as a message."""
     return {"role": "tool", "name": name, "content": text}

@@ -44,14 +44,9 @@ def reward_inputs(
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> RewardInputs:
-    """Return the inputs of reward functions for a batch of completions.
+    """Return the inputs of reward functions for completions [B, G, T] of B rows, each with its `prompt`.
 
-    Args:
-      tokenizer: decodes the completions.
-      rows: the B dataset rows of the batch, each with its `prompt`.
-      tokens: [B, G, T] int completion tokens.
-      mask: [B, G, T] bool, True on the tokens of a completion.
-      prompt_ids: as for `decode_completions`.
+    `tokens`, `mask` and `prompt_ids` are as in `decode_completions`.
     """
     group = range(np.shape(tokens)[1])
     prompts = [row["prompt"] for row in rows]
@@ -64,18 +59,7 @@ def reward_inputs(
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Return the unpadded token ids of each completion, in prompt-major order.
-
-    Args:
-      mask: [B, G, T] bool; the ids where it is True are kept, the EOS with them.
-
-    Returns:
-      B·G lists; the G completions of the first prompt come first.
-
-    Example:
-      >>> completion_token_ids(np.array([[[7, 2, 0], [8, 9, 2]]]), np.array([[[1, 1, 0], [1, 1, 1]]], bool))
-      [[7, 2], [8, 9, 2]]
-    """
+    """Return the token ids of each completion where `mask` [B, G, T] is True: B·G lists, prompt-major."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     if tokens.ndim != 3 or tokens.shape != mask.shape:
         raise ValueError(f"tokens is {tokens.shape} and mask is {mask.shape}: both are [B, G, T]")
@@ -95,16 +79,12 @@ def decode_completions(
 
     Some tokenizers take the first space of what they decode away (Llama 2's, SentencePiece's). So a completion that
     continues a text is decoded behind the end of it: prompt + completion is the text that the model saw. One that is a
-    message of its own is decoded alone, as in TRL.
+    message of its own is decoded alone, as in TRL, and its text begins with the prefill if the prompt had one.
 
     Args:
       tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used.
       prompts: the B prompts of the dataset; None if they are text.
       prompt_ids: the tokens of the B prompts; None: completions are decoded alone.
-
-    Returns:
-      B·G strings; or B·G lists of one message, `[{"role": "assistant", "content": text}]`, whose text begins with the
-      prefill if the prompt had one: a reward function sees the whole turn.
     """
     group, ids = np.shape(tokens)[1], completion_token_ids(tokens, mask)
     prompts, prompt_ids = prompts or [""] * len(tokens), prompt_ids or [()] * len(tokens)

@@ -23,10 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.columns import Columns, Template
 from grpo_jax.text.pieces import common_length
 from grpo_jax.text.prompts import EncodedPrompts, apply_template
-from grpo_jax.text.rows import checked_rows, content_fault, filled_rows, is_conversation, messages_fault
+from grpo_jax.text.rows import (
+    Columns,
+    Template,
+    checked_rows,
+    content_fault,
+    filled_rows,
+    is_conversation,
+    messages_fault,
+)
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
 
@@ -147,19 +154,11 @@ def encode_examples(
     packing: bool = False,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize rows and mark what is learned; cut at `max_length`, and leave out what has nothing to learn then.
+    """Tokenize rows of `load_examples` and mark what is learned; cut at `max_length`.
 
-    Args:
-      rows: as `load_examples` returns them.
-      tokenizer: a transformers tokenizer.
-      encoding: what is learned, and how messages are shown.
-      max_length: in tokens; None for no bound.
-      packing: fill blocks of `max_length` tokens, best fit with the longest first; else each example is a block.
-      argument: what the caller calls the dataset, for the messages.
-
-    Raises:
-      ValueError: rows that do not have what a setting asks for; messages without a chat template, or whose assistant's
-        turns cannot be found in what it writes; nothing left to learn.
+    Examples with nothing left to learn are left out. With `packing`, blocks of `max_length` tokens are filled, best fit
+    with the longest first; else each example is a block. ValueError: rows that do not have what a setting needs, or
+    whose assistant's turns cannot be found in what the chat template writes.
 
     References:
       TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.pack_dataset`.
@@ -185,12 +184,7 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the lengths that share a block of `size`: best fit decreasing.
-
-    Example:
-      >>> fill_blocks([3, 7, 2, 5], size=10)
-      [[1, 0], [3, 2]]
-    """
+    """Return the indices of the lengths that share a block of `size`: best fit decreasing."""
     blocks: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, block), in order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

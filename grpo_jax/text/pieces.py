@@ -26,26 +26,12 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token adds to a text that it goes on with: its leading space, a part of a character.
+    """Return the bytes that each token adds to a text; b"" for special tokens, and for ids that no token has.
 
     Each is decoded behind another token: a tokenizer that takes a text's first space away does not take it here. A part
     of a character, which no decoder shows, is read off the token's name, as byte-level BPE (GPT-2, Llama 3, Qwen) and
-    byte fallback (SentencePiece) write it.
-
-    Returns:
-      b"" for special tokens, and for ids that no token has.
-
-    Raises:
-      ValueError: a token that is a part of a character and has a name of neither kind; tokens whose texts are others
-        beside each other, as those of CLIP are, which end in a space unless nothing follows.
-
-    Example:
-      >>> from tokenizers import Tokenizer, decoders, models
-      >>> from transformers import PreTrainedTokenizerFast
-      >>> bpe = Tokenizer(models.BPE(vocab={"<s>": 0, "\u0120the": 1, "\u00c3": 2, "a": 3}, merges=[]))
-      >>> bpe.decoder = decoders.ByteLevel()
-      >>> token_bytes(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<s>"))
-      [b'', b' the', b'\\xc3', b'a']
+    byte fallback (SentencePiece) write it. A name of neither kind is a ValueError, and so are tokens whose texts depend
+    on their neighbours, as in CLIP, where they end in a space unless nothing follows.
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}

@@ -89,13 +89,7 @@ def _id_array(ids: Any, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
-    """The rows of a dataset beside their tokens.
-
-    Attributes:
-      rows: N dict rows, those that were kept.
-      token_ids: N lists of token ids; `token_ids[i]` is the prompt of `rows[i]`.
-      dropped: indices, in the dataset as it came, of the rows left out for being too long.
-    """
+    """Rows of a dataset, the token ids of each row's prompt, and the indices of rows dropped for being too long."""
 
     rows: list[Row]
     token_ids: list[list[int]]
@@ -125,15 +119,11 @@ def encode_prompts(
       on_long_prompt: "error", or "drop" to leave the row out and name it in `dropped`.
       chat_template_kwargs: further keywords for the chat template, `{"enable_thinking": False}` for instance.
       tools: the schemas that the template shows with each row's prompt; None: with none.
-      argument: what the caller calls the dataset, for the messages.
-
-    Returns:
-      `EncodedPrompts`.
+      argument: the caller's name for the dataset, for the messages.
 
     Raises:
-      ValueError: a prompt over the bound (with "error"), or all of them; messages without a chat template, or that the
-        template refuses or leaves out, as many do with a role that they do not know; a prompt that encodes to no token;
-        a bad `on_long_prompt` or `chat_template_kwargs`.
+      ValueError: a prompt over the bound, or with "drop" all of them; messages that the chat template refuses or leaves
+        out, as many do with a role that they do not know; a prompt that encodes to no token.
 
     References:
       Special tokens and template as in TRL 1.16 (`GRPOTrainer._tokenize_prompts`), which closes a last message of the
@@ -221,8 +211,7 @@ def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Js
 def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
     """Return a conversation, or several, as the chat template writes it, by these keywords of `apply_chat_template`.
 
-    Raises:
-      ValueError: the template refuses it; the message begins with `where`.
+    A ValueError, which begins with `where`, says that the template refuses it.
     """
     try:
         return tokenizer.apply_chat_template(list(messages), **keywords)
@@ -275,23 +264,9 @@ def _marked(message: Message, mark: str) -> tuple[Message, str]:
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
     """Return entries start..start+count−1 of the infinite sequence of (epoch, row index).
 
-    The sequence is one permutation of 0..num_rows−1 after the other, one for each epoch, so no row is skipped or
-    doubled within an epoch, and batches may span the end of one. It depends on nothing but the arguments: a data cursor
-    is the one integer `start`, and resuming is calling this again.
-
-    Args:
-      start: how many entries have been used so far.
-      count: how many to return.
-      num_rows: rows in the dataset.
-      seed: ≥ 0; decides the permutations, together with the number of the epoch.
-      shuffle: False for the order of the dataset in every epoch.
-
-    Raises:
-      ValueError: num_rows < 1, or a negative start, count or seed.
-
-    Example:
-      >>> prompt_indices(2, 3, num_rows=3, seed=0, shuffle=False)
-      [(0, 2), (1, 0), (1, 1)]
+    The sequence has one permutation of 0..num_rows−1 for each epoch (with `shuffle=False` the order of the dataset), so
+    no row is skipped or doubled within an epoch, and batches may span the end of one. It depends on nothing but the
+    arguments: a data cursor is the one integer `start`, and resuming is calling this again.
     """
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}: there has to be at least one row")

@@ -24,10 +24,9 @@ Decode = Callable[..., str]
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
-    """Return the special tokens that a parser is not shown, where others of them mark calls and it has to see these.
+    """Return the special tokens that are left out of what a parser reads; None if no special token marks a call.
 
-    Returns:
-      Ids for `turn_text`; None where no special token marks a call.
+    Those that mark calls stay in the text.
     """
     special = special_tokens(tokenizer)
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}

@@ -57,12 +57,7 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text could be the name of a dataset on the hub, and is not like that of a file.
-
-    Example:
-      >>> [is_hub_name(text) for text in ("openai/gsm8k", "gsm8k", "rows.jsonl", "./rows", "a/b/c")]
-      [True, True, False, False, False]
-    """
+    """Return whether a text could be the name of a dataset on the hub, and is not like that of a file."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
 
 

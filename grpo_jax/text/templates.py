@@ -238,12 +238,8 @@ def turn_of(
 ) -> tuple[str, bool]:
     """Return a message of the assistant as the template writes it, from where the generation prompt ends.
 
-    Returns:
-      The text, and whether it goes on from the whole generation prompt: a template may open a thought there, and write
-      none in turns of the past.
-
-    Raises:
-      ValueError: the template refuses the message.
+    The second value is whether the text follows the whole generation prompt: a template may open a thought there, and
+    write none in turns of the past. A ValueError says that the template refuses the message.
     """
     template = _template(tokenizer, chat_template_kwargs, tools, None)
     opening = template.render([_USER])

@@ -38,21 +38,12 @@ def escape_controls(text: str) -> str:
     r"""Return text without characters that drive a terminal or reorder what is read: they are shown instead.
 
     These are control characters except newline and tab, the marks that set the direction of text, and surrogates.
-
-    Example:
-      >>> escape_controls("a\x1b[2J\u202eb\x9b")
-      'a␛[2J\\u202eb\\x9b'
     """
     return text.translate(_ESCAPES)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
-    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none.
-
-    Example:
-      >>> format_metrics({"reward": 0.25, "kl": 0.00123, "seconds/rollout": 2.0, "seconds/total": 2.5})
-      ('reward 0.250 · KL 0.00123', '2.5 s: rollout 2.0')
-    """
+    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none."""
     shown = [one for one in _SHOWN if one[0] in metrics and (one[0] != "loss" or "reward" not in metrics)]
     numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in shown]
     numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
@@ -66,16 +57,8 @@ class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
     In a terminal it is a bar that is redrawn in place, in a notebook a line that is redrawn, and in a log file or a
-    pipe one line per logging step. It writes to standard error (in a notebook to the cell) and leaves standard output
-    to the program. Leaving the `with` block restores the terminal, also after an error.
-
-    Args:
-      console: a `rich.console.Console` to write to instead.
-
-    Example:
-      >>> with Display(quiet=True) as display:
-      ...     display.start(total_steps=2)
-      ...     display(1, {"reward": 0.5})
+    pipe one line per logging step. It writes to standard error (in a notebook to the cell) or to the given console, and
+    leaves standard output to the program. Leaving the `with` block restores the terminal, also after an error.
     """
 
     def __init__(

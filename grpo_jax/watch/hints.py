@@ -47,10 +47,6 @@ def sampler_gap_limit(compute_dtype: str) -> float:
     """Return the entry of `SAMPLER_GAP` for the products that JAX makes here of operands in `compute_dtype`.
 
     Unless `jax_default_matmul_precision` asks for more, a TPU rounds float32 operands to bfloat16, and a GPU to TF32.
-
-    Example:
-      >>> sampler_gap_limit("bfloat16")
-      1.5
     """
     settings: Any = jax.config  # its fields are added at run time
     precision, platform = settings.jax_default_matmul_precision, jax.default_backend()
@@ -62,12 +58,7 @@ def sampler_gap_limit(compute_dtype: str) -> float:
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all groups have equal rewards, so that all advantages are 0.
-
-    Example:
-      >>> equal_rewards([{"frac_reward_zero_std": 1.0}] * 10, GRPOConfig()).split(":")[0]
-      '100 % of the groups of the last 10 logged steps had equal rewards and gave no gradient'
-    """
+    """Nearly all groups have equal rewards, so that all advantages are 0."""
     share, unscored = _now(history, "frac_reward_zero_std"), _now(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
@@ -215,12 +206,7 @@ def reward_hacking(history: History, config: GRPOConfig) -> str | None:
 
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
-    """Hardly any completion has a second turn, or most of them end with a call beyond the limit.
-
-    Example:
-      >>> few_turns([{"turns/mean": 1.0}] * 10, GRPOConfig()).split(":")[0]
-      'completions of the last 10 logged steps had 1.00 turns on average'
-    """
+    """Hardly any completion has a second turn, or most of them end with a call beyond the limit."""
     turns, share = _now(history, "turns/mean"), _now(history, "turns/clipped_ratio")
     if share is not None and share >= 0.5:
         return (
@@ -275,13 +261,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 
 
 class Hints:
-    """The hints of one run, each of which is reported once.
-
-    Example:
-      >>> hints = Hints(GRPOConfig())
-      >>> [len(hints({"completions/clipped_ratio": 1.0})) for _ in range(12)]
-      [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
-    """
+    """The hints of one run, each of which is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config

@@ -30,10 +30,8 @@ class Monitor:
     """Files, callbacks, stopwatch, hints and display of one run.
 
     A context manager: inside, Python's warnings are also written to `warnings.jsonl`; at the end the pictures are drawn
-    and the trackers of `report_to` closed. A quiet monitor, of a process that does not log, opens no tracker.
-
-    Attributes:
-      stopped: whether a callback has requested a stop.
+    and the trackers of `report_to` closed. A quiet monitor, of a process that does not log, opens no tracker. `stopped`
+    is whether a callback has requested a stop.
     """
 
     def __init__(

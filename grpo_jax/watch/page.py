@@ -46,9 +46,7 @@ TEXT = 6000
 def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
     """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
 
-    Args:
-      writer: the files of the run; nothing is drawn if its directory is None.
-      page_only: leave out `report.png`, which takes most of the time of both.
+    Without a run directory nothing is drawn. `page_only` leaves out `report.png`, which takes most of the time of both.
     """
     run_dir = writer.run_dir
     if run_dir is None:
@@ -69,16 +67,7 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
-    """Return the page of a run as HTML for UTF-8, made from the files of its directory.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as run_dir:
-      ...     RunWriter(run_dir).metrics(1, {"reward": 0.5})
-      ...     page = html_report(run_dir)
-      >>> page.startswith("<!doctype html>"), '"title": "Reward"' in page
-      (True, True)
-    """
+    """Return the page of a run as HTML for UTF-8, made from the files of its directory."""
     run_dir = pathlib.Path(run_dir)
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     about = read_settings(run_dir)

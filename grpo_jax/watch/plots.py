@@ -114,12 +114,7 @@ _EMPTY_AT_ZERO = ("KL divergence", "Clip fraction")
 
 
 def colour(meaning: str, *, dark: bool = False) -> str:
-    """Return the colour of a meaning.
-
-    Example:
-      >>> colour("policy"), colour("policy", dark=True)
-      ('#0072b2', '#56b4e9')
-    """
+    """Return the colour of a meaning."""
     return COLOURS[meaning][dark]
 
 
@@ -129,12 +124,7 @@ def as_css(*, dark: bool) -> str:
 
 
 def reward_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each reward function and held-out score among the names of metrics, by its label.
-
-    Example:
-      >>> reward_colours(["reward", "rewards/right/mean", "rewards/short/mean", "eval/right"])
-      {'reward': 'policy', 'right': 'reward0', 'short': 'reward1'}
-    """
+    """Return the colour of each reward function and held-out score among the names of metrics, by its label."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -144,13 +134,7 @@ def reward_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def find_panels(lines: Sequence[Line]) -> list[Panel]:
-    """Return the panels for which anything was logged.
-
-    Example:
-      >>> panels = find_panels([{"step": 1, "reward": 0.5, "kl": 0.1}])
-      >>> [(panel.title, [curve.label for curve in panel.curves]) for panel in panels]
-      [('Reward', ['weighted sum']), ('KL divergence', ['to the reference'])]
-    """
+    """Return the panels for which anything was logged."""
     names = metric_names(lines)
     scores, functions = held_out_scores(names), reward_colours(names)
     metrics = {f"held out: {scores[name]}" if name in scores else name: _values(lines, name) for name in names}
@@ -183,23 +167,15 @@ def _values(lines: Sequence[Line], name: str) -> np.ndarray:
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
-    """Draw the curves of a run.
+    """Draw the curves of a run, for each panel with a logged metric, as a figure without any global state of pyplot.
 
     From `SMOOTHED` values on, raw values are pale with a smoothed curve over them. The legend above a panel shows the
-    last value of each curve. A panel without a logged metric is left out.
+    last value of each curve.
 
     Args:
       lines: objects of `metrics.jsonl`, each with "step"; a value that is None or missing leaves a gap.
       title: the name of the run.
       only: titles of panels, such as "Reward"; None draws all.
-
-    Returns:
-      A figure without any global state of pyplot.
-
-    Example:
-      >>> figure = draw_report([{"step": step, "reward": step / 10} for step in range(10)], title="demo")
-      >>> figure.get_suptitle(), [axes.get_title(loc="left") for axes in figure.axes]
-      ('demo: reward 0 → 0.9 in 9 steps', ['Reward'])
     """
     steps = np.array([line["step"] for line in lines], float)
     panels = [panel for panel in find_panels(lines) if only is None or panel.title in only]
@@ -225,18 +201,9 @@ def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Average each value with its neighbours by a Gaussian, so that a curve does not lag; NaN is left out of it.
+    """Average each of [n] values with its neighbours by a Gaussian with the standard deviation `width`, in values.
 
-    Args:
-      values: [n] float, NaN where nothing was logged.
-      width: standard deviation of the Gaussian, in values.
-
-    Returns:
-      [n] float; NaN where `values` is.
-
-    Example:
-      >>> smooth(np.array([1.0, 1.0, np.nan, 1.0]), width=1.0).round(6).tolist()
-      [1.0, 1.0, nan, 1.0]
+    The curve does not lag. NaN stays NaN, and is left out of the averages.
     """
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)

@@ -79,13 +79,6 @@ class Phases:
 
     Phases may lie inside each other; a second counts for the innermost only, so that phases add up to no more than the
     total. JAX returns before the device is done: end a phase with what waits for its results, or the next one pays.
-
-    Example:
-      >>> phases = Phases()
-      >>> with phases("rollout"):
-      ...     tokens = list(range(1000))
-      >>> list(phases.take())
-      ['seconds/rollout', 'seconds/total']
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

@@ -34,24 +34,14 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
 
 
 def held_out(name: str) -> str | None:
-    """Return what an `eval/` metric is a score of; None for one that is no score, or not of an evaluation.
-
-    Example:
-      >>> [held_out(name) for name in ("eval/accuracy", "eval/rewards/accuracy/mean", "eval/mean_length", "kl")]
-      ['accuracy', 'accuracy', None, None]
-    """
+    """Return what an `eval/` metric is a score of; None for one that is no score, or not of an evaluation."""
     if not name.startswith("eval/") or name.rpartition("/")[2] in _NO_SCORE:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return what each `eval/` metric among these is a score of; without the sum of rewards beside a single function.
-
-    Example:
-      >>> held_out_scores(["eval/right", "eval/reward", "kl"]), held_out_scores(["eval/a", "eval/b", "eval/reward"])
-      ({'eval/right': 'right'}, {'eval/a': 'a', 'eval/b': 'b', 'eval/reward': 'reward'})
-    """
+    """Return the score that each `eval/` metric among these measures; the reward of a single function only once."""
     found = {name: score for name in names if (score := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)
@@ -74,17 +64,8 @@ def short_number(number: float, unit: str = "") -> str:
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str = "") -> str:
     """Return the sizes of a run in three lines, for its start.
 
-    Args:
-      state_bytes: of the whole training state: policy, old policy, references, optimizer.
-      device: their kind.
-
-    Example:
-      >>> from grpo_jax import GRPOConfig
-      >>> config = GRPOConfig(per_device_train_batch_size=64, max_steps=50)
-      >>> print(describe_run(config, num_rows=400, num_parameters=1_234_567, state_bytes=14_815_000, device="cpu"))
-      1.23 M parameters · 14.8 MB of training state · 1 device (cpu)
-      each iteration: 8 prompts × 8 = 64 completions of up to 512 tokens · 1 pass × 1 minibatch = 1 update of 8 prompts
-      50 optimizer steps · 50 iterations · 400 prompts, gone through 1 time
+    `state_bytes` is the size of the whole training state: policy, old policy, references, optimizer. `device` names the
+    kind of the devices.
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     sft, row = isinstance(config, SFTConfig), "prompt"
@@ -117,12 +98,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 def headline(lines: Sequence[Line]) -> str:
     """Return the result of a run in one line: its first held-out score, or else its reward, and the number of steps.
 
-    Returns:
-      A line without a full stop; "" if nothing was logged.
-
-    Example:
-      >>> headline([{"step": 0, "eval/accuracy": 0.125}, {"step": 10, "eval/accuracy": 0.98}])
-      'accuracy on held-out prompts 0.125 → 0.98 in 10 steps'
+    The line has no full stop; it is "" if nothing was logged.
     """
     if not lines:
         return ""
@@ -137,12 +113,7 @@ def headline(lines: Sequence[Line]) -> str:
 
 
 def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
-    """Return the seconds of each phase over a run; "other" are those in no phase.
-
-    Example:
-      >>> phase_seconds([{"seconds/update": 1.5, "seconds/total": 2.0}] * 2)
-      {'update': 3.0, 'other': 1.0}
-    """
+    """Return the seconds of each phase over a run; "other" are those in no phase."""
     names = [name for name in metric_names(lines) if name.startswith("seconds/")]
     seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := numbers(lines, name))}
     total = seconds.pop("total", 0.0)
@@ -160,22 +131,17 @@ def model_card(
     license: str | None = None,
     picture: str | None = None,
 ) -> str:
-    """Return a model card: Markdown under the hub's metadata.
+    """Return a model card: the hub's metadata, the result of the run, its settings, and how to load the policy.
 
     It leaves out the command line of the run, its paths and its prompts, which may be private.
 
     Args:
-      run_dir: the directory of the run; None leaves out the parts about the run.
+      run_dir: the directory of the run; None leaves out its result and settings.
       adapters: PEFT's format, rather than all weights.
       base_model: name on the hub of the model that training began with, or None.
       dataset: name on the hub of the data, or None.
       license: the hub's name of a licence, such as "apache-2.0"; None leaves the field out.
       picture: name of the file in the repository with the curves, or None.
-
-    Example:
-      >>> card = model_card("me/sums", base_model="Qwen/Qwen3-0.6B", license="apache-2.0")
-      >>> "license: apache-2.0" in card, 'from_pretrained("me/sums")' in card
-      (True, True)
     """
     from huggingface_hub import ModelCardData
 
@@ -187,76 +153,39 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["grpo", "grpo_jax"],
     )
-    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    names, load = "from_pretrained", f'from_pretrained("{repo_id}")'
     if adapters:
-        subject = f"Adapters (LoRA){f' of {base}' * bool(base)}, trained"
-    else:
-        subject = f"A language model, trained{f' from {base}' * bool(base)}"
+        names, base = "from_pretrained, load_lora", base_model or "NAME OF THE BASE"
+        load = f'load_lora("{repo_id}", from_pretrained("{base}"))'
+    subject = "Adapters (LoRA)" if adapters else "A language model"
+    source = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     parts = [
+        f"---\n{metadata.to_yaml()}\n---",
         f"# {repo_id.rpartition('/')[2]}",
-        f"{subject} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
+        f"{subject}, trained{source} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
+        *([] if run_dir is None else _result(Path(run_dir), picture)),
+        f"```python\nfrom grpo_jax import {names}\n\npolicy = {load}\n```",
+        f"The files are in the format of {'PEFT' if adapters else 'transformers'}.",
+        MARK,
     ]
-    if run_dir is not None:
-        parts += _run_parts(Path(run_dir), dataset, picture)
-    parts += ["## How to load it", _loading(repo_id, adapters, base_model), MARK]
-    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def _run_parts(run_dir: Path, dataset: str | None, picture: str | None) -> list[str]:
-    """Return the parts of a card about its run: headline, picture, data, settings, versions."""
-    lines = list(read_lines(run_dir / "metrics.jsonl"))
-    about = read_settings(run_dir)
-    sentence = headline(lines)
-    parts = [f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""]
+def _result(run_dir: Path, picture: str | None) -> list[str]:
+    """Return the parts of a card about its run: headline, picture, and a table of settings that are not defaults."""
+    about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
+    changed = changed_settings(about.get("config", {})).items()
+    rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
+    parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
     parts += [f"![Curves of the run]({picture})"] if picture else []
-    parts += ["## What it was trained on", _training(lines, about.get("prompts"), dataset)]
-    changed = changed_settings(about.get("config", {}))
-    told = [name for name in changed if not name.startswith(_PRIVATE)]
-    if told:
-        kind = config_class(about.get("config", {})).__name__
-        settings = "\n".join(f"{name} = {json.dumps(changed[name], ensure_ascii=False)}" for name in told)
-        parts += ["## Settings", f"Settings that differ from the defaults of `{kind}`:", f"```\n{settings}\n```"]
-    versions = about.get("versions", {})
-    if versions:
-        parts += ["## Versions", ", ".join(f"{package} {version}" for package, version in versions.items())]
-    return parts
+    return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
+
+
+def _cell(value: JSON) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("|", "\\|")
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the settings of a run's `run.json` that are not the defaults of its config's class."""
     usual: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
     return {name: value for name, value in config.items() if name not in usual or usual[name] != value}
-
-
-def _training(lines: Sequence[Line], prompts: int | None, dataset: str | None) -> str:
-    """Return a sentence on the data and the rewards."""
-    data = f" of [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
-    names = [name[8:-5] for name in metric_names(lines) if name.startswith("rewards/") and name.endswith("/mean")]
-    tokens = [count for count in numbers(lines, "num_tokens") if count]
-    parts = [f"{many(prompts, 'prompt') if prompts else 'Prompts'}{data}"]
-    parts += [f"rewarded by {', '.join(f'`{name}`' for name in names)}"] if names else []
-    parts += [f"{tokens[-1]:,.0f} tokens of completions sampled"] if tokens else []
-    return "; ".join(parts) + "."
-
-
-def _loading(repo_id: str, adapters: bool, base_model: str | None) -> str:
-    """Return the lines of code that load the policy, in transformers with PyTorch and in grpo_jax."""
-    base = base_model or "NAME OF THE BASE"
-    if adapters:
-        torch = (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
-            f'model = PeftModel.from_pretrained(base, "{repo_id}")'
-        )
-        ours = (
-            "from grpo_jax import from_pretrained, load_lora\n\n"
-            f'policy = load_lora("{repo_id}", from_pretrained("{base}"))'
-        )
-    else:
-        torch = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-        )
-        ours = f'from grpo_jax import from_pretrained\n\npolicy = from_pretrained("{repo_id}")'
-    return f"In transformers, with PyTorch:\n\n```python\n{torch}\n```\n\nIn grpo_jax:\n\n```python\n{ours}\n```"

@@ -80,13 +80,7 @@ def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def plain(value: object) -> JSON:
-    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None.
-
-    Example:
-      >>> import numpy as np
-      >>> plain({"loss": np.float32(0.5), "kl": float("nan"), "lengths": np.arange(2)})
-      {'loss': 0.5, 'kl': None, 'lengths': [0, 1]}
-    """
+    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -124,27 +118,11 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """The files of a run directory, written as the run goes.
+    """The files of a run directory, written as the run goes; without a directory every method does nothing.
 
     Each line is flushed as it is written. After a kill, `truncate` cuts the files back to the step of the checkpoint
-    that the run goes on from, so that no line is there twice.
-
-    Args:
-      run_dir: the directory, made if it is not there; None (where nothing shall be kept, and on all processes of a
-        multi-host run but one): every method does nothing.
-
-    Raises:
-      ValueError: the directory cannot be made or written to.
-
-    Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as run_dir:
-      ...     writer = RunWriter(run_dir)
-      ...     writer.metrics(1, {"reward": 0.25})
-      ...     writer.metrics(2, {"reward": 0.5})
-      ...     writer.truncate(1)
-      ...     list(read_lines(writer.path("metrics.jsonl")))
-      [{'step': 1, 'reward': 0.25}]
+    that the run resumes from, so that no line is there twice. A directory that cannot be made or written to is a
+    ValueError.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -237,17 +215,7 @@ class RunWriter:
 
 
 def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:
-    """Refuse the address of an object store as the directory of a run: one is locked, appended to and renamed in.
-
-    Raises:
-      ValueError: an address such as gs://bucket/runs, and what to do.
-
-    Example:
-      >>> refuse_bucket("runs/first")
-      >>> refuse_bucket("gs://bucket/runs")
-      Traceback (most recent call last):
-      ValueError: run_dir = 'gs://bucket/runs': is in an object store, ...
-    """
+    """Raise ValueError for an object store as the directory of a run, which is locked, appended to and renamed in."""
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
     if found:
         address = re.sub(":/+", "://", str(run_dir), count=1)

@@ -46,7 +46,7 @@ def test_a_function_of_a_module_and_of_a_file(folder):
 def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow_them(folder):
     made = reward_function({"accuracy_reward": {"column": "truth", "extract": "<a>(.*?)</a>"}}, folder)
     assert made(completions=["<a>4</a>", "4"], truth=["4", "4"]) == [1.0, 0.0]
-    assert reward_function({"tag_reward": ["think", "answer"]}, folder)(completions=["<think></think>"]) == [0.5]
+    assert reward_function({"get_soft_overlong_punishment": [8, 4]}, folder)(completion_ids=[[1] * 6]) == [-0.5]
     assert reward_function("number_reward", folder)(completions=["it is 4"], answer=["4"]) == [1.0]
     assert reward_function("my_own_judges:right", folder)(["a"], ["b"]) == [0.0]
     made = sampler_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, folder)
@@ -62,7 +62,6 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
         (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
         (find, "broken_judges:right", r"broken_judges cannot be imported \(ZeroDivisionError: division by zero\)"),
         (reward_function, "nubmer_reward", r"no such reward function; did you mean number_reward\?"),
-        (reward_function, "tag_reward", "tags is empty"),
         (reward_function, "get_soft_overlong_punishment", r"refuses its arguments \(.*missing 2 required"),
         (reward_function, {"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
         (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),

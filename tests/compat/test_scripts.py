@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.compat.scripts import from_trl_script
+from grpo_jax.compat.migrate import from_trl_script
 
 pytestmark = pytest.mark.quick
 

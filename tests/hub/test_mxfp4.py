@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_families import raw_config, write_checkpoint
 
+from grpo_jax.hub.files import dequantize_mxfp4
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.tensors import dequantize
 
 E, D, WIDTH = 4, 64, 32  # in whole blocks of 32
 
@@ -26,7 +26,7 @@ def test_the_sixteen_values_of_the_format():
     blocks = np.array([[i | (i + 1) << 4 for i in range(0, 16, 2)] * 2], np.uint8)
     expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
     for scale in (127, 125, 130):
-        weights = dequantize(blocks, np.array([scale], np.uint8))
+        weights = dequantize_mxfp4(blocks, np.array([scale], np.uint8))
         assert weights.dtype == jnp.bfloat16
         np.testing.assert_array_equal(weights.astype(np.float32), np.array(expected * 2) * 2.0 ** (scale - 127))
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_in_mxfp4_is_read_and_saved_as_bfloat16(tmp_path):
         blocks, scales = packed(shape, seed=len(name))
         assert tensors.pop(stem + name).shape == (E, shape[2], shape[1])
         tensors |= {f"{stem}{name}_blocks": blocks, f"{stem}{name}_scales": scales}
-        expected[name] = dequantize(blocks, scales).swapaxes(1, 2)
+        expected[name] = dequantize_mxfp4(blocks, scales).swapaxes(1, 2)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
 

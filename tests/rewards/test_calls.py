@@ -33,7 +33,7 @@ def score(fns, *, columns=COLUMNS, **keywords):
         completion_ids=[[1] * len(text) for text in COMPLETIONS],
         columns=columns,
         **{"num_generations": G} | keywords,
-    )
+    )[:2]
 
 
 def returns(value):
@@ -165,7 +165,7 @@ def test_each_completion_and_each_function_has_objects_of_its_own():
     }
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
     for _ in range(2):
-        rewards, _ = compute_rewards(
+        rewards, _, _ = compute_rewards(
             [takes_all, edits, said], completions=completions, num_generations=4, on_error="raise", **inputs
         )
         np.testing.assert_array_equal(rewards[0].T, [[3, 3, 3, 3], [11, 11, 11, 11], [2, 3, 4, 5]])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_jax.rewards.calls import compute_parts, compute_rewards
+from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.parts import PartReader, RewardParts, place_rewards
 
@@ -26,7 +26,7 @@ def returned(*values):
 
 def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_rewards():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
-    rewards, stats, parts = compute_parts([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
+    rewards, stats, parts = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
     np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
     assert parts == [
         RewardParts(0, 0, False, [0.5, -1.0]),
@@ -57,7 +57,7 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
 def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
     assert PartReader(0, [2], [3])(0, value) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
-        compute_parts(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
+        compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
 
 
 @pytest.mark.parametrize("value", [[1.0], [1, 2], np.zeros(3)])

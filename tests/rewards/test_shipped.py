@@ -17,7 +17,6 @@ from grpo_jax.rewards.shipped import (
     format_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
-    tag_reward,
 )
 
 pytestmark = pytest.mark.quick
@@ -33,7 +32,7 @@ def messages(texts):
 
 def score(fns, completions, *, prompts=None, on_error="raise", **columns):
     """Scores [N] of one function, or [N, K], through compute_rewards, without a warning about missing ones."""
-    rewards, _ = compute_rewards(
+    rewards, _, _ = compute_rewards(
         fns,
         prompts=prompts or [f"p{index}" for index in range(len(completions))],
         completions=completions,
@@ -220,7 +219,6 @@ def test_combinators_of_async_functions_are_async():
         (lambda: clipped(length, 0, float("nan")), "low is 0 and high is nan"),
         (lambda: accuracy_reward(extract="("), r"extract is '\(', which is no regular expression: missing \)"),
         (lambda: format_reward("[a"), r"pattern is '\[a', which is no regular expression"),
-        (lambda: tag_reward(), r"tags is empty: give at least one name, tag_reward\('answer'\)"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache is 11 and max_completion_len is 10"),
         (lambda: get_soft_overlong_punishment(10, -1), "give 0 ≤ soft_punish_cache"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size is 0: give 1 or more"),
@@ -275,12 +273,6 @@ def test_format_matches_the_whole_completion_across_lines(form):
     assert score(reward, form(texts)) == [1, 0, 0, 0]
 
 
-def test_tags_count_marks_that_stand_exactly_once():
-    reward = tag_reward("a", "b")
-    texts = ["<a></a><b></b>", "<a></a><b>", "<a><a></a><b></b>", "", "</b></a><b><a>"]
-    assert score(reward, texts) == [1, 0.75, 0.75, 0, 1]
-
-
 def overlong_by_the_paper(length, longest, cache):
     """Equation 13 of DAPO, case by case."""
     if length <= longest - cache:
@@ -327,7 +319,6 @@ def test_no_reward_is_minus_zero():
 SHIPPED = [
     accuracy_reward("answer", r"<answer>(.*?)</answer>"),
     format_reward(".*"),
-    tag_reward("answer"),
     get_soft_overlong_punishment(4, 2),
     get_repetition_penalty_reward(2),
     from_row(divide),

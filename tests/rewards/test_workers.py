@@ -25,7 +25,7 @@ COMPLETIONS = ["a", "bb", "ccc", "dddd"]
 
 
 def score(fn, *, completions=COMPLETIONS, on_error="raise", extras=None, **columns):
-    rewards, stats = compute_rewards(
+    rewards, stats, _ = compute_rewards(
         fn,
         prompts=[f"p{index // 2}" for index in range(len(completions))],
         completions=completions,

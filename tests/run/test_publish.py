@@ -54,11 +54,11 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
     assert same(last.params, state.params)
     assert not same(first.params, state.params)
     assert last.tokenizer("ab")["input_ids"] == tiny_policy().tokenizer("ab")["input_ids"]
-    # The card comes with the end, and tells of the run.
+    # The card comes with the end, and describes the run.
     assert "README.md" not in hub.commits[0][3]
     card = hub.commits[1][3]["README.md"].decode()
-    assert "1 prompt; rewarded by `longer`;" in card
-    assert "max_steps = 2\n" in card
+    assert "\nReward " in card
+    assert "| max_steps | 2 |" in card
     assert "![Curves of the run](report.png)" in card
     assert hub.commits[1][3]["report.png"] == (tmp_path / "run" / "report.png").read_bytes()
 
@@ -170,7 +170,6 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
     assert same(by_branch.params, moved(policy.params))
     card = ModelCard(files["README.md"].decode())
     assert card.data.datasets == ["some/data"]
-    assert "4000 prompts of [some/data]" in card.text
     assert "Right on held-out prompts 0.125 → 0.975 in 9 steps." in card.text
 
 

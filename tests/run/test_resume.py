@@ -170,10 +170,10 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_pat
 
         return wrapped
 
-    moments = [(PackedUpdater, "update", 1), (scores, "compute_parts", 12), (loop, "evaluate_encoded", 15)]
+    moments = [(PackedUpdater, "update", 1), (scores, "compute_rewards", 12), (loop, "evaluate_encoded", 15)]
     for owner, name, step in moments:
         with monkeypatch.context() as patch:
-            if name == "compute_parts":  # go up to the next rollout; the newest checkpoint is of step 10
+            if name == "compute_rewards":  # go up to the next rollout; the newest checkpoint is of step 10
                 with pytest.raises(Cut):
                     run(tmp_path, callbacks=[cut_at(12)])
             patch.setattr(owner, name, signalling(getattr(owner, name), name))

@@ -26,7 +26,7 @@ def answers_to(entry: dict) -> list[str | None]:
 def scored(suite, completions, **extras) -> list[float | None]:
     """The scores of one completion of each row."""
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
-    rewards, _ = compute_rewards(
+    rewards, _, _ = compute_rewards(
         suite.reward_fns,
         prompts=[row["prompt"] for row in suite.rows],
         completions=completions,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo_jax.text.columns import check_templates
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import check_templates, load_rows
 
 pytestmark = pytest.mark.quick
 
