@@ -95,14 +95,6 @@ def test_log_probs_agree_under_every_sampling_setting(settings):
     assert np.abs(plain - completions.log_probs).max() > 0.05
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
-    """Plain sampling takes a CPU's short way, logits [V, N]; top_k of the whole vocabulary is the same, in rows."""
-    short, long = (sample(temperature=temperature, top_k=k) for k in (0, model_and_params()[0].config.vocab_size))
-    np.testing.assert_array_equal(short.tokens, long.tokens)
-    np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False}, {"num_experts": 4}, {"rank": 2}],
@@ -219,15 +211,6 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
         logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
         np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
-
-
-def test_after_warm_up_nothing_is_compiled():
-    """A second rollout with other prompts and another key runs the programs of the first."""
-    prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
-    sample(eos_token_ids=())
-    compiled = {f: f._cache_size() for f in (decode_module.prefill, decode_module.decode, decode_module.move)}
-    sample(prompts, key=99, eos_token_ids=())
-    assert {f: f._cache_size() for f in compiled} == compiled
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():

@@ -214,12 +214,6 @@ def test_each_turn_ends_with_its_own_text_and_with_no_observations(said):
     )
 
 
-def test_log_probs_are_those_of_the_whole_row_read_once():
-    completions, _ = played()
-    again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
-    np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)
-
-
 @pytest.mark.parametrize("longest", [1, 5])
 def test_a_turn_that_is_as_long_as_it_may_be_is_handed_over(longest):
     completions, heard = play(stop=STOP, max_turn_length=longest, most=4)
