@@ -14,6 +14,8 @@ from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sizes import Sizes
 
+pytestmark = pytest.mark.quick
+
 WHOLE = "must be a whole number, not"
 INF, NAN = float("inf"), float("nan")
 
@@ -107,14 +109,12 @@ def errors_of(values):
     return lines
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "beginning"), BAD, ids=[line.split(":")[0][:60] for _, line in BAD])
 def test_a_bad_value_is_refused_with_one_helpful_line(values, beginning):
     (line,) = errors_of(values)
     assert line.startswith(beginning)
 
 
-@pytest.mark.quick
 def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_the_table():
     for field in dataclasses.fields(GRPOConfig):
         assert errors_of({field.name: 1j})[0].startswith(f"{field.name} = 1j: "), field.name
@@ -122,7 +122,6 @@ def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_th
     assert {names.split()[0] for names, _, _ in contradictions_module._CONTRADICTIONS} <= named
 
 
-@pytest.mark.quick
 def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
     lines = errors_of(dict(num_generations=1, beta="x", loss_typ="grpo", sync_ref_model=True, epsilon=0, seed=1.5))
     names = [line.split(" = ")[0].split(":")[0] for line in lines]
@@ -132,7 +131,6 @@ def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
     assert len(errors_of(dict(per_device_train_batch_size=12, generation_batch_size=20))) == 1
 
 
-@pytest.mark.quick
 def test_how_a_config_is_made_and_changed():
     with pytest.raises(ValueError, match=r"takes its fields by keyword; for a dict use GRPOConfig.from_dict\(...\)"):
         GRPOConfig({"beta": 0.1})
@@ -150,7 +148,6 @@ class Wider(GRPOConfig):
     note: str
 
 
-@pytest.mark.quick
 def test_a_subclass_is_read_and_checked_too():
     assert Wider.from_dict(Wider(note="mine", scale_rewards=True).to_dict()).scale_rewards == "group"
     with pytest.raises(ValueError, match=r"Wider has 2 errors:\n  notes: .*did you mean note\?\n  beta = -1: "):
@@ -173,7 +170,6 @@ GOOD = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("values", GOOD, ids=str)
 def test_a_good_config_comes_back_equal_from_json(values):
     config = GRPOConfig(**values)
@@ -185,7 +181,6 @@ def test_a_good_config_comes_back_equal_from_json(values):
     assert dataclasses.replace(config, seed=7) != config
 
 
-@pytest.mark.quick
 def test_values_are_kept_as_plain_python_types_and_as_copies():
     template, weights = {"tools": [1]}, [np.float32(0.5), 1]
     numbers = dict(num_generations=np.int64(4), per_device_train_batch_size=4, beta=np.float64(0.5), temperature=2)
@@ -234,12 +229,10 @@ OURS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.quick
 def test_defaults():
     assert GRPOConfig().to_dict() == TRL | OURS | {name: ours for name, (ours, _) in OTHER.items()}
 
 
-@pytest.mark.quick
 def test_defaults_are_those_of_the_trl_that_is_installed():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
@@ -266,7 +259,6 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "devices", "sizes"), SIZES, ids=str)
 def test_sizes_by_hand(values, devices, sizes):
     config = GRPOConfig(**values)
@@ -278,7 +270,6 @@ def test_sizes_by_hand(values, devices, sizes):
     )
 
 
-@pytest.mark.quick
 def test_total_steps_and_warm_up():
     config = GRPOConfig(per_device_train_batch_size=32, num_iterations=2, num_train_epochs=1.5)  # B = 4
     assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches
@@ -291,7 +282,6 @@ def test_total_steps_and_warm_up():
     assert GRPOConfig().total_warmup_steps(100) == 0
 
 
-@pytest.mark.quick
 def test_values_that_follow_from_fields():
     evaluated = lambda **settings: (GRPOConfig(**settings).eval_temperature, GRPOConfig(**settings).eval_generations)
     assert evaluated() == (1.0, 8)
@@ -321,14 +311,12 @@ BAD_RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "run", "line"), BAD_RUNS, ids=[line[:40] for *_, line in BAD_RUNS])
 def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
     (found,) = run_problems(GRPOConfig(**values), **RUN | run)
     assert found.startswith(line)
 
 
-@pytest.mark.quick
 def test_a_run_that_fits_is_not_refused_and_all_errors_come_at_once():
     assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
     assert not run_problems(GRPOConfig(reward_weights=[1, 2]), **RUN)
@@ -338,7 +326,6 @@ def test_a_run_that_fits_is_not_refused_and_all_errors_come_at_once():
     assert not run_problems(GRPOConfig(router_aux_loss_coef=0), **RUN, num_experts=0)
 
 
-@pytest.mark.quick
 def test_a_contradiction_reads_the_fields_that_it_names():
     """They are held back from it where one of them is wrong in itself, and no type checker knows them."""
     tree = ast.parse(inspect.getsource(contradictions_module))

@@ -29,13 +29,7 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     writer.completions(1, [{"prompt": "a secret", "completion": "a secret", "rewards": {}}])
     about = {"run_dir": writer.run_dir, "base_model": "some/base", "license": "mit", "picture": "curves.png"}
     card = ModelCard(model_card("me/sums", **about))
-    assert card.data.to_dict() == {
-        "base_model": "some/base",
-        "library_name": "transformers",
-        "license": "mit",
-        "pipeline_tag": "text-generation",
-        "tags": ["grpo", "grpo_jax"],
-    }
+    assert (card.data.base_model, card.data.license, card.data.library_name) == ("some/base", "mit", "transformers")
     text = card.text
     assert "\n\nA language model, trained from [some/base](https://huggingface.co/some/base) with" in text
     assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](curves.png)\n" in text
