@@ -130,11 +130,6 @@ def test_without_texts_the_programs_are_those_of_more_eos_ids():
     assert made.stops is None
 
 
-def test_stop_ids_are_as_good_as_an_eos():
-    assert_same(sample(eos_token_ids=(EOS, 5, 12)), sample(stop_token_ids=[5, 12]))
-    assert_same(sample(stop_token_ids=5), sample(stop_token_ids=[5]))
-
-
 @pytest.mark.quick
 def test_a_completion_of_one_turn_is_as_long_as_a_turn_may_be():
     short = sample(max_turn_length=6)

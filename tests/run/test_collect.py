@@ -49,14 +49,6 @@ def test_rows_rewards_and_advantages_belong_together():
     assert experience.cursor == 4
 
 
-def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
-    seen = {}
-    spy = lambda prompts, completions, number: seen.update(prompts=prompts, number=number) or [0.0] * len(completions)
-    collected(run_of(spy), cursor=4)
-    assert seen["number"] == [4] * 4 + [5] * 4 + [0] * 4 + [1] * 4, "the second epoch follows on the first"
-    assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
-
-
 @pytest.mark.quick
 def test_completions_come_from_the_old_policy_where_one_is_kept():
     run = run_of(num_iterations=2)
