@@ -1,7 +1,6 @@
 """Streams: a batch shared out to threads is the same batch."""
 
 import contextlib
-import importlib
 import threading
 import time
 
@@ -15,8 +14,6 @@ from grpo_jax import generate, make_prompts
 from grpo_jax.devices import streams
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.rollout.decode import decode, prefill
-
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import chex
 import jax
@@ -22,8 +21,6 @@ from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import as_argument
-
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)
