@@ -50,6 +50,7 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     out = console(terminal=True)
     with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
         display.start(total_steps=4, step=1)
+        display(2, METRICS)
         display(3, METRICS)
         display.say("[note] kept above")
         raise KeyboardInterrupt

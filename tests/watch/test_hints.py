@@ -91,7 +91,7 @@ def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at):
     assert index == at
     assert message == HINTS[name](lines[: at + 1], CONFIG)
     named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
-    assert named <= set(GRPOConfig.__dataclass_fields__), "fields that exist"
+    assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "fields that exist, and a value"
 
 
 def test_every_hint_has_a_sign_here():
