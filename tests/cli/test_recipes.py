@@ -8,7 +8,6 @@ import yaml
 from cli_files import lines_of, run
 from tiny import tiny_policy, tiny_tokenizer
 
-from experiments import gsm8k, instruct, stories
 from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.lora import LoraModel
@@ -43,24 +42,6 @@ def test_a_recipe_is_read(name, problems):
     page = (RECIPES.parents[1] / "docs" / "cli.md").read_text()
     assert f"| {name}.yaml | " in page
     assert {path.stem for path in RECIPES.glob("*.yaml")} == REWARDS.keys()
-
-
-@pytest.mark.quick
-def test_recipes_of_experiments_are_the_experiments(problems):
-    recipe = read("stories", problems)
-    config, ours = stories.make_config(seed=0, steps=100, prompts=16).to_dict(), recipe.config.to_dict()
-    assert {name for name in config if config[name] != ours[name]} == {"temperature_eval", "per_device_eval_batch_size"}
-    assert (recipe.rows, recipe.eval_rows) == stories.make_rows()
-    assert recipe.rewards == [stories.uses_word]
-    recipe = read("gsm8k", problems)
-    problem = json.loads(Path(problems).read_text().splitlines()[0])
-    assert recipe.rows[0]["prompt"] == gsm8k.make_row(problem, chat=True)["prompt"]
-    assert recipe.rewards == [gsm8k.accuracy, gsm8k.well_formed]
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
-    recipe = read("instruct", problems)
-    config, ours = instruct.make_config(instruct.parse([]), seed=0).to_dict(), recipe.config.to_dict()
-    assert {name for name in config if config[name] != ours[name]} <= {"save_steps", "seed"}
-    assert len(recipe.eval_rows) == 96
 
 
 def test_a_recipe_with_adapters_runs_and_is_exported(tmp_path, monkeypatch):

@@ -3,21 +3,18 @@
 import ast
 import dataclasses
 import inspect
-import itertools
 import json
-import pathlib
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from grpo_jax.config import config as config_module
 from grpo_jax.config import contradictions as contradictions_module
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import Sizes
+
+pytestmark = pytest.mark.quick
 
 WHOLE = "must be a whole number, not"
 INF, NAN = float("inf"), float("nan")
@@ -112,14 +109,12 @@ def errors_of(values):
     return lines
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "beginning"), BAD, ids=[line.split(":")[0][:60] for _, line in BAD])
 def test_a_bad_value_is_refused_with_one_helpful_line(values, beginning):
     (line,) = errors_of(values)
     assert line.startswith(beginning)
 
 
-@pytest.mark.quick
 def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_the_table():
     for field in dataclasses.fields(GRPOConfig):
         assert errors_of({field.name: 1j})[0].startswith(f"{field.name} = 1j: "), field.name
@@ -127,7 +122,6 @@ def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_th
     assert {names.split()[0] for names, _, _ in contradictions_module._CONTRADICTIONS} <= named
 
 
-@pytest.mark.quick
 def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
     lines = errors_of(dict(num_generations=1, beta="x", loss_typ="grpo", sync_ref_model=True, epsilon=0, seed=1.5))
     names = [line.split(" = ")[0].split(":")[0] for line in lines]
@@ -137,7 +131,6 @@ def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
     assert len(errors_of(dict(per_device_train_batch_size=12, generation_batch_size=20))) == 1
 
 
-@pytest.mark.quick
 def test_how_a_config_is_made_and_changed():
     with pytest.raises(ValueError, match=r"takes its fields by keyword; for a dict use GRPOConfig.from_dict\(...\)"):
         GRPOConfig({"beta": 0.1})
@@ -152,21 +145,13 @@ def test_how_a_config_is_made_and_changed():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wider(GRPOConfig):
-    beta: float = 0.5
     note: str
-    names: list = dataclasses.field(default_factory=list, hash=False)
 
 
-@pytest.mark.quick
 def test_a_subclass_is_read_and_checked_too():
-    wider = Wider(note="mine", scale_rewards=True)
-    assert (wider.beta, wider.note, wider.names, wider.scale_rewards) == (0.5, "mine", [], "group")
-    assert pickle.loads(pickle.dumps(wider)) == wider == Wider.from_dict(wider.to_dict())
-    assert inspect.signature(Wider).parameters["note"].default is inspect.Parameter.empty
+    assert Wider.from_dict(Wider(note="mine", scale_rewards=True).to_dict()).scale_rewards == "group"
     with pytest.raises(ValueError, match=r"Wider has 2 errors:\n  notes: .*did you mean note\?\n  beta = -1: "):
         Wider(notes="mine", beta=-1)
-    with pytest.raises(TypeError, match="note"):
-        Wider()
 
 
 GOOD = [
@@ -185,7 +170,6 @@ GOOD = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("values", GOOD, ids=str)
 def test_a_good_config_comes_back_equal_from_json(values):
     config = GRPOConfig(**values)
@@ -197,7 +181,6 @@ def test_a_good_config_comes_back_equal_from_json(values):
     assert dataclasses.replace(config, seed=7) != config
 
 
-@pytest.mark.quick
 def test_values_are_kept_as_plain_python_types_and_as_copies():
     template, weights = {"tools": [1]}, [np.float32(0.5), 1]
     numbers = dict(num_generations=np.int64(4), per_device_train_batch_size=4, beta=np.float64(0.5), temperature=2)
@@ -246,41 +229,16 @@ OURS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.quick
 def test_defaults():
     assert GRPOConfig().to_dict() == TRL | OURS | {name: ours for name, (ours, _) in OTHER.items()}
 
 
-@pytest.mark.quick
 def test_defaults_are_those_of_the_trl_that_is_installed():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     assert {name: theirs[name] for name in TRL} == TRL
     assert {name: theirs[name] for name in OTHER} == {name: default for name, (_, default) in OTHER.items()}
     assert not set(OURS).intersection(theirs)
-
-
-@pytest.mark.quick
-def test_every_field_has_a_doc_and_every_default_stands_once():
-    source = pathlib.Path(config_module.__file__).read_text(encoding="utf-8")
-    body = next(node.body for node in ast.parse(source).body if getattr(node, "name", "") == "GRPOConfig")
-    documented = {
-        node.target.id: after.value.value
-        for node, after in itertools.pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
-    assert set(documented) == {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in OURS:
-        assert "ours" in documented[name].lower() or "TRL" in documented[name], name
-
-
-@pytest.mark.quick
-def test_importing_the_config_imports_neither_jax_nor_what_lies_above_it():
-    code = "import sys, types; sys.modules['grpo_jax'] = m = types.ModuleType('grpo_jax'); m.__path__ = ['grpo_jax']; "
-    code += "import grpo_jax.config.config; print({'jax', 'grpo_jax.compat'} & {*sys.modules})"
-    root = pathlib.Path(config_module.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 # Worked by hand.
@@ -301,7 +259,6 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "devices", "sizes"), SIZES, ids=str)
 def test_sizes_by_hand(values, devices, sizes):
     config = GRPOConfig(**values)
@@ -313,7 +270,6 @@ def test_sizes_by_hand(values, devices, sizes):
     )
 
 
-@pytest.mark.quick
 def test_total_steps_and_warm_up():
     config = GRPOConfig(per_device_train_batch_size=32, num_iterations=2, num_train_epochs=1.5)  # B = 4
     assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches
@@ -326,7 +282,6 @@ def test_total_steps_and_warm_up():
     assert GRPOConfig().total_warmup_steps(100) == 0
 
 
-@pytest.mark.quick
 def test_values_that_follow_from_fields():
     evaluated = lambda **settings: (GRPOConfig(**settings).eval_temperature, GRPOConfig(**settings).eval_generations)
     assert evaluated() == (1.0, 8)
@@ -347,33 +302,21 @@ def test_values_that_follow_from_fields():
 
 RUN = dict(num_devices=1, num_rows=10, num_reward_fns=2)
 BAD_RUNS = [
-    (dict(generation_batch_size=48), dict(num_devices=4),
-     "generation_batch_size = 48: does not split into minibatches of 32 completions (per_device_train_batch_size = 8"
-     " × gradient_accumulation_steps = 1 × 4 devices); the nearest that fit: 32 and 64"),
     ({}, dict(num_rows=0), "dataset: there is no row to train on; look at the rows, and at max_prompt_length"),
     ({}, dict(num_reward_fns=0), "reward_fns: there is no reward function; give at least one"),
-    (dict(reward_weights=[1.0]), {}, "reward_weights = (1.0,): 1 weights for 2 reward functions; give one weight per"),
     ({}, dict(num_eval_rows=0), "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"),
-    (dict(num_generations_eval=3), dict(num_eval_rows=5),
-     "per_device_eval_batch_size = 8: does not hold whole groups of 3 completions (num_generations_eval);"),
-    (dict(eval_steps=5), {}, "eval_steps = 5: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(metric_for_best_model="eval/a", save_steps=None), {}, "metric_for_best_model = 'eval/a': there is nothing"),
-    (dict(max_completion_length=1000), dict(context_length=1024, longest_prompt=25),
-     "max_completion_length = 1000: with prompts of up to 25 tokens this passes the 1024 positions of the model;"
-     " use 999 or less, or shorter prompts"),
     (dict(router_aux_loss_coef=0.01), dict(num_experts=0), "router_aux_loss_coef = 0.01: the model is no mixture of"),
     (dict(mesh={"data": 2, "tensor": 2}), dict(num_devices=8), "mesh = {'data': 2, 'tensor': 2}: 2 × 2 devices, and"),
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("values", "run", "line"), BAD_RUNS, ids=[line[:40] for *_, line in BAD_RUNS])
 def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
     (found,) = run_problems(GRPOConfig(**values), **RUN | run)
     assert found.startswith(line)
 
 
-@pytest.mark.quick
 def test_a_run_that_fits_is_not_refused_and_all_errors_come_at_once():
     assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
     assert not run_problems(GRPOConfig(reward_weights=[1, 2]), **RUN)
@@ -383,7 +326,6 @@ def test_a_run_that_fits_is_not_refused_and_all_errors_come_at_once():
     assert not run_problems(GRPOConfig(router_aux_loss_coef=0), **RUN, num_experts=0)
 
 
-@pytest.mark.quick
 def test_a_contradiction_reads_the_fields_that_it_names():
     """They are held back from it where one of them is wrong in itself, and no type checker knows them."""
     tree = ast.parse(inspect.getsource(contradictions_module))

@@ -8,6 +8,8 @@ import pytest
 from grpo_jax.cli.main import main
 from grpo_jax.devices import distributed
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def begun(monkeypatch):
@@ -26,7 +28,6 @@ def start(line):
     distributed.start(parser.parse_args(line.split()))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -44,7 +45,6 @@ def test_flags_are_handed_on_and_none_begins_nothing(line, told, begun):
 ALL = "coordinator, num_processes and process_id are given together, or none of them"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -61,7 +61,6 @@ def test_flags_that_cannot_be(line, message, begun):
     assert begun == []
 
 
-@pytest.mark.quick
 def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
     def nothing_found(*_, **__):
         raise ValueError("coordinator_address should be defined.")
@@ -84,7 +83,6 @@ def exits(monkeypatch):
     return statuses
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("error", "status"), [(ValueError("a reward"), 1), (KeyboardInterrupt(), 130)])
 def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits, capsys):
     distributed._leave()
@@ -94,7 +92,6 @@ def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(er
     assert exits == [status]
 
 
-@pytest.mark.quick
 def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
     with pytest.raises(SystemExit, match=r"grpo-jax resume: .* holds no run"):
         main(["resume", str(tmp_path)])
@@ -102,7 +99,6 @@ def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
     assert exits == [1]
 
 
-@pytest.mark.quick
 @pytest.mark.usefixtures("exits")
 def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
     try:

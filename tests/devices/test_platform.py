@@ -8,6 +8,8 @@ import pytest
 from grpo_jax.devices import platform
 from grpo_jax.devices.platform import compute_dtype, memory_of, platform_of
 
+pytestmark = pytest.mark.quick
+
 
 class Device:
     def __init__(self, platform, capability=None, memory=None):
@@ -22,7 +24,6 @@ class Device:
 H100, T4, TPU = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
 
 
-@pytest.mark.quick
 def test_the_devices_choose_the_dtype():
     """An H100 and a TPU have units for bfloat16, and a T4 has not."""
     assert [compute_dtype("auto", [device]) for device in (H100, T4, TPU)] == ["bfloat16", "float32", "bfloat16"]
@@ -30,7 +31,6 @@ def test_the_devices_choose_the_dtype():
     assert compute_dtype("float32", [H100]) == "float32"
 
 
-@pytest.mark.quick
 def test_without_devices_the_default_one_counts():
     assert platform_of() == platform_of(jax.devices()) == ("cpu", 0.0)
     with jax.default_device(jax.devices()[1]):
@@ -39,7 +39,6 @@ def test_without_devices_the_default_one_counts():
         assert compute_dtype("auto") == "bfloat16"
 
 
-@pytest.mark.quick
 def test_the_memory_is_that_of_the_device_and_of_a_cpu_that_of_its_machine(monkeypatch, tmp_path):
     assert memory_of(Device("gpu", memory={"bytes_limit": 7, "bytes_in_use": 3})) == 7
     assert memory_of(Device("tpu")) is None

@@ -13,12 +13,13 @@ from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.devices import sharding
 from grpo_jax.devices.sharding import gather_objects, parameter_sharding
 
+pytestmark = pytest.mark.quick
+
 
 def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-@pytest.mark.quick
 def test_each_side_of_a_block_is_cut_where_it_should_be():
     mesh = mesh_of(fsdp=2, tensor=2)
     at = lambda *path: parameter_sharding(path, (8, 8), mesh).spec
@@ -40,14 +41,12 @@ def test_each_side_of_a_block_is_cut_where_it_should_be():
     )
 
 
-@pytest.mark.quick
 def test_an_axis_that_is_missing_or_does_not_divide_cuts_nothing():
     path = ("embed_tokens", "embedding")
     assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
     assert parameter_sharding(path, (7, 8), mesh_of(fsdp=2, tensor=2)).spec == P(None, "fsdp")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("settings", [{}, {"qkv_bias": True, "tie_word_embeddings": False, "qk_norm": "head"}])
 def test_every_matrix_of_a_decoder_is_cut(settings):
     mesh = mesh_of(fsdp=2, tensor=2)
@@ -58,7 +57,6 @@ def test_every_matrix_of_a_decoder_is_cut(settings):
         assert used == ({"fsdp", "tensor"} if leaf.ndim == 2 else used), names
 
 
-@pytest.mark.quick
 def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     policy = tiny_policy()
     save_pretrained(tmp_path / "model", policy)
@@ -72,7 +70,6 @@ def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
 
 
-@pytest.mark.quick
 def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
     """Two processes, of which this is the first: whatever their texts weigh, what is gathered has one of few shapes."""
     shapes, other = set(), [""]

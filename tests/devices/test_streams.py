@@ -1,7 +1,6 @@
 """Streams: a batch shared out to threads is the same batch."""
 
 import contextlib
-import importlib
 import threading
 import time
 
@@ -14,40 +13,22 @@ from tiny import tiny_model
 from grpo_jax import generate, make_prompts
 from grpo_jax.devices import streams
 from grpo_jax.rollout import layout as layout_module
-
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
+from grpo_jax.rollout.decode import decode, prefill
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 
 
 @pytest.mark.quick
-def test_there_are_as_many_streams_as_cores_and_no_more_than_parts(monkeypatch):
+def test_there_are_as_many_streams_as_cores_parts_and_params_allow(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
     assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
-
-
-@pytest.mark.quick
-def test_large_parameters_are_read_by_one_stream(monkeypatch):
-    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
-    monkeypatch.setattr(streams, "CACHED", 40)
-    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(6)}, 9) == 4
-    assert streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(7)}, 9) == 1
-
-
-@pytest.mark.quick
-def test_streams_divide_the_groups_and_leave_each_enough_rows(monkeypatch):
-    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
-    params = {"w": jnp.ones(3)}
     shapes = [(8, 8), (6, 10), (7, 100), (8, 4), (9, 3), (1, 1000)]
     assert [layout_module.stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
-
-
-@pytest.mark.quick
-def test_params_on_several_devices_are_left_to_the_compiler():
-    mesh = jax.make_mesh((4,), ("data",))
-    spread = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P()))
-    assert streams.count_streams({"w": spread}, 8) == 1
+    spread = jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P()))
+    assert streams.count_streams({"w": spread}, 8) == 1, "left to the compiler"
+    monkeypatch.setattr(streams, "CACHED", 40)
+    assert [streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(n)}, 9) for n in (6, 7)] == [4, 1]
 
 
 @pytest.mark.quick
@@ -104,6 +85,7 @@ def test_threads_that_share_a_program_compile_it_once():
     results = streams.run_in_streams(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
     assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert traced == [(3,)]
+    assert all(isinstance(of_a_rollout, streams.shared) for of_a_rollout in (prefill, decode))
 
 
 def test_a_shared_program_is_let_go_when_it_is_dispatched():
@@ -120,25 +102,6 @@ def test_a_shared_program_is_let_go_when_it_is_dispatched():
 
     streams.run_in_streams(part, [20_000, 1])
     assert [steps for steps, _ in ended] == [1, 20_000], "the short one did not wait for the long one"
-
-
-def test_streams_compile_a_program_once(monkeypatch):
-    """Fresh shapes, two streams: as many programs as one stream of the same shape needs."""
-    model, params = tiny_model(vocab=29)
-    monkeypatch.setattr(layout_module, "count_streams", lambda *_: 2)
-    compiled, named = [], []
-
-    def listen(event, *_, fun_name="", **__):
-        compiled.append(event)
-        named.extend([fun_name] * event.endswith("backend_compile_duration"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    settings = {"num_generations": 4, "max_completion_length": 9}
-    generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings)
-    assert [sum(name in of for of in named) for name in ("prefill", "decode")] == [1, 1], named
-    programs = compiled.count("/jax/core/compile/backend_compile_duration")
-    generate(model, params, make_prompts(LISTS), jax.random.key(1), **settings)
-    assert compiled.count("/jax/core/compile/backend_compile_duration") == programs
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ from grpo_jax.devices.sharding import lower_call, make_mesh, place
 from grpo_jax.maths.sampling import draw_tokens, vocabulary_blocks
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout.decode import decode, prefill, refill
+from grpo_jax.rollout.decode import prefill, refill
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.ladder import BURST
 from grpo_jax.rollout.programs import decode_call
@@ -86,36 +86,3 @@ def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood()
     new, _ = refill(*given, settings=DecodeSettings())
     assert new.start.tolist() == [0, 0, 7, 0]
     assert new.cache == ()
-
-
-def test_the_cache_is_a_ring():
-    """Slots from 20 on are the first again: a group that began at slot 15 reads what it wrote on both sides."""
-    model, params = tiny_model()
-    *_, stream = stream_of(model, params, slots=30)
-
-    def decoded(cache, stream, slot):
-        given = (as_argument(model), {"params": params}, cache, stream.replace(cache=()), slot, 12)
-        return decode(*given, steps=12, fixed=True, settings=DecodeSettings())[1]
-
-    expected = decoded(stream.cache, stream, 0)
-    *_, stream = stream_of(model, params, slots=20)
-    stream = jax.tree.map(lambda x: x, stream).replace(start=jnp.full(4, 15, jnp.int32))
-    garbage = jax.tree.map(lambda x: x + 1e3, stream.cache)  # of groups that were there before
-    found = decoded(garbage, stream, 15)
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
-
-
-def test_a_fixed_burst_draws_what_a_watched_one_does():
-    model, params = tiny_model()
-    *_, stream = stream_of(model, params)
-
-    def drawn(fixed):
-        cache = jax.tree.map(jnp.copy, stream.cache)
-        given = (as_argument(model), {"params": params}, cache, stream.replace(cache=()), 0, 16)
-        return decode(*given, steps=16, fixed=fixed, settings=DecodeSettings(tuple(range(3, 12))))
-
-    ((_, *one), some), ((_, *other), all_of_them) = drawn(True), drawn(False)
-    jax.tree.map(np.testing.assert_array_equal, (one[1], some[0], some[2]), (other[1], all_of_them[0], all_of_them[2]))
-    np.testing.assert_allclose(some[1], all_of_them[1], atol=1e-5)
-    assert one[1].all(), "all have ended before the burst"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import chex
 import jax
@@ -23,8 +22,6 @@ from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.variables import decode_variables
 from grpo_jax.types import as_argument
-
-rollout = importlib.import_module("grpo_jax.rollout.generate")  # the package has the function under that name
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)
@@ -94,14 +91,6 @@ def test_log_probs_agree_under_every_sampling_setting(settings):
     # and these are not the log-probs of the plain distribution: the test would see a setting that is ignored
     plain = scored(model, params, make_prompts(PROMPTS), completions)
     assert np.abs(plain - completions.log_probs).max() > 0.05
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_by_columns_and_by_rows_draw_the_same(temperature):
-    """Plain sampling takes a CPU's short way, logits [V, N]; top_k of the whole vocabulary is the same, in rows."""
-    short, long = (sample(temperature=temperature, top_k=k) for k in (0, model_and_params()[0].config.vocab_size))
-    np.testing.assert_array_equal(short.tokens, long.tokens)
-    np.testing.assert_allclose(short.log_probs, long.log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +182,6 @@ def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
     before, first, *burst, last = happened
     assert before == first == last == "interrupt", "before the prompts are read, and before each burst"
     assert set(burst) == {"decode"}
-    asked = []
-    assert_same(sample(interrupt=lambda: asked.append(1)), sampled())
-    assert len(asked) > 69 // ladder_module.BURST
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it():
@@ -220,15 +206,6 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
         logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
         np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
-
-
-def test_after_warm_up_nothing_is_compiled():
-    """A second rollout with other prompts and another key runs the programs of the first."""
-    prompts = [[5, 6], [7, 3, 3], [4, 4, 4, 4, 4], [3], [8, 9]]
-    sample(eos_token_ids=())
-    compiled = {f: f._cache_size() for f in (decode_module.prefill, decode_module.decode, decode_module.move)}
-    sample(prompts, key=99, eos_token_ids=())
-    assert {f: f._cache_size() for f in compiled} == compiled
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():

@@ -69,13 +69,6 @@ def test_there_are_no_more_smaller_layouts_than_moves_between_bursts():
         assert len(ladder_of(length=length, turns=True).shapes) == 1 + MOST_RUNGS
 
 
-def test_a_mesh_counts_the_completions_of_one_device():
-    """Each of four devices reads all weights for its own groups: what eight groups would save, two do not."""
-    step = DecodeStep(weights=30.0, prompt=0.0, own=1.0)
-    assert ladder_of(step=step).shapes[1] == (8, 4) or ladder_of(step=step).shapes[1] == (32, 1)
-    assert len(ladder_of(step=step, shards=4).shapes) == 1
-
-
 def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
     """Half of the completions with twice the slots read as much, where slots are all that is read."""
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)

@@ -16,10 +16,9 @@ from grpo_jax.models.cache import slots_of
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import rollout, turns
-from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.turns import generate_turns
-from grpo_jax.types import Prompts, as_argument
+from grpo_jax.types import Prompts
 
 # A layer of each kind: what it keeps has to go the same ways.
 SHAPE = TransformerConfig(
@@ -171,22 +170,6 @@ def test_turns_in_step_move_no_keys(monkeypatch):
     np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     play(InStep(), eos_token_ids=range(0, SHAPE.vocab_size, 2))
     assert moved, "turns of different lengths are aligned"
-
-
-def test_those_that_wait_keep_their_slots():
-    """Whose turn has ended writes nothing: his slots are the same, wherever in the ring the others are."""
-    keys = completion_keys(jax.random.key(0), jnp.arange(4), 3)
-    model, settings = as_argument(MODEL), DecodeSettings()
-    stream, _ = rollout.prefill(model, PARAMS, PROMPTS, keys, turns.LEAD, slots=16, turns=True, settings=settings)
-    full = jax.tree.map(lambda x: x + 1.0, stream.cache)
-    active = jnp.zeros((4, 3), bool).at[1, 2].set(True)
-    given = (jax.tree.map(jnp.copy, full), stream.replace(cache=(), ended=~active), 10, jnp.full((4, 3), 99))
-    (cache, *_), _ = rollout.decode(model, {"params": PARAMS}, *given, steps=16, settings=settings)
-    changed = [
-        np.asarray((x != y).any(axis=(1, 3, 4))) for x, y in zip(*map(jax.tree.leaves, (cache, full)), strict=True)
-    ]
-    for own in changed:
-        np.testing.assert_array_equal(own, active)
 
 
 @pytest.mark.parametrize(("chunk", "batch_size"), [(4, None), (256, 4), (4, 9)])

@@ -75,26 +75,18 @@ def test_no_step_rounds_a_kernel():
 
 
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False}], ids=["tied", "head"])
-def test_kernels_by_columns_are_rounded_once_and_sample_the_same_bits(settings, monkeypatch):
+def test_kernels_by_columns_are_rounded_once(settings):
     """On one CPU: half the bytes, of which a program finds out nothing but that."""
     model, params = tiny_model(**settings)
-    model, prompts = Transformer(dataclasses.replace(model.config, dtype="bfloat16")), make_prompts([[3, 4, 5], [6]])
+    model = Transformer(dataclasses.replace(model.config, dtype="bfloat16"))
     variables = decode_variables(model, params)
     assert {x.dtype for x in jax.tree.leaves(variables["columns"])} == {jnp.dtype("bfloat16")}
     same = lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype)
     assert jax.tree.all(jax.tree.map(same, variables_shape(model, params), variables))
     unseen, given = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in copies(model, params))
     assert unseen == 2 * given == 4 * sum(x.size for x in jax.tree.leaves(variables["columns"]))
-
-    def sampled(variables):
-        monkeypatch.setattr(rollout_module, "decode_variables", lambda *_: variables)
-        how = {"num_generations": 2, "max_completion_length": 20, "eos_token_ids": (1,)}
-        return generate(model, params, prompts, jax.random.key(1), **how)
-
-    ours = sampled(variables)
-    wide = sampled({"params": params, "columns": kernels_by_columns(params, "float32")})
-    np.testing.assert_array_equal(ours.tokens, wide.tokens)
-    np.testing.assert_array_equal(ours.log_probs, wide.log_probs)
+    wide = kernels_by_columns(params, "float32")
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)), variables["columns"], wide)
 
 
 @pytest.mark.quick

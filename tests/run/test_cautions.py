@@ -116,14 +116,3 @@ def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
         prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
-
-
-def test_large_things_that_a_function_holds_are_not_searched():
-    class Long(list):
-        def __iter__(self):
-            yield from ["x"] * 1000
-            raise AssertionError("it was read to its end")
-
-    held = Long()
-    asking = lambda completions: [held[0] is None for _ in completions]
-    assert said([{"prompt": "a <think>"}], tokenizer_with(), [asking]) == []

@@ -330,11 +330,3 @@ def test_several_processes_decide_together(tmp_path, monkeypatch):
         monkeypatch.setattr("grpo_jax.run.stored.gather_objects", broken)
         with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(OSError: a disk of one machine alone\)"):
             assert checkpoints.restore(state_at(0))[1].step == 2
-
-
-@pytest.mark.quick
-def test_without_a_run_directory_nothing_is_written_or_found():
-    with Checkpoints(None, GRPOConfig()) as checkpoints:
-        checkpoints.save(state_at(2), Progress(step=2), None)
-        assert not checkpoints.steps()
-        assert checkpoints.restore(state_at(0))[1] is None

@@ -1,7 +1,6 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
 import itertools
-import threading
 
 import chex
 import jax
@@ -11,7 +10,6 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax.config import settings
-from grpo_jax.run import sample as sample_module
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
@@ -49,14 +47,6 @@ def test_rows_rewards_and_advantages_belong_together():
     assert [row["rewards"]["length_reward"] for row in experience.rows] == lengths.ravel().tolist()
     np.testing.assert_allclose([row["advantage"] for row in experience.rows], np.ravel(expected), atol=1e-6)
     assert experience.cursor == 4
-
-
-def test_columns_of_the_dataset_reach_the_reward_in_prompt_major_order():
-    seen = {}
-    spy = lambda prompts, completions, number: seen.update(prompts=prompts, number=number) or [0.0] * len(completions)
-    collected(run_of(spy), cursor=4)
-    assert seen["number"] == [4] * 4 + [5] * 4 + [0] * 4 + [1] * 4, "the second epoch follows on the first"
-    assert seen["prompts"] == ["i"] * 4 + ["jkl"] * 4 + ["ab"] * 4 + ["c"] * 4
 
 
 @pytest.mark.quick
@@ -143,21 +133,6 @@ def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(mo
 
 
 @pytest.mark.quick
-def test_a_function_that_uses_up_its_column_finds_it_whole_in_every_epoch():
-    """So a run that goes on in the middle of an epoch, whose rows are read anew, goes on with the same rewards."""
-
-    def tries(tests):
-        return [float(len([one.pop() for _ in list(one)])) for one in tests]
-
-    rows = [{"prompt": text, "tests": [1] * n} for n, text in enumerate(["ab", "c", "def", "gh"], start=1)]
-    run = run_of(tries, rows)
-    for epoch in range(2):
-        rewards = [row["rewards"]["tries"] for row in collected(run, cursor=4 * epoch).rows]
-        assert rewards == [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4
-    assert [len(row["tests"]) for row in rows] == [1, 2, 3, 4], "the caller's rows too"
-
-
-@pytest.mark.quick
 def test_scores_that_are_missing_leave_the_mean_alone():
     half = lambda completions: [None if i % 2 else float(i) for i in range(len(completions))]
     advantages = np.asarray(collected(run_of(half)).batch.advantages)
@@ -201,34 +176,6 @@ def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
     assert ahead.cursor == plain.cursor == 8
     third = collect(run, state, 8, ahead=ahead.ahead, **at)
     chex.assert_trees_all_equal(third.batch, collect(run, state, 8, **at).batch)
-
-
-def test_with_a_rollout_beside_errors_come_as_ever(monkeypatch):
-    def fails(completions):
-        raise KeyError("gold")
-
-    run = run_of(fails)
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    messages = []
-    for look_ahead in (False, True):
-        with pytest.raises(ValueError, match="'fails' raised KeyError") as caught:
-            collect(run, state, 0, count=4, look_ahead=look_ahead)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-    assert not [thread for thread in threading.enumerate() if "beside" in thread.name]
-
-    generate, calls = sample_module.generate, []
-
-    def once(*args, **how):
-        calls.append(how["prompt_indices"][0])
-        if len(calls) == 2:
-            raise MemoryError("no room for a second rollout")
-        return generate(*args, **how)
-
-    monkeypatch.setattr(sample_module, "generate", once)
-    with pytest.raises(MemoryError, match="no room for a second rollout"):
-        collect(run_of(), state, 0, count=4, look_ahead=True)
-    assert calls == [0, 4]
 
 
 COUNTS = [({}, 4 * 4), ({"num_iterations": 2}, 2 * 4), ({"dynamic_sampling": True}, 4 * 4 * 5)]

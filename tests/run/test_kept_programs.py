@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from grpo_jax.run import kept_programs
-from grpo_jax.run.kept_programs import keep_programs, user_cache, where_kept
+from grpo_jax.run.kept_programs import keep_programs, user_cache
 
 COMPILE = """
 import json, sys
@@ -60,19 +60,6 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
     assert found == len(kept) - 1
     assert not torn.exists()
     assert "Error" not in said
-    assert compile_in(tmp_path)[0][2] == len(kept)
-
-
-def test_settings_of_jax_take_precedence(tmp_path):
-    own = tmp_path / "own"
-    for arguments, environment in (
-        ((), {"JAX_COMPILATION_CACHE_DIR": str(own)}),
-        ((json.dumps(["jax_enable_compilation_cache", False]),), {}),
-    ):
-        (directory, _, _), _ = compile_in(tmp_path / "cache", *arguments, **environment)
-        assert directory == "None"
-    assert list(own.glob("*-cache"))
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.fixture
@@ -90,21 +77,29 @@ def untold(monkeypatch, tmp_path):
         jax.config.update(f"jax_compilation_cache_{name}", value)
 
 
-def test_an_unwritable_directory_several_processes_and_keep_false_keep_nothing(untold, monkeypatch):
-    (untold / "grpo_jax").write_text("a file")
-    assert keep_programs() is None
-    assert jax.config.jax_compilation_cache_dir is None
+def test_settings_of_jax_an_unwritable_directory_and_several_processes_keep_nothing(untold, monkeypatch):
+    def nothing_is_kept(directory=None):
+        return keep_programs() is None and jax.config.jax_compilation_cache_dir == directory
 
-
-def test_several_processes_keep_nothing(untold, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        assert keep_programs() is None
-    assert jax.config.jax_compilation_cache_dir is None
+        assert nothing_is_kept()
+        patch.undo()
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+        assert nothing_is_kept()
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert nothing_is_kept()
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(untold / "own"))
+    assert nothing_is_kept(str(untold / "own"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    (untold / "grpo_jax").write_text("a file")
+    assert nothing_is_kept()
+    (untold / "grpo_jax").unlink()
     found = keep_programs()
     assert found is not None
     assert found.is_dir()
-    assert keep_programs() == found, "said again, it is the same"
+    assert keep_programs() == found, "called again, it is the same"
 
 
 @pytest.mark.quick
@@ -116,15 +111,3 @@ def test_the_users_cache_is_where_the_platform_has_it(monkeypatch):
         assert user_cache() == where / "grpo_jax"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert user_cache() == Path("/elsewhere/grpo_jax")
-
-
-@pytest.mark.quick
-def test_where_programs_are_kept_is_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    inside, outside = tmp_path / ".cache" / "programs", tmp_path.parent / "programs"
-    said = [where_kept(directory) for directory in (inside, outside, inside)]
-    assert [line and line.split(" (")[0] for line in said] == [
-        f"compiled programs are kept in {Path('~/.cache/programs')}",
-        f"compiled programs are kept in {outside}",
-        None,
-    ]

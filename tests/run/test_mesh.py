@@ -1,6 +1,5 @@
 """Training on a mesh of eight devices is training on one: the same completions, losses and params."""
 
-import dataclasses
 from contextlib import nullcontext
 
 import chex
@@ -13,14 +12,11 @@ from tiny import tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, generate, init_policy, make_prompts, train
 from grpo_jax.devices.sharding import make_mesh, place, shard_count
-from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import PaddedUpdater
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}]
@@ -110,30 +106,6 @@ def test_a_device_holds_an_eighth_of_params_and_optimizer():
         assert held(make_mesh({"fsdp": 8}), dtype) <= held(None, dtype) / 7
 
 
-def test_prompts_that_do_not_divide_are_decoded_in_parts(monkeypatch):
-    """The samples are those of one device, all at once, and rows that are left move together, each on its device."""
-    read, widths, prefill, move = [], [], decode_module.prefill, decode_module.move
-    model, params = tiny_model()
-    prompts = make_prompts([[3 + (i * 5 + j) % 20 for j in range(1 + i % 3)] for i in range(10)])
-    settings = {"num_generations": 8, "max_completion_length": 40, "eos_token_ids": (5, 7, 9)}
-    one = generate(model, params, prompts, jax.random.key(0), **settings)
-
-    def moved(streams, groups, order, *args, **how):
-        widths.append(order.shape)
-        return move(streams, groups, order, *args, **how)
-
-    monkeypatch.setattr(rollout_module, "prefill", lambda *x, **how: read.append(x[3].shape) or prefill(*x, **how))
-    monkeypatch.setattr(rollout_module, "move", moved)
-    placed = place(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
-    other = generate(model, placed, prompts, jax.random.key(0), batch_size=4 * 8 + 2, **settings)
-    assert read == [(4, 8)] * 3, "one group on each of four devices, and two of ten are filled up"
-    assert widths
-    assert all(groups == 4 and width <= 4 for groups, width in widths), widths
-    for name in ("tokens", "mask", "ended"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-
-
 @pytest.mark.quick
 def test_meshes_and_batches_that_cannot_be(monkeypatch):
     model, params = tiny_model()
@@ -164,39 +136,33 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(monkeyp
     monkeypatch.setattr(packed, "CPU_TOKENS", 64)
     b, g, t = 16, 4, 32
     model, params = tiny_model()
-    config, optimizer, results = GRPOConfig(max_completion_length=t, beta=0.1, max_grad_norm=0), optax.sgd(1.0), []
+    config, optimizer, results = GRPOConfig(max_completion_length=t, max_grad_norm=0), optax.sgd(1.0), []
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 9, (b, g)), t)
-    random = lambda seed: jax.random.normal(jax.random.key(seed), (b, g, t)) * 0.3 - 3
     has = jnp.isin(jnp.arange(b), jnp.array([1, 2, 6, 11]))[:, None]
     batch = Batch(
         prompts=Prompts(jax.random.randint(jax.random.key(1), (b, 32), 0, 24), jnp.arange(b) + 1),
         tokens=jax.random.randint(jax.random.key(2), (b, g, t), 0, 24),
         mask=jnp.asarray(np.arange(t) < lengths[..., None]),
         advantages=jnp.where(has, jax.random.normal(jax.random.key(3), (b, g)), 0.0),
-        sampling_log_probs=random(4),
+        sampling_log_probs=jax.random.normal(jax.random.key(4), (b, g, t)) * 0.3 - 3,
     )
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    for kind, axes, ref in ((PackedUpdater, mesh, 5), (PackedUpdater, None, 5), (PaddedUpdater, None, 5),
-                            (PackedUpdater, mesh, None), (PackedUpdater, None, None)):  # fmt: skip
-        some = batch if ref is None else batch.replace(ref_log_probs=random(ref))
-        used = config if ref else dataclasses.replace(config, beta=0.0)
+    for axes in (mesh, None):
         state = place(create_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0)), axes)
-        updater = kind(as_argument(model), used, (b, g), optimizer=optimizer, mesh=axes)
-        if axes is not None and ref is None:  # with a reference, groups without advantages learn from the KL
-            laid, packing = updater.lay_out(params, some)
+        updater = PackedUpdater(as_argument(model), config, (b, g), optimizer=optimizer, mesh=axes)
+        if axes is not None:  # with a reference, groups without advantages learn from the KL
+            laid, packing = updater.lay_out(params, batch)
             learns = np.asarray(laid.advantages).any(axis=1).reshape(shard_count(axes), -1)
             assert (np.diff(learns.astype(int)) <= 0).all(), "first those with advantages, on each device"
             assert packing.sequences
             assert packing.measured
-        scores = updater.score(state.params, some.prompts, some.tokens, some.mask)
-        state, metrics = updater.update(state, some)
+        scores = updater.score(state.params, batch.prompts, batch.tokens, batch.mask)
+        state, metrics = updater.update(state, batch)
         results.append(jax.device_get((scores, state.params, metrics)))
-    for (scores, ours, metrics), others in ((results[0], results[1:3]), (results[3], results[4:])):
-        for expected, of_one, alone in others:
-            np.testing.assert_allclose(np.where(batch.mask, scores, 0), np.where(batch.mask, expected, 0), atol=1e-5)
-            moved = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - y).max(), params, of_one)
-            assert max(jax.tree.leaves(moved)) > 1e-3
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, of_one)
-            same = [{k: v for k, v in one.items() if k != "padding_share"} for one in (metrics, alone)]
-            chex.assert_trees_all_close(*same, rtol=1e-4, atol=1e-5)
-    assert results[1][2]["padding_share"] < results[0][2]["padding_share"], "as many sequences as the fullest device"
+    (scores, ours, metrics), (expected, of_one, alone) = results
+    np.testing.assert_allclose(np.where(batch.mask, scores, 0), np.where(batch.mask, expected, 0), atol=1e-5)
+    moved = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - y).max(), params, of_one)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, of_one)
+    assert alone.pop("padding_share") < metrics.pop("padding_share"), "as many sequences as the fullest device"
+    chex.assert_trees_all_close(metrics, alone, rtol=1e-4, atol=1e-5)

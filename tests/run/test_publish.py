@@ -133,11 +133,6 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def asked(hub):
-    """Method and address of each request, without the host."""
-    return [f"{method} {path}" for method, path, *_ in hub.requests]
-
-
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's way to send a file
 def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -146,7 +141,7 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
         hub.large = (".safetensors", ".png")
         about = {"base_model": "some/base", "dataset": "some/data", "license": "mit"}
         first = push_to_hub(policy, "sums", run_dir=run_dir, private=True, **about)
-        paths = asked(hub)
+        puts = sum(method == "PUT" for method, *_ in hub.requests)
         second = push_to_hub(policy.replace(params=moved(policy.params)), "me/sums", revision="later")
         by_commit = from_pretrained("me/sums", revision=first.rpartition("/")[2])
         by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
@@ -156,10 +151,7 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
     assert hub.private == {"me/sums": True}
     assert [commit[:3] for commit in hub.commits] == [("me/sums", x, "Upload policy") for x in ("main", "later")]
     assert [first, second] == [f"{hub.url}/me/sums/commit/{n:040x}" for n in (1, 2)]
-    stages = ["/api/repos/create", "/api/validate-yaml", "/preupload/main", "/objects/batch", "/store/", "/commit/main"]
-    where = [min(i for i, path in enumerate(paths) if stage in path) for stage in stages]
-    assert where == sorted(where)
-    assert sum("PUT " in path for path in paths) == 2
+    assert puts == 2
     files = hub.commits[0][3]
     wanted = {"README.md", "report.png", "config.json", "generation_config.json", "model.safetensors"}
     assert set(files) == {*wanted, *policy.files}

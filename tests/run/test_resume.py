@@ -186,22 +186,6 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_pat
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
 
 
-def test_all_differences_are_refused_at_once(whole, monkeypatch):
-    """Before anything is sampled."""
-    monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled before the check"))
-
-    def consonants(completions):
-        return [0.0 for _ in completions]
-
-    with pytest.raises(ValueError, match="holds a run that was begun otherwise") as caught:
-        run(whole[1], reward_fn=consonants, beta=0.2, max_steps=20)
-    first, *lines = str(caught.value).splitlines()
-    assert first.endswith("this call has 3 errors:")
-    assert lines[0] == "  beta = 0.2: the run has 0.1"
-    assert lines[1].startswith("  max_steps = 20: the run has 18, and the learning rate of every step depends on")
-    assert lines[2] == "  reward_fns: ['consonants'], the run has ['vowels']"
-
-
 # fmt: off
 def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,), steps=10, optimizer=None,
           shape=(2, 3), model=None, eos=(1,), eval_ids=None, eval_rows=None, tools=(), environments=None,
@@ -412,17 +396,14 @@ def test_settings_that_only_one_version_has_resume_with_their_defaults():
 
 TEACHERS = [
     ({"kind": "policy", "params": "a", "prompt": None}, None),
-    ({"kind": "policy", "params": "b", "prompt": None}, "teacher: its params are not those of the teacher of the run"),
     ({"kind": "policy", "params": "a", "prompt": "hint"},
         "teacher: it reads the policy's prompts, and in the run those of 'hint'"),
     ({"kind": "self", "params": None, "prompt": "hint"}, "teacher: 'policy', the run has 'self'"),
-    ({"kind": "scorer", "scorer": "Engine", "prompt": None}, "teacher: 'policy', the run has 'scorer'"),
-    (None, "teacher: 'policy', the run has None"),
 ]  # fmt: skip
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("old", "line"), TEACHERS, ids=["same", "params", "prompt", "self", "scorer", "none"])
+@pytest.mark.parametrize(("old", "line"), TEACHERS, ids=["same", "prompt", "self"])
 def test_a_teacher_of_an_earlier_version_is_compared(old, line):
     new = {"kind": "policy", "params": "a"}
     found = differences({**about(), "teacher": old}, {**about(), "teacher": new}, step=4)

@@ -21,7 +21,6 @@ from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, read_completions
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import choose_updater
-from grpo_jax.watch.hints import Hints
 
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -252,24 +251,6 @@ def test_a_rehearsal_calls_the_engine_and_reports_its_difference():
     assert calls == [G]
     (line,) = [line for line in found.suspicious if "sampler" in line]
     assert "the log-probs of the sampler's engine differ from the trainer's by" in line
-
-
-@pytest.mark.quick
-def test_hints_know_that_an_engine_differs():
-    """The gap of its tokens is no fault of the cache; what is too much is said once, with what to do."""
-    for gap, weight, settings, says in (
-        (0.01, 0.98, {}, None),
-        (0.4, 0.3, {}, "mean importance weight"),
-        (0.4, 0.9, {}, None),
-        (0.4, None, {"sampler_correction": None}, "sampler_correction weighs"),
-        (0.01, None, {"sampler_correction": None}, None),
-    ):
-        line = {"sampler/log_prob_difference_mean": gap, "sampler_gap": 5.0}
-        line |= {} if weight is None else {"sampler/importance_weight_mean": weight}
-        hints = Hints(GRPOConfig(**settings))
-        said = [message for _ in range(20) for message in hints(line)]
-        assert len(said) == (says is not None)
-        assert says is None or says in said[0]
 
 
 def test_old_log_probs_are_padded_where_the_scorer_cuts_them():

@@ -11,6 +11,8 @@ from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.schedule import best_of, kept_of
 from grpo_jax.watch.progress import Progress
 
+pytestmark = pytest.mark.quick
+
 LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "reward"}
 
 
@@ -29,7 +31,6 @@ SCHEDULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
 def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
     config = GRPOConfig(**{**LIMITED, **settings})
@@ -46,7 +47,6 @@ def restored(run_dir, config):
         return progress.metric, progress.metrics, checkpoints.best(progress)
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:the run goes on otherwise")
 def test_metrics_of_an_earlier_version_are_read(tmp_path):
     """They stood in a file of orbax beside each checkpoint, and not among the counters."""
@@ -64,7 +64,6 @@ def test_metrics_of_an_earlier_version_are_read(tmp_path):
     assert restored(tmp_path, REWARD) == (0.5, {"1": 1.0, "2": 0.5}, (1, 1.0))
 
 
-@pytest.mark.quick
 def test_metrics_of_another_name_are_not_compared(tmp_path):
     with Checkpoints(tmp_path, REWARD, about(config=REWARD)) as checkpoints:
         for step in (1, 2):

@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from tiny import tiny_policy
+from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
+from grpo_jax import GRPOConfig, Policy, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.beginning import abstract_batch, new_state
@@ -210,6 +210,18 @@ def test_examples_that_begin_alike_are_dealt_out_evenly():
     batch, *_ = next_examples(prepare_sft(tiny_policy(), rows, config), 0)
     assert batch.prompts.tokens.shape == (2, 5), "the beginning, on each device"
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
+
+
+def test_an_object_that_only_has_apply_learns():
+    class Pairs:
+        def apply(self, variables, tokens):
+            return variables["params"]["logits"][tokens]
+
+    policy, losses = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer()), []
+    config = settings(max_steps=10, learning_rate=0.5, packing=True)
+    sft(policy, ROWS, config, callbacks=[lambda step, m: losses.append(m["loss"])])
+    np.testing.assert_allclose(losses[0], np.log(258), rtol=1e-5)
+    assert losses[-1] < 2
 
 
 BAD = [

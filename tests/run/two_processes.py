@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--sampler", action="store_true")
     parser.add_argument("--environments", action="store_true", help="another run, of several turns")
+    parser.add_argument("--raise-in", type=int, help="an exception in this process, at its third rewards")
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     run_dir = arguments.run_dir
@@ -52,6 +53,9 @@ def main():
 
     def lower_case(prompts, completions):
         calls["evaluation" if prompts[0].startswith("held out") else "training"] += len(completions)
+        if arguments.raise_in == jax.process_index() and calls["training"] > 2 * len(completions):
+            Path(run_dir, "raised").touch()
+            raise KeyError("of one process alone")
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
     def engine(**how):

@@ -86,6 +86,25 @@ def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
     assert float(metrics["sampler_gap"]) == pytest.approx(float(gap), rel=1e-4)
 
 
+class Variants(chex.TestCase):
+    @chex.variants(with_pmap=True)
+    def test_train_step(self):
+        """The state is made inside: chex spreads arguments over devices by hand, and a key is not a plain array."""
+        model, params = model_and_params()
+
+        def one(params, batch):
+            state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True)
+            settings = {"optimizer": OPTIMIZER, "config": config(), "on_policy": False, "micro": (1, 2)}
+            state, metrics = train_step(state, batch, model=model, **settings)
+            return state.params, metrics
+
+        new, metrics = self.variant(one)(params, batch())
+        expected, expected_metrics = step(batch(), config())
+        chex.assert_trees_all_close(new, expected.params, atol=1e-5)
+        for name, value in expected_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
+
+
 CUTS = [(4, 4), (1, 4), (2, 1)]
 
 

@@ -1,8 +1,8 @@
 """What is shown is right in a log, in a terminal, and not at all when quiet."""
 
+import contextlib
 import io
 import re
-import types
 
 import pytest
 from rich.console import Console
@@ -46,45 +46,19 @@ def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
     ]
 
 
-def test_in_a_notebook_the_line_is_redrawn_in_place(monkeypatch):
-    shown = []
-    handle = types.SimpleNamespace(
-        display=lambda data, raw: shown.append(("new", data["text/plain"])),
-        update=lambda data, raw: shown.append(("same", data["text/plain"])),
-    )
-    display_module = pytest.importorskip("IPython.display", reason="IPython is not installed")
-    monkeypatch.setattr(display_module, "DisplayHandle", lambda: handle)
-    out = Console(file=io.StringIO(), force_jupyter=True)
-    with Display(console=out) as display:
-        display.start(total_steps=2)
-        display(1, {"reward": 0.75})
-        display(2, {"reward": 1.0})
-    assert shown == [("new", "step 0/2"), ("same", "step 1/2 · reward 0.750"), ("same", "step 2/2 · reward 1.000")]
-    assert out.file.getvalue() == ""
-
-
 def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     out = console(terminal=True)
-
-    def interrupted():
-        with Display(console=out) as display:
-            display.start(total_steps=4, step=1)
-            display(2, METRICS)
-            display(3, METRICS)
-            display.say("[note] kept above")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
+        display.start(total_steps=4, step=1)
+        display(2, METRICS)
+        display(3, METRICS)
+        display.say("[note] kept above")
+        raise KeyboardInterrupt
     text = out.file.getvalue()
     assert text.startswith("\x1b[?25l")  # the cursor is hidden,
     assert text.endswith("\x1b[?25h")  # and shown again whatever happened
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
-    assert "[note] kept above" in screen
-    assert "3/4" in screen
-    assert re.search(r"0:00:\d\d so far +0:00:00 left", screen), "two times, each with its name"
-    assert NUMBERS in screen
-    assert SECONDS in screen
+    assert all(part in screen for part in ("[note] kept above", "3/4", "0:00:00 left", NUMBERS, SECONDS))
 
 
 def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
@@ -127,18 +101,6 @@ def test_completions_are_shown_unchanged_side_by_side():
     out = console()
     Display(console=out).completions(rows(), limit=2)
     assert ["<answer>1" in out.file.getvalue(), "<answer>2" in out.file.getvalue()] == [True, False]
-
-
-def test_turns_are_shown_with_their_speakers():
-    turns = [{"by": "policy", "text": "is it 32?"}, {"by": "environment", "text": "higher"}]
-    played = [{**rows()[2], "turns": turns}, {**rows()[1], "turns": 3}]
-    plain, colours = console(), Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
-    Display(console=plain).completions(played)
-    for line in ("policy: is it 32?", "environment: higher …", "<answer>1[/b]</answer>"):
-        assert re.search(rf"│ *{re.escape(line)} *│", plain.file.getvalue()), line
-    Display(console=colours).completions(played)
-    assert "\x1b[2menvironment: higher\x1b[0m" in colours.file.getvalue()
-    assert "\x1b[2mpolicy" not in colours.file.getvalue()
 
 
 def test_untrusted_text_neither_drives_the_terminal_nor_reorders_it():

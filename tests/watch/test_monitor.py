@@ -25,23 +25,6 @@ def lines(run_dir, name="metrics.jsonl"):
     return list(read_lines(run_dir / name))
 
 
-def test_lines_go_to_files_and_callbacks(tmp_path):
-    seen = []
-    with Monitor(tmp_path, CONFIG, callbacks=[lambda step, m: seen.append((step, m))], quiet=True) as monitor:
-        monitor.start(STATE, Progress(), total_steps=2, num_rows=4)
-        monitor.evaluation(0, {"right": 0.5})
-        monitor.completions(1, [{"prompt": "a", "completion": "b", "rewards": {"r": 1.0}, "advantage": 0.0}])
-        monitor.log(1, {"num_tokens": 60, "reward": 0.25})
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
-    assert lines(tmp_path)[0] == {"step": 0, "eval/right": 0.5}
-    assert lines(tmp_path)[1]["tokens_per_second"] > 0
-    assert lines(tmp_path, "completions.jsonl")[0]["step"] == 1
-    assert [step for step, _ in seen] == [0, 1]
-    assert seen[1][1]["reward"] == 0.25
-    assert (tmp_path / "report.png").exists()
-    assert (tmp_path / "report.html").exists()
-
-
 def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
     done = []
     tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))

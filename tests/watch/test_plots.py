@@ -1,23 +1,11 @@
 """The picture and the panels show what was logged: gaps, long runs, hostile names, one colour for one meaning."""
 
 import io
-import itertools
 
 import numpy as np
 import pytest
 
-from grpo_jax.watch.plots import (
-    COLOURS,
-    DARK,
-    LIGHT,
-    as_css,
-    colour,
-    draw_report,
-    find_panels,
-    reward_colours,
-    save_figure,
-    smooth,
-)
+from grpo_jax.watch.plots import draw_report, find_panels, save_figure, smooth
 
 FULL = {
     "Reward": ["weighted sum", "accuracy", "format"],
@@ -170,37 +158,3 @@ def test_smoothing_equals_a_weighted_mean():
     np.testing.assert_allclose(smooth(values, width=2.0), expected)
     np.testing.assert_allclose(smooth(values, width=1e-6), values)
     assert smooth(np.array([2.0]), width=5.0) == [2.0]
-
-
-def rgb(text):
-    return np.array([int(text[i : i + 2], 16) for i in (1, 3, 5)])
-
-
-def contrast(one, other):
-    """WCAG's contrast ratio."""
-
-    def luminance(text):
-        share = rgb(text) / 255
-        return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_are_distinct_and_visible_on_their_page(dark):
-    page = (DARK if dark else LIGHT).page
-    assert min(contrast(colour(meaning, dark=dark), page) for meaning in COLOURS) >= 3
-    shown = {meaning: rgb(colour(meaning, dark=dark)) for meaning in COLOURS}
-    assert all(np.abs(shown[a] - shown[b]).sum() >= 45 for a, b in itertools.combinations(shown, 2))
-    assert f"--policy: {colour('policy', dark=dark)};" in as_css(dark=dark)
-
-
-@pytest.mark.quick
-def test_a_function_has_one_colour_in_training_and_on_held_out_prompts():
-    line = {"step": 1, "reward": 1.0, "rewards/a/mean": 1.0, "rewards/b/mean": 0.0, "eval/b": 0.5, "eval/c": 0.5}
-    assert reward_colours(line) == {"reward": "policy", "a": "reward0", "b": "reward1", "c": "reward2"}
-    found = {(panel.title, curve.label): curve.colour for panel in find_panels([line]) for curve in panel.curves}
-    assert found["Reward", "b"] == found["Held-out prompts", "b"] == "reward1"
-    assert set(reward_colours(f"rewards/f{i}/mean" for i in range(30)).values()) <= set(COLOURS)

@@ -120,25 +120,6 @@ def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_p
         trackers.live_plot()
 
 
-def test_the_live_plot_is_redrawn_in_place_now_and_then_and_at_the_end(monkeypatch):
-    screen, shown, now, drawn = types.ModuleType("IPython.display"), [], [0.0], []
-    screen.Pretty = screen.Image = lambda data: data
-    screen.DisplayHandle = lambda: types.SimpleNamespace(display=shown.append, update=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython.display", screen)
-    monkeypatch.setattr(trackers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    draw = trackers.draw_report
-    monkeypatch.setattr(trackers, "draw_report", lambda lines, **more: drawn.append(len(lines)) or draw(lines, **more))
-    with trackers.live_plot(["Reward"], seconds=3.0) as plot:
-        for step, seconds in enumerate((0.0, 2.9, 3.0, 5.9), 1):
-            now[0] = seconds
-            plot(step, {"reward": step / 4, "kl": math.nan, "entropy": 1.0})
-    assert drawn == [1, 3, 4]
-    assert isinstance(shown[0], str)
-    assert [picture[:8] for picture in shown[1:]] == [b"\x89PNG\r\n\x1a\n"] * 3
-    width, height = struct.unpack(">II", shown[-1][16:24])
-    assert width < 1.5 * height + 200  # one panel of the two that could be drawn
-
-
 def scalars(path):
     """{(step, tag): value} of an event file, by TensorBoard's own reader of protocol buffers."""
     from tensorboardX.proto.event_pb2 import Event
