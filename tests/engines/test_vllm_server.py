@@ -171,30 +171,6 @@ def test_it_tells_a_teachers_log_probs(server):
         vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
 
 
-def test_a_turn_ends_behind_a_text_with_the_same_token(server):
-    """Greedy, both engines: full stops, a text over the border of two tokens, and turns that are cut short."""
-
-    class Game:
-        def respond(self, text):
-            heard.append(text)
-            self.turns = getattr(self, "turns", 0) + 1
-            return None if self.turns == 3 else " And then. He"
-
-        def get_reward(self):
-            return float(self.turns)
-
-    policy, heard = from_pretrained(server.model), []
-    how = {"max_completion_length": 96, "temperature": 0, "environment_factory": Game, "max_turn_length": 20}
-    how["stop"] = [".", "s toys"]
-    expected = evaluate(policy, ROWS, [], **how)
-    ours, heard[:] = sorted(heard), []
-    assert evaluate(policy, ROWS, [], sampler=vllm(server.url), **how) == expected
-    assert sorted(heard) == ours
-    assert len(ours) == 3 * len(ROWS)
-    assert any(text.endswith(".") for text in ours)
-    assert any(text.endswith("s toys") for text in ours), "four tokens, none of which begins with it"
-
-
 def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server, tmp_path):
     """Six syncs. The server is killed after two steps and comes back with its first weights, and the run waits; killed
     after four steps it stays away, and the run stops, and goes on from there when the server is back."""

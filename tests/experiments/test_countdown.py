@@ -1,13 +1,11 @@
 """Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved."""
 
-import random
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
 from experiments import countdown
-from experiments.countdown import build, expression_value, last_answer, make_problems
+from experiments.countdown import expression_value, last_answer, make_problems
 
 
 @pytest.mark.quick
@@ -95,18 +93,3 @@ def test_rewards_look_at_the_last_answer():
     ]:
         assert countdown.accuracy(completions=[completion], **row) == [right]
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
-
-
-def test_the_teacher_is_as_flawed_as_it_says():
-    problems, draw, count = make_problems(0, 500, **countdown.SMALL), random.Random(0), 8000
-    chosen = [draw.choice(problems) for _ in range(count)]
-    replies = [countdown.teach(problem, draw) for problem in chosen]
-    columns = {name: [problem[name] for problem in chosen] for name in ("numbers", "target")}
-    prompts = {"prompts": [""] * count}
-    legal = np.mean(countdown.follows_rules(completions=replies, **prompts, **columns))
-    right = np.mean(countdown.accuracy(completions=replies, **prompts, **columns))
-    assert legal == pytest.approx(1 - countdown.BROKEN, abs=0.018)  # four standard errors
-    # An expression by chance makes the target now and then, so there is more than the share of solutions.
-    by_chance = np.mean([build(p["numbers"], draw, "+-")[0] == p["target"] for p in chosen])
-    expected = (countdown.SOLVED + (1 - countdown.SOLVED) * by_chance) * (1 - countdown.BROKEN)
-    assert right == pytest.approx(expected, abs=0.025)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -322,13 +321,3 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     assert from_pretrained("owner/model").config["vocab_size"] == 96
     assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
     assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("before", [None, "0"])
-def test_transformers_is_imported_without_its_advice_on_pytorch(before, monkeypatch):
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
-    with huggingface.quiet_import():
-        assert os.environ[name] == "1"
-    assert os.environ.get(name) == before

@@ -15,7 +15,6 @@ from precision import x64
 from grpo_jax.maths.checks import MAX_LOG_RATIO
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
 from grpo_jax.maths.metrics import (
-    MetricSums,
     batch_totals,
     finalize_metrics,
     merge_metrics,
@@ -650,18 +649,6 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
         assert abs(sum(float(grad(rows)[0][0]) for rows in cut) - float(whole)) > 1e-3
 
 
-def test_batch_totals():
-    totals = batch_totals(MASK.reshape(2, 3, T))
-    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
-    selected = np.arange(R * T).reshape(R, T) % 3 == 0  # under the mask too, where it does not count
-    totals = batch_totals(MASK, selected.astype(int))
-    assert set(totals) == {"num_rows", "num_tokens", "num_selected_tokens"}
-    assert int(totals["num_selected_tokens"]) == (selected & MASK).sum()
-    totals = batch_totals([[1, 0, 1], [1, 1, 0]])
-    assert all(isinstance(value, jax.Array) for value in totals.values())
-    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
-
-
 def test_metrics_at_their_edges():
     """A list as mask; ratios all below 1; a KL exactly at its bound; a single selected token."""
     old = np.zeros((1, 3), np.float32)
@@ -692,19 +679,6 @@ def test_nothing_is_sorted_where_every_token_is_kept():
         assert ("sort" in str(jax.make_jaxpr(loss)(l))) == sorts
 
 
-def test_metrics_merge_by_sum_and_maximum():
-    first = MetricSums({"a_sum": jnp.float32(1.0), "tokens": jnp.float32(4.0)}, {"ratio_max": jnp.float32(2.0)})
-    second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
-    merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
-    assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
-    assert float(finalize_metrics(second)["a"]) == 5.0, "no token: divided by 1, not by 0"
-    for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
-        sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
-        assert float(finalize_metrics(MetricSums(sums, {}))["selected_entropy"]) == mean
-    one = MetricSums({"a_sum": jnp.float32(3.0), "tokens": jnp.float32(1.0)}, {})
-    assert float(finalize_metrics(one)["a"]) == 3.0
-
-
 # Entropy ------------------------------------------------------------------------------------------------------------
 
 
@@ -725,24 +699,6 @@ def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded()
     pairs = np.sort(rng.uniform(0, 2, (2400, 2)), axis=1).astype(np.float32)
     some = jax.vmap(lambda H: top_entropy_mask(H, jnp.ones(2, bool), 2.0**-24).any())(jnp.asarray(pairs))
     assert bool(some.all())
-
-
-def test_a_selection_that_is_given_is_that_of_this_call():
-    """Of a part: neither its own quantile nor its entropies choose."""
-    l, H = jnp.asarray(data()["l"]), jnp.asarray(data()["H"])
-    selected = np.arange(T)[None] == np.array([0, 2, 1, 0, 0, 3])[:, None]
-    loss = lambda l: grpo_loss(l, None, None, data()["A"], MASK, entropies=H, selected=selected,
-                               top_entropy_quantile=0.5)  # fmt: skip
-    gradient, metrics = jax.grad(loss, has_aux=True)(l)
-    np.testing.assert_array_equal(np.asarray(gradient) != 0, selected & MASK)
-    assert float(metrics["selected_tokens"]) == (selected & MASK).sum()
-
-
-def test_top_entropy_of_nothing_is_harmless():
-    value, metrics = grpo_loss(jnp.full((2, 3), NAN), None, None, jnp.ones(2), jnp.zeros((2, 3)),
-                               entropies=jnp.full((2, 3), NAN), top_entropy_quantile=0.5, entropy_coef=0.1)  # fmt: skip
-    assert float(value) == 0.0
-    assert float(metrics["selected_tokens"]) == 0.0
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 5, 6, 7, 12])

@@ -97,21 +97,6 @@ def test_infinite_keys_in_padding_give_finite_gradients():
     np.testing.assert_allclose(jax.grad(out)(q), jax.grad(cut)(q), atol=1e-6)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("with_prefix", [False, True])
-def test_a_sink_takes_its_share_of_the_weights_and_gives_no_value(with_prefix):
-    """Scores of 0 and values of 1: n keys and a sink of score s leave n / (n + exp s)."""
-    one = jnp.ones((1, 2, 1, 3, 1, 1))
-    prefix = (jnp.zeros((1, 2, 1, 2)), jnp.ones((1, 2, 2, 1)), jnp.array([2])) if with_prefix else None
-    sinks = jnp.log(jnp.array([[1.0], [3.0]]))
-    attend = lambda sinks: group_attention(
-        one, jnp.zeros((1, 2, 1, 1, 3)), jnp.ones((1, 2, 1, 3, 1)), prefix, index=0, scale=1.0, sinks=sinks
-    )
-    n = np.arange(1, 4) + 2 * with_prefix
-    np.testing.assert_allclose(attend(sinks)[0, :, 0, :, 0, 0], [n / (n + 1), n / (n + 3)], rtol=1e-6)
-    np.testing.assert_array_equal(attend(jnp.full((2, 1), -jnp.inf)), attend(None))
-
-
 @pytest.mark.parametrize("form", ["side by side", "without prompts", "end to end"])
 def test_in_bfloat16_the_weights_and_the_result_are_all_that_is_rounded(form):
     """Each by 2⁻⁹ of itself, so the result by 2 · 2⁻⁹ of the largest value; scores of 40 would be off by 0.125."""

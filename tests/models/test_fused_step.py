@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_turns
-from tiny import tiny_model
 
-from grpo_jax import generate, make_prompts
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
@@ -75,25 +73,6 @@ def count_steps(monkeypatch):
     steps, own = [], fused_step.step_attention
     monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
     return steps
-
-
-def test_a_rollout(monkeypatch):
-    """The same tokens, and their log-probs, through cache, moves and padding."""
-    model, params = tiny_model(windows=(3, 20), attention_soft_cap=5.0, head_dim=16)
-    prompts = make_prompts([[3, 4, 5] * 6, [6], [7, 8]])
-    steps = count_steps(monkeypatch)
-
-    def drawn(kind):
-        of = Transformer(dataclasses.replace(model.config, attention=kind))
-        how = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (1,)}
-        return generate(of, params, prompts, jax.random.key(1), **how)
-
-    plain = drawn("einsum")
-    assert not steps
-    ours = drawn(KERNEL)
-    assert steps
-    assert (ours.tokens == plain.tokens).all()
-    np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
 
 
 def test_several_turns(monkeypatch):

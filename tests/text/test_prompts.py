@@ -412,17 +412,6 @@ def padded_batch(tokenizer, texts):
 TEXTS = [["one", "two!"], ["three", "4"], ["", "sechs"]]
 
 
-def test_completions_come_back_in_prompt_major_order_without_padding():
-    tokenizer = make_tokenizer()
-    tokens, mask = padded_batch(tokenizer, TEXTS)
-    assert completions_module.decode_completions(tokenizer, jnp.asarray(tokens), jnp.asarray(mask)) == [
-        "one", "two!", "three", "4", "", "sechs",
-    ]  # fmt: skip
-    ids = completions_module.completion_token_ids(jnp.asarray(tokens), jnp.asarray(mask))
-    assert list(map(len, ids)) == [4, 5, 6, 2, 1, 6]
-    assert ids[4] == [tokenizer.eos_token_id]
-
-
 def test_reward_inputs_of_text_prompts():
     tokenizer = make_tokenizer()
     rows = [{"prompt": f"p{n}", "answer": n, "tags": [n, n]} for n in range(3)]
