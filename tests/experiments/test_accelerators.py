@@ -1,4 +1,4 @@
-"""The page of docs/accelerators.md, from cells written by hand; `tests/devices/test_targets.py` compiles some."""
+"""The lengths in docs/accelerators.md, from cells written by hand; `tests/devices/test_targets.py` compiles some."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Asking a calculator: the problems, what counts as right, and the teacher."""
+"""Asking a calculator: the problems, what counts as right, and the lessons."""
 
 import random
 import re

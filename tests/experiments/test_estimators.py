@@ -1,4 +1,4 @@
-"""The comparison of estimators and losses: its settings, and a table by hand."""
+"""The comparison of estimators and losses: its settings."""
 
 import pytest
 

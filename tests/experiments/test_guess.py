@@ -1,4 +1,4 @@
-"""Guessing a number: the game is fair, and the careless player is as careless as it says."""
+"""Guessing a number: the game is fair, and its bounds are those of all games."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""The experiment on reasoning-gym: its problems and rewards."""
+"""The experiment on reasoning-gym: its problems."""
 
 import pytest
 
@@ -7,8 +7,6 @@ from experiments import instruct, problems
 pytestmark = pytest.mark.quick
 
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
-
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>' }}{% endfor %}"
 
 
 def test_problems_are_shown_once_and_none_is_held_out_and_learnt():

@@ -386,9 +386,9 @@ def whole_kl(params, ref):
     return kl[0] + np.sum(softmax(params)[0] * kl[1:])
 
 
-def kl_by_token(params, ref, old, reverse=True):
+def kl_by_token(params, ref, old):
     """The same, each token in the states that π_old comes to: no effect of a token on the state after it."""
-    p, q = (softmax(params), softmax(ref)) if reverse else (softmax(ref), softmax(params))
+    p, q = softmax(params), softmax(ref)
     kl = np.sum(p * (np.log(p) - np.log(q)), -1)
     return kl[0] + np.sum(softmax(old)[0] * kl[1:])
 

@@ -816,15 +816,16 @@ def test_the_dtype_of_log_probs_decides():
         a = {name: jnp.asarray(x, jnp.float64) for name, x in arrays.items()}
         for dtype in (jnp.float32, jnp.float64):
             run = jax.value_and_grad(lambda l: objective(a | {"l": l}), has_aux=True)
-            (value, metrics), gradient = run(a["l"].astype(dtype))
+            (value, metrics), gradient = jax.eval_shape(run, a["l"].astype(dtype))
             assert {x.dtype for x in (value, gradient, *metrics.values())} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_nothing_but_masked_rows(loss_type):
     junk = jnp.full((2, 3), NAN)
-    run = lambda l: grpo_loss(l, junk, junk, jnp.array([NAN, 1.0]), jnp.zeros((2, 3)), beta=0.1, loss_type=loss_type,
-                              off_policy_mask_threshold=0.1)  # fmt: skip
+    how = {"beta": 0.1, "off_policy_mask_threshold": 0.1, "entropies": junk, "entropy_coef": 0.1}
+    how["top_entropy_quantile"] = 1.0 if loss_type == "gmpo" else 0.5
+    run = lambda l: grpo_loss(l, junk, junk, jnp.array([NAN, 1.0]), jnp.zeros((2, 3)), loss_type=loss_type, **how)
     (value, metrics), gradient = jax.value_and_grad(run, has_aux=True)(junk)
     assert float(value) == 0.0
     np.testing.assert_array_equal(gradient, 0.0)
@@ -862,9 +863,6 @@ def test_the_off_policy_threshold_belongs_to_the_kept(A, sampling, kept):
                               off_policy_mask_threshold=0.25)  # fmt: skip
     assert float(metrics["off_policy_fraction"]) == (not kept)
     assert float(loss) == -A * kept
-
-
-# Bad arguments ------------------------------------------------------------------------------------------------------
 
 
 # Every transformation -----------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ def test_end_to_end_is_one_by_one(settings, full, size, block):
     assert met == lengths.sum()
 
 
+@pytest.mark.quick
 def test_infinite_keys_in_padding_give_finite_gradients():
     """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
     rng = np.random.default_rng(0)

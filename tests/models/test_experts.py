@@ -1,4 +1,4 @@
-"""Experts on a mesh: each device sorts its own rows, with the numbers of one device and the memory of its own part."""
+"""Experts on a mesh: each device sorts its own rows, and the numbers are those of one device."""
 
 import dataclasses
 import math

@@ -57,6 +57,7 @@ def test_rows_in_bfloat16_are_summed_in_float32():
     assert (out == 512).all()
 
 
+@pytest.mark.quick
 def test_what_no_tile_divides_is_left_to_jax(monkeypatch):
     monkeypatch.setattr(ragged, "_ragged_dot", lambda *_: pytest.fail("a kernel"))
     x, w = arrays((6, 12), (2, 12, 16))

@@ -59,8 +59,6 @@ SHARED = dataclasses.replace(
     expert_layers=(False, True, False, False, False),
     experts_beside_mlp=True,
 )
-# The same with the window, and the rotary embedding of its own, in the last layer.
-BACKWARDS = dataclasses.replace(RICH, windows=(None, 3), rotary_layers=(False, True))
 CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE, "shared": SHARED}
 
 B, G, P, T = 2, 3, 6, 5
@@ -128,20 +126,6 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), BACKWARDS], ids=[*CONFIGS, "backwards"])
-def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
-    """The last layer makes one state a prompt; keys and values are those of every token."""
-    model, params = make(config)
-    prompt, _ = batch()
-    last, prefix = model.apply({"params": params}, prompt, LENGTHS, method="prefill")
-    hidden, own = model.apply({"params": params}, prompt[:, None], method="hidden")
-    np.testing.assert_allclose(last, hidden[np.arange(B), 0, LENGTHS - 1], atol=1e-5)
-    assert [len(kept) for kept in own] == [0 if kind.shared_kv else 2 for kind in config.layer_kinds]
-    for kept, new in zip(prefix.layers, own, strict=True):
-        for x, y in zip(kept, (new[0].swapaxes(-1, -2), new[1]) if new else (), strict=True):
-            np.testing.assert_allclose(x, y[:, :, 0], atol=1e-6)
-
-
 def test_one_state_a_row_where_keys_stand_already(config):
     """`last` counts the tokens of the call, whatever slot of a cache the first of them takes."""
     model, params = make(config)
@@ -180,19 +164,6 @@ def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(conf
         for entry in path:
             theirs = theirs[entry.key]
         np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=jax.tree_util.keystr(path))
-
-
-def test_cached_decode_equals_the_forward_with_a_prompt(config):
-    model, params = make(config)
-    prompt, rows = batch()
-    variables = {"params": params}
-    _, prefix = jax.jit(functools.partial(model.apply, method="prefill"))(variables, prompt, LENGTHS)
-    step = jax.jit(functools.partial(model.apply, method="hidden"))
-    whole, _ = step(variables, rows, prefix)
-    cache = empty_like(prefix.layers, G, T + 2)
-    for t in range(T):
-        hidden, cache = step(variables, rows[:, :, t : t + 1], prefix, cache, jnp.int32(t))
-        np.testing.assert_allclose(hidden[:, :, 0], whole[:, :, t], atol=1e-5)
 
 
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])

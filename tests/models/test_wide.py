@@ -13,7 +13,6 @@ from grpo_jax.devices.platform import has_wide_sums
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed
-from grpo_jax.models.quantized import Quantized, matmul_quantized
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.models.wide import wide_product, wide_sums
 
@@ -117,26 +116,6 @@ def takes_bfloat16():
     x = jnp.ones((64, 64), BF16)
     text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
     return operands(text) == [{"bf16"}]
-
-
-@pytest.mark.parametrize("name", [*FORMS, "quantized"])
-def test_no_product_is_made_in_float32(name):
-    """Neither the value nor the gradient of a side: XLA would not say so, it would take three times as long."""
-    if not takes_bfloat16():
-        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
-    product, shape = FORMS.get(name, (matmul_quantized, (48, 80)))
-    x, w, g = jnp.ones((32, 48), BF16), jnp.ones(shape, BF16), jnp.ones((32, 80), BF16)
-    held = Quantized(jnp.ones((80, 48), jnp.int8), jnp.ones((80, 1)), shape=(48, 80), block=48, dtype="float32")
-
-    def gradients(x, w, g):
-        if name == "quantized":  # the weights are not differentiated
-            y, pullback = jax.vjp(lambda x: product(x, held, None, True), x)
-        else:
-            y, pullback = jax.vjp(lambda x, w: product(x, w, None, True), x, w)
-        return y, pullback(g)
-
-    found = operands(jax.jit(gradients).lower(x, w, g).compile().as_text())
-    assert found == (2 if name == "quantized" else 3) * [{"bf16"}]
 
 
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
