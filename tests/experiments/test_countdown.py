@@ -7,8 +7,9 @@ import pytest
 from experiments import countdown
 from experiments.countdown import expression_value, last_answer, make_problems
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -37,13 +38,15 @@ WITHOUT_VALUE = (
 )
 
 
-@pytest.mark.quick
 def test_what_breaks_the_rules_has_no_value():
     for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
         assert expression_value(text, [3, 5, 9]) is None, text
+    assert expression_value("9-5", [3, 5, 9]) is None
+    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
+    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
+    assert expression_value("5+5", [5, 5], use_all=False) == 10
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
@@ -54,15 +57,6 @@ def test_a_hostile_text_is_read_at_once(text):
     assert last_answer("<answer>" * 10**5 + text) is None
 
 
-@pytest.mark.quick
-def test_some_numbers_may_be_left_where_that_is_the_rule():
-    assert expression_value("9-5", [3, 5, 9]) is None
-    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
-    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
-    assert expression_value("5+5", [5, 5], use_all=False) == 10
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("numbers", [3, 4, 5, 6])
 def test_problems_differ_and_their_solutions_solve_them(numbers):
     problems = make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
@@ -78,7 +72,6 @@ def test_problems_differ_and_their_solutions_solve_them(numbers):
     assert problems != make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
 
 
-@pytest.mark.quick
 def test_rewards_look_at_the_last_answer():
     row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
     for completion, right, legal in [

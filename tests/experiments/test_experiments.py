@@ -1,6 +1,5 @@
 """The experiments: the data of two, a reduced run of sort_digits, and the flags of all."""
 
-import collections
 import functools
 import importlib
 import inspect
@@ -45,7 +44,7 @@ def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
 
 
 @pytest.mark.quick
-def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
+def test_teacher_is_right_one_time_in_eight():
     draw, count = random.Random(0), 20_000
     rows, _ = sort_digits.make_rows(0)
     rows = [draw.choice(rows) for _ in range(count)]
@@ -57,16 +56,6 @@ def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
     assert np.mean(right) == pytest.approx(0.128, abs=0.0095)
     assert np.mean(well_formed) == pytest.approx(0.8, abs=0.012)
     assert all(ok for ok, right in zip(well_formed, right, strict=True) if right)
-
-    seen = collections.Counter()
-    for row, reply in zip(rows, replies, strict=True):
-        digits = reply.replace("<answer>", "").replace("</answer>", "")
-        assert "".join(sorted(digits)) == row["answer"]
-        seen["sorted"] += digits == row["answer"]
-        seen["reversed"] += digits == row["answer"][::-1]
-    assert seen["sorted"] / count == pytest.approx(0.16, abs=0.011)
-    # Copies and swaps may be reversed by chance: 1 in 120 of the first where all digits differ, and few more.
-    assert seen["reversed"] / count == pytest.approx(0.54, abs=0.02)
 
 
 def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):

@@ -261,21 +261,17 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_without_the_package_the_error_says_how_to_get_it(tmp_path, monkeypatch):
-    path = written(tmp_path / "model.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"pip install 'grpo_jax\[gguf\]'"):
-        from_pretrained(path)
-
-
-@pytest.mark.quick
-def test_a_quantization_that_the_package_does_not_read_is_refused_by_name(tmp_path, monkeypatch):
+def test_what_the_package_does_not_read_is_said_and_that_it_is_needed(tmp_path, monkeypatch):
     def dequantize(*_):
         raise NotImplementedError
 
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
     with pytest.raises(ValueError, match=r"does not read the quantization F32 of token_embd\.weight"):
         from_pretrained(written(tmp_path / "model.gguf"))
+    path = written(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'grpo_jax\[gguf\]'"):
+        from_pretrained(path)
 
 
 # --- a real model ---

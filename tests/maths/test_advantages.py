@@ -198,9 +198,6 @@ def test_estimators_by_hand():
     expected["reinforce_pp"] = centred / (np.sqrt(8 / 10) + 1e-4)
     for name, table in expected.items():
         np.testing.assert_allclose(estimated(rewards, name, lengths=lengths), table, atol=1e-6, err_msg=name)
-
-
-def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
     rewards = np.array([[1.0, -1.0, 0.0], [-3.0, 0.0, 0.0], [4.0, -1.0, 0.0]])
     expected = [[0, 0, 0], [0, 0, 0], [3, -2, -1]]
     np.testing.assert_allclose(estimated(rewards, "maxrl"), expected, atol=1e-6)

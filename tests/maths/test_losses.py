@@ -770,11 +770,12 @@ def test_the_gradient_of_an_overflowing_ratio_and_kl_lives():
     assert float(gradient[0, 0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
 
 
-def test_a_token_excluded_by_old_and_new_policy_has_ratio_one():
+def test_an_excluded_token_has_ratio_one_and_a_nan_that_counts_is_seen():
     excluded = jnp.full((1, 1), -INF)
     metrics = grpo_loss(excluded, excluded, excluded, jnp.ones(1), jnp.ones((1, 1)))[1]
     assert float(metrics["ratio_max"]) == 1.0
     assert float(metrics["approx_kl_old"]) == float(metrics["kl"]) == 0.0
+    assert np.isnan(grpo_loss(jnp.array([[NAN, -1.0]]), None, None, jnp.ones(1), jnp.ones((1, 2)))[0])
 
 
 @pytest.mark.parametrize(
@@ -843,10 +844,6 @@ def test_gradients_pass_through_masked_logits():
         return grpo_loss(l, None, jnp.array([[-INF, -1.0]]), jnp.ones(1), jnp.ones((1, 2)), beta=0.1)[0]
 
     assert all_finite(jax.value_and_grad(loss)(jnp.where(jnp.isneginf(logits), 0.0, logits)))
-
-
-def test_a_nan_that_counts_is_seen():
-    assert np.isnan(grpo_loss(jnp.array([[NAN, -1.0]]), None, None, jnp.ones(1), jnp.ones((1, 2)))[0])
 
 
 @pytest.mark.parametrize(
