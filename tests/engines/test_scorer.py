@@ -136,15 +136,6 @@ def test_too_little_room_is_said(server):
         vllm_scorer(server.url, at_once=0)
 
 
-@pytest.mark.quick
-def test_adapters_may_be_the_teacher(server):
-    prompts, completions = texts()
-    server.adapters["teacher"] = TEACHER.model, jax.tree.map(lambda x: 0.9 * x, TEACHER.params)
-    found = [vllm_scorer(server.url, model=name, at_once=1).score(prompts, completions) for name in ("base", "teacher")]
-    assert np.abs(found[0].log_probs - found[1].log_probs).max() > 1e-3
-    assert server.most == 1
-
-
 # Faults ---------------------------------------------------------------------------------------------------------------
 
 

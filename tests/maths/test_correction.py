@@ -149,3 +149,28 @@ def test_without_a_correction_it_is_another_and_by_token_it_is_nearer():
     }
     assert off[None] > 0.1
     assert 1e-2 < off["token_mask"] < off[None], "token weights leave out the tokens before: near, and not exact"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_for_completions_of_one_token_the_token_weights_are_exact(dtype):
+    theta, reward = PARAMS[3], np.array([1.0, -0.5, 2.0])
+    engine = np.log(softmax(theta / HOT))
+    old = np.log(softmax(theta))
+
+    def function(theta, mode="token_truncate"):
+        l = jax.nn.log_softmax(theta)[:, None]
+        column = lambda x: jnp.asarray(x, theta.dtype)[:, None]
+        mask = jnp.ones((3, 1))
+        w = None if mode is None else sampler_weights(column(old), column(engine), mask, mode=mode, clip_max=1e3)
+
+        def loss(i):
+            how = {"importance_weights": None if w is None else w[i][None], "loss_type": "dr_grpo"}
+            given = (jnp.asarray(reward)[i][None], mask[i][None])
+            return grpo_loss(l[i][None], None, None, *given, **how, max_completion_length=1)[0]
+
+        return jnp.sum(jnp.asarray(np.exp(engine), theta.dtype) * jax.vmap(loss)(jnp.arange(3)))
+
+    expected = -complex_gradient(lambda x: np.sum(softmax(x) * reward), theta)
+    assert_gradient(function, theta, expected, dtype)
+    plain = jax.grad(lambda x: function(x, None))(jnp.asarray(theta, jnp.float32))
+    assert np.abs(np.asarray(plain) - expected).max() > 1e-2

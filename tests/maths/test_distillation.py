@@ -99,6 +99,13 @@ def test_neither_follows_the_states_that_a_token_leads_to():
     assert np.abs(jax.grad(whole)(jnp.asarray(logits, jnp.float32)) - full).max() > 1e-2
 
 
+def test_jsd_tends_to_either_kl():
+    log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (P, Q))
+    near = lambda alpha: float(divergence(log_p, log_q, kind="jsd", alpha=alpha))
+    assert near(1e-3) / 1e-3 == pytest.approx(VALUES["forward_kl"], rel=0.01)
+    assert near(1 - 1e-3) / 1e-3 == pytest.approx(VALUES["reverse_kl"], rel=0.01)
+
+
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):

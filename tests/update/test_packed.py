@@ -161,14 +161,6 @@ def test_adapters_are_packed():
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_sequences_are_as_long_as_the_products_of_the_model_ask_for(monkeypatch, wide):
-    monkeypatch.setattr(packed, "WIDE_TOKENS", 32)
-    model, params = tiny_model(dtype="bfloat16", wide_sums=wide)
-    updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
-    assert updater.shapes(params, (4, G, T))[0].size == (32 if wide else 16)
-
-
 # Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing. Of short
 # rows, 28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all.
 FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
