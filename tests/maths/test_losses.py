@@ -15,6 +15,7 @@ from precision import x64
 from grpo_jax.maths.checks import MAX_LOG_RATIO
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
 from grpo_jax.maths.metrics import (
+    MetricSums,
     batch_totals,
     finalize_metrics,
     merge_metrics,
@@ -649,6 +650,18 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
         assert abs(sum(float(grad(rows)[0][0]) for rows in cut) - float(whole)) > 1e-3
 
 
+def test_batch_totals():
+    totals = batch_totals(MASK.reshape(2, 3, T))
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
+    selected = np.arange(R * T).reshape(R, T) % 3 == 0  # under the mask too, where it does not count
+    totals = batch_totals(MASK, selected.astype(int))
+    assert set(totals) == {"num_rows", "num_tokens", "num_selected_tokens"}
+    assert int(totals["num_selected_tokens"]) == (selected & MASK).sum()
+    totals = batch_totals([[1, 0, 1], [1, 1, 0]])
+    assert all(isinstance(value, jax.Array) for value in totals.values())
+    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
+
+
 def test_metrics_at_their_edges():
     """A list as mask; ratios all below 1; a KL exactly at its bound; a single selected token."""
     old = np.zeros((1, 3), np.float32)
@@ -677,6 +690,19 @@ def test_nothing_is_sorted_where_every_token_is_kept():
             l, None, None, [1.0, 2.0], jnp.ones((2, 3)), entropies=l + 1, top_entropy_quantile=quantile
         )
         assert ("sort" in str(jax.make_jaxpr(loss)(l))) == sorts
+
+
+def test_metrics_merge_by_sum_and_maximum():
+    first = MetricSums({"a_sum": jnp.float32(1.0), "tokens": jnp.float32(4.0)}, {"ratio_max": jnp.float32(2.0)})
+    second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
+    merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
+    assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
+    assert float(finalize_metrics(second)["a"]) == 5.0, "no token: divided by 1, not by 0"
+    for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
+        sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
+        assert float(finalize_metrics(MetricSums(sums, {}))["selected_entropy"]) == mean
+    one = MetricSums({"a_sum": jnp.float32(3.0), "tokens": jnp.float32(1.0)}, {})
+    assert float(finalize_metrics(one)["a"]) == 3.0
 
 
 # Entropy ------------------------------------------------------------------------------------------------------------
