@@ -156,11 +156,7 @@ def test_dtype_is_that_of_params_and_of_compute(checkpoint):
 
 
 @pytest.mark.quick
-def test_on_a_mesh_and_by_blocks_the_params_are_the_same(checkpoint, monkeypatch):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    policy = from_pretrained(checkpoint, mesh=mesh)
-    assert equal(policy.params, from_pretrained(checkpoint).params)
-    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(policy.params)} == {4}
+def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
     whole = from_pretrained(checkpoint).params
     monkeypatch.setattr(weights, "BLOCK", 100)
     assert equal(from_pretrained(checkpoint).params, whole)

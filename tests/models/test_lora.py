@@ -111,22 +111,6 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
         np.testing.assert_allclose(grad, policy.model.scale * expected, atol=1e-6, err_msg="/".join(path))
 
 
-def test_a_jitted_argument_holds_no_copy_of_the_base():
-    policy = lora_policy()
-    traces = []
-
-    @jax.jit
-    def step(model, params):
-        traces.append(None)
-        return model.apply({"params": params}, TOKENS).mean()
-
-    step(policy.model, policy.params)
-    other = LoraModel(jax.tree.map(jnp.zeros_like, policy.model.base), policy.model.model, policy.model.scale)
-    assert step(other, policy.params) == 0, "the base was baked into the compiled function"
-    assert len(traces) == 1
-    assert hash(policy.model) != hash(other)
-
-
 def test_dropout_acts_on_the_adapters_only_and_only_with_a_key():
     policy = lora_policy(dropout=0.5)
     still = lora_policy()
