@@ -1,13 +1,11 @@
 """Guessing a number: the game is fair, and its bounds are those of all games."""
 
 import functools
-import random
 
-import numpy as np
 import pytest
 
 from experiments import guess
-from experiments.guess import Game, bisection, careless_game, random_play
+from experiments.guess import Game, bisection, random_play
 
 
 @pytest.mark.quick
@@ -61,19 +59,3 @@ def mean_of_the_best_play(numbers):
 def test_bounds_are_those_of_all_games(numbers):
     assert random_play(numbers) == pytest.approx(mean_of_uniform_play(numbers))
     assert bisection(numbers) == pytest.approx(mean_of_the_best_play(numbers))
-
-
-def test_lessons_are_games_in_tokens_and_masked_to_the_guesses():
-    policy = guess.make_policy(0, width=16, layers=1)
-    lessons = guess.lessons(policy, 40, seed=3)
-    assert len(lessons) == 40
-    draw, end = random.Random(3), policy.eos_token_ids[0]
-    for lesson in lessons:
-        row, own = np.array(lesson["input_ids"]), np.array(lesson["labels"]) != -100
-        game = careless_game(draw)
-        words = [policy.tokenizer.decode([i]) for i in row[own & (row != end)]]
-        assert words == [str(number) for number, _ in game], "numbers are one token each"
-        assert (row[own] == end).sum() == len(game)
-        text = guess.PROMPT + "".join(f"{number}{answer}" for number, answer in game)
-        assert policy.tokenizer.decode(row[row != end]) == text
-        assert own.sum() + len(game) - 1 <= guess.LONGEST
