@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import block, transformer
-from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
@@ -124,19 +123,6 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     logits = model.apply({"params": params}, whole.reshape(b * g, -1)).reshape(*padded.shape, -1)
     kept = (lengths[:, None] - 1 + jnp.arange(t + 1)[None])[:, None, :, None]
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
-
-
-def test_one_state_a_row_where_keys_stand_already(config):
-    """`last` counts the tokens of the call, whatever slot of a cache the first of them takes."""
-    model, params = make(config)
-    prompt, rows = batch()
-    variables, last = {"params": params}, np.array([3, 1])
-    _, prefix = model.apply(variables, prompt, LENGTHS, method="prefill")
-    cache = empty_like(prefix.layers, G, T + 2)
-    _, cache = model.apply(variables, rows[:, :, :2], prefix, cache, 0, method="hidden")
-    all_states, _ = model.apply(variables, rows, prefix, cache, 2, method="hidden")
-    states, _ = model.apply(variables, rows, prefix, cache, 2, last=last, method="hidden")
-    np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
 
 
 def test_columns_of_logits_are_its_rows(config):
