@@ -53,11 +53,8 @@ def field_table() -> str:
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def test_the_page_holds_the_table():
+def test_the_page_holds_the_table_and_its_functions_are_there():
     assert field_table() in PAGE.read_text(encoding="utf-8")
-
-
-def test_functions_of_trl_lead_to_functions_of_ours():
     (table,) = re.findall(r"^\| TRL's function \|.*\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), flags=re.M)
     rows = [line.split("|")[1:3] for line in table.splitlines()]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (PAGE.parents[1] / "grpo_jax").rglob("*.py")]

@@ -204,10 +204,6 @@ def test_a_callback_object_can_stop_the_run(calls):
         ),
         ({"rollout_func": print}, "does not take rollout_func: use sampler= of grpo_jax.train, or a vLLM server"),
         ({"use_liger": True}, "does not take use_liger: docs/coming_from_trl.md lists what is supported"),
-        (
-            {"reward_funcs": "me/judge"},
-            r"'me/judge', which cannot be called: give functions \(a reward model is wrapped",
-        ),
         ({"args": {"beta": 0.1}}, "args is a builtins.dict: use grpo_jax.compat.GRPOConfig"),
         ({"args": grpo_jax.GRPOConfig()}, "args is a grpo_jax.config.config.GRPOConfig: use grpo_jax.compat.GRPOC"),
         ({"optimizers": (None, 1)}, "optimizers has a scheduler: give None"),

@@ -6,7 +6,6 @@ import warnings
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from stand_in import StandIn
 from test_engine import nth
@@ -60,17 +59,6 @@ def whole(prompts, completions):
     return found
 
 
-def learned(server, config, **given):
-    """The final state of a run, and its lines."""
-    lines = []
-    k = config.distillation_topk
-    given = {"teacher": vllm_scorer(server.url, top_k=k), "optimizer": optax.sgd(0.1)} | given
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*It is waited for")
-        state = train(POLICY, ROWS, [], config, callbacks=[lambda step, line: lines.append(line)], **given)
-    return state, lines
-
-
 # What it tells --------------------------------------------------------------------------------------------------------
 
 
@@ -90,13 +78,6 @@ def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
     np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-5)
     other = completion_log_probs(TEACHER.model, TEACHER.params, prompts, completions)
     np.testing.assert_allclose(alone.log_probs[mask], np.asarray(other)[mask], atol=1e-5)
-
-
-def test_a_run_learns_by_it_what_it_learns_from_the_policy_that_is_served(server):
-    state, lines = learned(server, CONFIG)
-    expected, others = learned(server, CONFIG, teacher=TEACHER)
-    chex.assert_trees_all_close(state.params, expected.params, atol=1e-5)
-    assert lines[0]["distillation"] == pytest.approx(others[0]["distillation"], abs=1e-4)
 
 
 # Before anything is sampled -------------------------------------------------------------------------------------------
@@ -119,7 +100,7 @@ def test_a_run_learns_by_it_what_it_learns_from_the_policy_that_is_served(server
 )
 def test_what_a_run_cannot_learn_from_is_refused_at_the_door(server, config, given, message):
     with pytest.raises((EngineError, ValueError), match=message):
-        learned(server, dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))
+        train(POLICY, ROWS, [], dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))
     assert not [body for body in server.posts("/v1/completions") if len(body["prompt"]) > 3]
 
 
@@ -134,15 +115,6 @@ def test_too_little_room_is_said(server):
         vllm_scorer(server.url, top_k=0)
     with pytest.raises(ValueError, match="at_once = 0: give a number of requests ≥ 1"):
         vllm_scorer(server.url, at_once=0)
-
-
-@pytest.mark.quick
-def test_adapters_may_be_the_teacher(server):
-    prompts, completions = texts()
-    server.adapters["teacher"] = TEACHER.model, jax.tree.map(lambda x: 0.9 * x, TEACHER.params)
-    found = [vllm_scorer(server.url, model=name, at_once=1).score(prompts, completions) for name in ("base", "teacher")]
-    assert np.abs(found[0].log_probs - found[1].log_probs).max() > 1e-3
-    assert server.most == 1
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -180,18 +152,6 @@ def test_a_server_that_comes_back_with_another_model_is_no_teacher(server):
     scorer.score(prompts, completions)
     served = {"data": [{"id": "other", "root": "other"}]}
     server.answer = lambda path, body: (200, served) if path == "/v1/models" else answer(path, body)
-    with pytest.raises(EngineError, match="serves other, and model = 'base'"):
-        scorer.score(prompts, completions)
-    server.answer = answer
-    scorer.score(prompts, completions)
-
-    def fault(path, body, n):  # it ends at a text, and is started again with another model
-        if path != "/v1/completions":
-            return None
-        server.answer = lambda path, body: (200, served)
-        return "drop"
-
-    server.fault = fault
     with pytest.raises(EngineError, match="serves other, and model = 'base'"):
         scorer.score(prompts, completions)
 

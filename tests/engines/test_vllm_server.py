@@ -105,7 +105,7 @@ def server(tmp_path_factory):
         one.kill()
 
 
-def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None, **settings):
+def learned(policy, engine, callbacks=(), run_dir=None, **settings):
     """Lines of a run."""
     lines = []
 
@@ -120,11 +120,10 @@ def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None
         train(
             policy,
             ROWS,
-            [long_words] if environment_factory is None else [],
+            [long_words],
             GRPOConfig(**SMALL | settings),
             sampler=engine,
             callbacks=[keep, *callbacks],
-            environment_factory=environment_factory,
             run_dir=run_dir,
         )
     return lines
@@ -169,30 +168,6 @@ def test_it_tells_a_teachers_log_probs(server):
     np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-4)
     with pytest.raises(EngineError, match=r"max allowed: 20.*--max-logprobs 21"):
         vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
-
-
-def test_a_turn_ends_behind_a_text_with_the_same_token(server):
-    """Greedy, both engines: full stops, a text over the border of two tokens, and turns that are cut short."""
-
-    class Game:
-        def respond(self, text):
-            heard.append(text)
-            self.turns = getattr(self, "turns", 0) + 1
-            return None if self.turns == 3 else " And then. He"
-
-        def get_reward(self):
-            return float(self.turns)
-
-    policy, heard = from_pretrained(server.model), []
-    how = {"max_completion_length": 96, "temperature": 0, "environment_factory": Game, "max_turn_length": 20}
-    how["stop"] = [".", "s toys"]
-    expected = evaluate(policy, ROWS, [], **how)
-    ours, heard[:] = sorted(heard), []
-    assert evaluate(policy, ROWS, [], sampler=vllm(server.url), **how) == expected
-    assert sorted(heard) == ours
-    assert len(ours) == 3 * len(ROWS)
-    assert any(text.endswith(".") for text in ours)
-    assert any(text.endswith("s toys") for text in ours), "four tokens, none of which begins with it"
 
 
 def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server, tmp_path):

@@ -1,4 +1,4 @@
-"""Asking a calculator: the problems, what counts as right, and the teacher."""
+"""Asking a calculator: the problems, what counts as right, and the lessons."""
 
 import random
 import re
@@ -8,7 +8,6 @@ import pytest
 
 from experiments import calculator
 from experiments.calculator import accuracy, asked, calculate, last_number, make_problems, taught, used_tool
-from experiments.countdown import expression_value
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text.formats import FORMATS, format_of
 
@@ -56,22 +55,6 @@ def test_only_what_the_policy_says_last_is_an_answer():
     assert used_tool(completions) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert used_tool([conversation("ValueError: '2 +' is no expression", "80")]) == [0]
     assert last_number("9" * 5000) is None
-
-
-@pytest.mark.quick
-def test_the_teacher_asks_as_often_as_it_says_and_guesses_else():
-    draw, problems = random.Random(0), make_problems(0, 50)
-    played = [(problem, taught(problem, draw)) for problem in problems * 60]
-    asks = [(problem, turns) for problem, turns in played if len(turns) == 2]
-    assert len(asks) / len(played) == pytest.approx(calculator.ASKS, abs=0.034)  # four standard errors
-    right = [f"The answer is {problem['answer']}." == turns[-1][0] for problem, turns in asks]
-    assert np.mean(right) == pytest.approx(1 - calculator.WRONG, abs=0.054)
-    guessed = [f"The answer is {problem['answer']}." == turns[-1][0] for problem, turns in played if len(turns) == 1]
-    assert np.mean(guessed) < 0.02
-    for problem, ((call, result), _) in asks:
-        expression = re.search(r'"expression": "(.*)"}}', call)[1]
-        assert result == str(expression_value(expression, [int(n) for n in re.findall(r"\d+", expression)]))
-        assert re.findall(r"\d+", expression) == re.findall(r"\d+", problem["text"])
 
 
 def test_lessons_are_what_a_run_would_show_and_the_calls_can_be_read():

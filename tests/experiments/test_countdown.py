@@ -1,16 +1,15 @@
 """Countdown: the checker counts right, lets nothing through and nothing hang; the problems can be solved."""
 
-import random
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
 from experiments import countdown
-from experiments.countdown import build, expression_value, last_answer, make_problems
+from experiments.countdown import expression_value, last_answer, make_problems
+
+pytestmark = pytest.mark.quick
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -39,13 +38,15 @@ WITHOUT_VALUE = (
 )
 
 
-@pytest.mark.quick
 def test_what_breaks_the_rules_has_no_value():
     for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
         assert expression_value(text, [3, 5, 9]) is None, text
+    assert expression_value("9-5", [3, 5, 9]) is None
+    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
+    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
+    assert expression_value("5+5", [5, 5], use_all=False) == 10
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "text",
     ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
@@ -56,15 +57,6 @@ def test_a_hostile_text_is_read_at_once(text):
     assert last_answer("<answer>" * 10**5 + text) is None
 
 
-@pytest.mark.quick
-def test_some_numbers_may_be_left_where_that_is_the_rule():
-    assert expression_value("9-5", [3, 5, 9]) is None
-    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
-    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
-    assert expression_value("5+5", [5, 5], use_all=False) == 10
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("numbers", [3, 4, 5, 6])
 def test_problems_differ_and_their_solutions_solve_them(numbers):
     problems = make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
@@ -80,7 +72,6 @@ def test_problems_differ_and_their_solutions_solve_them(numbers):
     assert problems != make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
 
 
-@pytest.mark.quick
 def test_rewards_look_at_the_last_answer():
     row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
     for completion, right, legal in [
@@ -95,18 +86,3 @@ def test_rewards_look_at_the_last_answer():
     ]:
         assert countdown.accuracy(completions=[completion], **row) == [right]
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
-
-
-def test_the_teacher_is_as_flawed_as_it_says():
-    problems, draw, count = make_problems(0, 500, **countdown.SMALL), random.Random(0), 8000
-    chosen = [draw.choice(problems) for _ in range(count)]
-    replies = [countdown.teach(problem, draw) for problem in chosen]
-    columns = {name: [problem[name] for problem in chosen] for name in ("numbers", "target")}
-    prompts = {"prompts": [""] * count}
-    legal = np.mean(countdown.follows_rules(completions=replies, **prompts, **columns))
-    right = np.mean(countdown.accuracy(completions=replies, **prompts, **columns))
-    assert legal == pytest.approx(1 - countdown.BROKEN, abs=0.018)  # four standard errors
-    # An expression by chance makes the target now and then, so there is more than the share of solutions.
-    by_chance = np.mean([build(p["numbers"], draw, "+-")[0] == p["target"] for p in chosen])
-    expected = (countdown.SOLVED + (1 - countdown.SOLVED) * by_chance) * (1 - countdown.BROKEN)
-    assert right == pytest.approx(expected, abs=0.025)

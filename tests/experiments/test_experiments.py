@@ -1,6 +1,5 @@
 """The experiments: the data of two, a reduced run of sort_digits, and the flags of all."""
 
-import collections
 import functools
 import importlib
 import inspect
@@ -45,7 +44,7 @@ def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
 
 
 @pytest.mark.quick
-def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
+def test_teacher_is_right_one_time_in_eight():
     draw, count = random.Random(0), 20_000
     rows, _ = sort_digits.make_rows(0)
     rows = [draw.choice(rows) for _ in range(count)]
@@ -58,45 +57,14 @@ def test_teacher_is_right_one_time_in_eight_and_mostly_reverses():
     assert np.mean(well_formed) == pytest.approx(0.8, abs=0.012)
     assert all(ok for ok, right in zip(well_formed, right, strict=True) if right)
 
-    seen = collections.Counter()
-    for row, reply in zip(rows, replies, strict=True):
-        digits = reply.replace("<answer>", "").replace("</answer>", "")
-        assert "".join(sorted(digits)) == row["answer"]
-        seen["sorted"] += digits == row["answer"]
-        seen["reversed"] += digits == row["answer"][::-1]
-    assert seen["sorted"] / count == pytest.approx(0.16, abs=0.011)
-    # Copies and swaps may be reversed by chance: 1 in 120 of the first where all digits differ, and few more.
-    assert seen["reversed"] / count == pytest.approx(0.54, abs=0.02)
-
-
-def test_lessons_are_masked_to_the_reply_and_its_end():
-    policy = sort_digits.make_policy(0, width=16, layers=1)
-    rows, _ = sort_digits.make_rows(0, train_rows=20, held_out=1)
-    answers = {row["prompt"]: row["answer"] for row in rows}
-    lessons = sort_digits.lessons(policy, rows, 50, seed=0)
-    assert len(lessons) == 50
-    for lesson in lessons:
-        ids, labels = lesson["input_ids"], lesson["labels"]
-        start = next(i for i, label in enumerate(labels) if label != -100)
-        assert labels[start:] == ids[start:]
-        assert ids[-1] == policy.eos_token_ids[0]
-        reply = policy.tokenizer.decode(ids[start:-1])
-        assert sorted(filter(str.isdigit, reply)) == list(answers[policy.tokenizer.decode(ids[:start])])
-
 
 def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
     run_dir, printed, results = sorted_run
     assert json.loads(printed[-1]) == results == json.loads((run_dir / "results.json").read_text())
-    assert results.keys() == {"arms", "seconds", "run_dir"}
-    assert results["run_dir"] == str(run_dir)
-    assert results["arms"].keys() == {"grpo"}
-    for arm in results["arms"].values():
-        assert arm.keys() == {"before", "after"}
-        assert arm["before"] == results["arms"]["grpo"]["before"]
-        for rates in arm.values():
-            assert rates.keys() == {"greedy", "sampled", "format"}
-            assert all(0 <= rate <= 1 for rate in rates.values())
-    assert results["seconds"].keys() == {"warm_up", "evaluation", "grpo", "total"}
+    assert results["arms"]["grpo"].keys() == {"before", "after"}
+    for rates in results["arms"]["grpo"].values():
+        assert rates.keys() == {"greedy", "sampled", "format"}
+        assert all(0 <= rate <= 1 for rate in rates.values())
     for name in ("metrics.jsonl", "completions.jsonl", "run.json", "report.png", "hero.png", "base/model.safetensors"):
         assert (run_dir / name).stat().st_size > 0, name
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The experiment on reasoning-gym: its problems and rewards."""
+"""The experiment on reasoning-gym: its problems."""
 
 import pytest
 
@@ -7,8 +7,6 @@ from experiments import instruct, problems
 pytestmark = pytest.mark.quick
 
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
-
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>' }}{% endfor %}"
 
 
 def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
@@ -21,18 +19,3 @@ def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
     shown = [row["prompt"][0]["content"] for row in test]
     assert len(set(shown)) == len(shown), "another example before each: one alone would be what the model says"
     assert instruct.train_problems(seed=3, size=30) == learnt != instruct.train_problems(seed=4, size=30)
-
-
-def test_the_rewards_are_the_suites():
-    """An answer in spaces gets 1, and any other text what the verifier gives it."""
-    rows = instruct.held_out(size=5)
-    columns = {name: [row[name] for row in rows] for name in ("task", "problem")}
-    same = {"seed": instruct.HELD_OUT, "size": 5}
-    made = [gym.create_dataset(row["task"], **same, **problems.TASKS[row["task"]]) for row in rows]
-    entries = [data[row["problem"][2]] for data, row in zip(made, rows, strict=True)]
-    right = [[{"role": "assistant", "content": f" {entry['answer']}\n"}] for entry in entries]
-    assert instruct.score(right, **columns) == instruct.right(right, **columns) == [1.0] * len(rows)
-    long = [[{"role": "assistant", "content": f"It is {entry['answer']}."}] for entry in entries]
-    scores = [data.score_answer(f"It is {e['answer']}.", e) for data, e in zip(made, entries, strict=True)]
-    assert instruct.score(long, **columns) == scores
-    assert instruct.right(long, **columns) == [0.0] * len(rows)

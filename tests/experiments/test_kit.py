@@ -1,4 +1,4 @@
-"""The kit for notebook machines: its data, and its figures in the notebooks."""
+"""The kit for notebook machines: its figures in the notebooks."""
 
 import json
 from pathlib import Path
@@ -12,31 +12,10 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = {"v5e-8": "kaggle_tpu", "T4-2": "kaggle_gpu"}
-QUESTION = "Tom has {} apples and buys as many again. How many has he?"
 
 
 def read(name):
     return nbformat.read(ROOT / "experiments" / "notebooks" / f"{NOTEBOOKS[name]}.ipynb", as_version=4)
-
-
-@pytest.fixture
-def data(tmp_path):
-    rows = [
-        {"question": QUESTION.format(n), "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
-        for n in range(24)
-    ]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def test_lessons_prompts_and_tests_are_apart(data):
-    machine = kit.MACHINES["small"]
-    lessons, rows, tests = kit.load_data(str(data), machine)
-    assert (len(lessons), len(rows), len(tests)) == (machine.lessons, 24 - machine.lessons, machine.test_rows)
-    assert not [lesson for lesson in lessons if lesson["prompt"] in [row["prompt"] for row in rows]]
-    assert lessons[3]["completion"] == [{"role": "assistant", "content": "3 + 3 = 6\n#### 6"}], "no calculator's marks"
-    assert all(kit.accuracy(completions=[row["answer"] for row in rows], answer=[row["answer"] for row in rows]))
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -2,7 +2,6 @@
 
 import ast
 import base64
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -106,51 +105,41 @@ def test_links_of_a_notebook_lead_somewhere(path):
     assert not [target for target in targets if not (path.parent / target).is_file()]
 
 
-@dataclasses.dataclass
-class Machine:
-    """A machine on which the first cell runs: its installed packages, and a pip that brings others."""
-
-    installed: dict[str, str]
-    pip_brings: dict[str, str] = dataclasses.field(default_factory=dict)
-    asked: list[list[str]] = dataclasses.field(default_factory=list)
-
-    def version(self, name):
-        if name not in self.installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return self.installed[name]
-
-    def run(self, command, **_):
-        assert command[:3] == [sys.executable, "-m", "pip"]
-        self.asked.append(command[3:])
-        self.installed |= {"grpo_jax": "0.1.0", **self.pip_brings}
-        return types.SimpleNamespace(returncode=int(command[3] == "download"))  # there is no release
-
-    def run_cell(self, monkeypatch, directory):
-        monkeypatch.chdir(directory)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(importlib.metadata, "version", self.version)
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "experiments" else find(name))
-        monkeypatch.setattr(subprocess, "run", self.run)
-        exec(compile(code_cells(NOTEBOOKS[0])[0].source, "install", "exec"), {})
-
-
 @pytest.mark.quick
 def test_the_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
-    assert len({code_cells(path)[0].source for path in NOTEBOOKS}) == 1
-    clone = tmp_path / "clone"
-    for name in ("grpo_jax", "experiments/notebooks"):
-        (clone / name).mkdir(parents=True)
-        (clone / name / "__init__.py").touch()
+    (install,) = {code_cells(path)[0].source for path in NOTEBOOKS}
+    clone, elsewhere = tmp_path / "clone", tmp_path / "elsewhere"
+    for folder in (clone / "grpo_jax", clone / "experiments" / "notebooks", elsewhere):
+        folder.mkdir(parents=True)
+    (clone / "grpo_jax" / "__init__.py").touch()
+    find, asked = importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "experiments" else find(name))
+
+    def run_cell(place, brought="0.7.2"):
+        """On a machine with jax 0.7.2 and a pip that brings another, or this one."""
+        installed = {"jax": "0.7.2"}
+
+        def version(name):
+            if name not in installed:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return installed[name]
+
+        def run(command, **_):
+            asked.append(command[3:])
+            installed.update(grpo_jax="0.1.0", jax=brought)
+            return types.SimpleNamespace(returncode=int(command[3] == "download"))  # there is no release
+
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(subprocess, "run", run)
+        exec(compile(install, "install", "exec"), {})
+
     for place in (clone / "experiments" / "notebooks", tmp_path):  # in the clone, and next to it
-        with monkeypatch.context() as patch:
-            machine = Machine({"jax": "0.7.2"})
-            machine.run_cell(patch, place)
-            assert machine.asked == [["install", str(clone), "jax==0.7.2", "--quiet"]]
-            assert sys.path[-1] == str(clone)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"pip has replaced jax 0\.7\.2 by 0\.10\.2"):
-        Machine({"jax": "0.7.2"}, pip_brings={"jax": "0.10.2"}).run_cell(patch, tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="pip download failed: clone the repository"):
-        Machine({"jax": "0.7.2"}).run_cell(patch, elsewhere)
+        run_cell(place)
+        assert asked.pop() == ["install", str(clone), "jax==0.7.2", "--quiet"]
+        assert sys.path[-1] == str(clone)
+    with pytest.raises(RuntimeError, match=r"pip has replaced jax 0\.7\.2 by 0\.10\.2"):
+        run_cell(tmp_path, brought="0.10.2")
+    with pytest.raises(RuntimeError, match="pip download failed: clone the repository"):
+        run_cell(elsewhere)

@@ -251,10 +251,9 @@ def test_there_is_a_case_for_each_family():
     assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_a_gpu_makes_the_random_weights_shape_by_shape(name, monkeypatch):
+def test_a_gpu_makes_the_random_weights_shape_by_shape(monkeypatch):
     """Of each shape there is one program, whatever the layers; the numbers are those of a CPU, but for an ulp."""
-    raw = raw_config(name)
+    raw = raw_config("gemma2")
     plain = init_policy(raw, jax.random.key(0)).params
     monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
     monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program of all"))
@@ -296,41 +295,6 @@ def test_a_checkpoint_made_by_pytorch_loads_and_its_logits_agree(case, tmp_path)
     ours, theirs = jax.jit(policy.model.apply)({"params": policy.params}, tokens), torch_logits(model).logits.numpy()
     for b, n in enumerate(lengths):
         np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
-
-
-def test_logits_agree_with_pytorch_in_bfloat16(case):
-    _, directory, _ = case
-    theirs = torch_logits(torch_model(directory, "bfloat16")).logits.float().numpy()
-    policy = from_pretrained(directory, dtype="bfloat16")
-    tokens, lengths = tokens_and_lengths()
-    ours = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
-    assert ours.dtype == jnp.float32
-    for b, n in enumerate(lengths):
-        apart, size = (np.linalg.norm(x, axis=-1) for x in (ours[b, :n] - theirs[b, :n], theirs[b, :n]))
-        # By a rounding, the router sends a token to another expert: one in a row may be, if its experts are near a tie,
-        # or of sparse families whose recurrent layers carry roundings from token to token. All other tokens count.
-        same = np.argsort(apart / size)
-        sparse, carried = policy.model.config.num_experts > 0, policy.model.config.delta is not None
-        if sparse and (carried or (apart / size).max() > 5e-2):
-            assert carried or least_margin(directory, tokens)[b, same[-1]] < 2e-2
-            same = same[:-1]
-        assert np.linalg.norm(apart[same]) <= 3e-2 * np.linalg.norm(size[same])
-
-
-def least_margin(directory, tokens):
-    """By how much of itself the last chosen expert's probability exceeds the next one's, [B, T], least over layers.
-
-    By PyTorch in float32.
-    """
-    import torch
-
-    model = torch_model(directory)
-    margins = []
-    for logits in model(torch.tensor(tokens), output_router_logits=True).router_logits:
-        ordered = logits.detach().softmax(-1).sort(-1, descending=True).values.numpy()
-        chosen, after = (ordered[:, model.config.num_experts_per_tok - 1 + i] for i in (0, 1))
-        margins.append((1 - after / chosen).reshape(tokens.shape))
-    return np.min(margins, axis=0)
 
 
 def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):

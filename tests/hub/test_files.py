@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.hub.files import appearing, check_replaceable, stored_tensors
-from grpo_jax.messages import some
 
 pytestmark = pytest.mark.quick
 
@@ -44,8 +43,3 @@ def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match=r"is no directory"):
         check_replaceable(tmp_path / "thesis.tex")
-
-
-def test_some():
-    assert some(["a", "b"]) == "a, b"
-    assert some(list("abcdefg")) == "a, b, c, d, e and 2 more"

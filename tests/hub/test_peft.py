@@ -71,7 +71,7 @@ def test_we_load_adapters_of_peft(kind, options, tmp_path):
 
 
 @pytest.mark.quick
-def test_adapters_are_not_added_twice_or_taken_for_weights(tmp_path):
+def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp_path):
     policy = lora_policy()
     save_lora(tmp_path / "adapter", policy)
     for again in (lambda: add_lora(policy, jax.random.key(0)), lambda: load_lora(tmp_path / "adapter", policy)):
@@ -82,10 +82,6 @@ def test_adapters_are_not_added_twice_or_taken_for_weights(tmp_path):
     for plain in (lambda: merge_lora(base_policy()), lambda: save_lora(tmp_path / "x", base_policy())):
         with pytest.raises(ValueError, match=r"policy has no adapters; add some by `add_lora"):
             plain()
-
-
-@pytest.mark.quick
-def test_a_directory_without_an_adapter(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
         load_lora(tmp_path, base_policy())
 

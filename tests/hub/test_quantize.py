@@ -93,7 +93,7 @@ def kernel(policy, *path):
 
 
 @pytest.mark.quick
-def test_nf4_takes_the_nearest_value_in_blocks_of_64():
+def test_nf4_takes_the_nearest_value_in_blocks_of_64_and_levels_as_stored():
     x = np.random.default_rng(0).standard_normal((128, 6)).astype(np.float32)
     w = quantized(x, "nf4")
     blocks = x.T.reshape(6, 2, 64)
@@ -106,6 +106,9 @@ def test_nf4_takes_the_nearest_value_in_blocks_of_64():
     np.testing.assert_allclose(near, largest, atol=0.02 * (largest.max() - largest.min()))
     assert np.abs(np.asarray(w.rows(jnp.float32)).reshape(6, 2, 64) - nearest * near).max() < 1e-6
     assert w.codes.nbytes + w.scales.nbytes == 128 * 6 // 2 + 6 * 2
+    stored = array(GOLDEN["k_proj"]["parts"][".nested_quant_map"])
+    np.testing.assert_allclose(dynamic_levels(), stored, atol=1e-7)
+    assert dynamic_levels().shape == (256,)
 
 
 @pytest.mark.quick
@@ -116,13 +119,6 @@ def test_int8_rounds_each_row_to_127_steps_and_keeps_zeros():
     assert np.abs(np.asarray(w.matrix()) - x).max() <= np.abs(x).max() / 254 * 1.001
     assert not np.asarray(w.matrix())[:, 2].any()
     assert not np.asarray(quantized(np.zeros((64, 3), np.float32), "nf4").matrix()).any()
-
-
-@pytest.mark.quick
-def test_levels_are_those_of_the_stored_files():
-    stored = array(GOLDEN["k_proj"]["parts"][".nested_quant_map"])
-    np.testing.assert_allclose(dynamic_levels(), stored, atol=1e-7)
-    assert dynamic_levels().shape == (256,)
 
 
 @pytest.mark.quick

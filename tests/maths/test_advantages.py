@@ -77,26 +77,6 @@ def test_definition(scale, aggregation, missing):
             np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
 
 
-def test_two_completions_by_hand():
-    # G = 2: mean 1, deviations ±1, std with Bessel √2: A = ±1/(√2 + 1e-4).
-    advantages = compute_advantages(jnp.array([[0.0, 2.0]]))
-    np.testing.assert_allclose(advantages, [[-0.7070568, 0.7070568]], atol=1e-6)
-    # And without the 1e-4 the number would differ in the fifth digit.
-    np.testing.assert_allclose(
-        compute_advantages(jnp.array([[0.0, 2.0]]), epsilon=0.0), [[-(0.5**0.5), 0.5**0.5]], 1e-7
-    )
-
-
-def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
-    rewards = example(B=3, K=1)
-    other = rewards.copy()
-    other[1:] *= 7.0
-    first = lambda r, scale: np.asarray(compute_advantages(r, scale_rewards=scale))[0]
-    for scale in ("group", "none"):
-        np.testing.assert_array_equal(first(rewards, scale), first(other, scale))
-    assert np.abs(first(rewards, "batch") - first(other, "batch")).max() > 0.1
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_shift_scale_and_permutations(scale, aggregation):
@@ -119,13 +99,6 @@ def test_shift_scale_and_permutations(scale, aggregation):
         compute_advantages(rewards[..., ::-1], weights=[2.0, 1.0], **settings),
         compute_advantages(rewards, weights=[1.0, 2.0], **settings),
         atol=1e-5,
-    )
-
-
-def test_zero_weight_is_no_reward_function():
-    rewards = example()
-    np.testing.assert_allclose(
-        compute_advantages(rewards, weights=[1.0, 0.0]), compute_advantages(rewards[..., :1]), atol=1e-6
     )
 
 
@@ -200,13 +173,6 @@ def test_zero_signal_groups():
     assert zero_signal_groups(np.full((1, 3), 0.1)).tolist() == [True]
 
 
-def test_zero_signal_groups_are_those_with_zero_advantages():
-    rewards = np.random.default_rng(1).integers(0, 2, size=(50, 3)).astype(float)
-    expected = np.all(np.asarray(compute_advantages(rewards)) == 0.0, axis=1)
-    assert 0 < expected.sum() < 50
-    np.testing.assert_array_equal(zero_signal_groups(rewards), expected)
-
-
 # Other estimators ---------------------------------------------------------------------------------------------------
 
 OTHERS = ["rloo", "maxrl", "opo", "reinforce_pp"]
@@ -232,9 +198,6 @@ def test_estimators_by_hand():
     expected["reinforce_pp"] = centred / (np.sqrt(8 / 10) + 1e-4)
     for name, table in expected.items():
         np.testing.assert_allclose(estimated(rewards, name, lengths=lengths), table, atol=1e-6, err_msg=name)
-
-
-def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
     rewards = np.array([[1.0, -1.0, 0.0], [-3.0, 0.0, 0.0], [4.0, -1.0, 0.0]])
     expected = [[0, 0, 0], [0, 0, 0], [3, -2, -1]]
     np.testing.assert_allclose(estimated(rewards, "maxrl"), expected, atol=1e-6)
@@ -244,18 +207,6 @@ def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
 def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
     for rewards in ([[1000.1] * 3, [1000.1] * 3], [[np.nan] * 3, [7.0, np.nan, np.nan]]):
         np.testing.assert_array_equal(estimated(np.array(rewards), estimator, lengths=np.full((2, 3), 4)), 0.0)
-
-
-def test_lengths_of_one_kind_make_opo_the_plain_baseline_and_two_completions_make_rloo_their_difference():
-    rewards = np.random.default_rng(0).normal(size=(5, 4, 2))
-    settings = {"weights": [1.0, -2.0]}
-    plain = compute_advantages(rewards, scale_rewards="none", **settings)
-    np.testing.assert_allclose(estimated(rewards, "opo", lengths=np.full((5, 4), 7), **settings), plain, atol=1e-6)
-    np.testing.assert_allclose(estimated(rewards, "rloo", **settings), plain * 4 / 3, atol=1e-6)
-    two = estimated(rewards[:, :2], "rloo", **settings)
-    np.testing.assert_allclose(two[:, 0], -two[:, 1], atol=1e-6)
-    total = rewards[:, :2] @ np.array([1.0, -2.0])
-    np.testing.assert_allclose(two[:, 0], total[:, 0] - total[:, 1], atol=1e-5)
 
 
 GROUP = 4
@@ -305,10 +256,3 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         chex.assert_shape(advantages, (3, 4))
         chex.assert_type(advantages, jnp.float32)
         np.testing.assert_allclose(advantages, by_loops(rewards, [1, 2], scale, aggregation, 1e-4), atol=3e-6)
-
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    def test_zero_signal_groups(self):
-        zero = self.variant(zero_signal_groups)(jnp.array([[1.0, 1.0], [0.0, 1.0]]))
-        chex.assert_shape(zero, (2,))
-        chex.assert_type(zero, bool)
-        assert zero.tolist() == [True, False]

@@ -56,16 +56,13 @@ def test_what_stands_under_the_mask_is_ignored(mode, rubbish):
         np.testing.assert_array_equal(got[0], other)
 
 
-def test_a_token_that_the_engine_could_not_score_weighs_nothing_more_or_less():
+def test_a_token_that_one_side_cannot_score_or_excludes():
     old, sampling = jnp.array([[-1.0, -2.0]]), jnp.array([[jnp.nan, -2.5]])
     mask = jnp.ones((1, 2))
     by_token = sampler_weights(old, sampling, mask, mode="token_truncate")
     np.testing.assert_allclose(by_token, [[1.0, np.exp(0.5)]], rtol=1e-5)
     assert float(sampler_weights(old, sampling, mask)[0]) == pytest.approx(np.exp(0.5))
     assert np.isnan(sampler_weights(sampling, old, mask)[0]), "what the trainer itself could not score is a fault"
-
-
-def test_tokens_that_one_of_the_two_excludes_give_finite_weights():
     old, sampling = jnp.array([[-jnp.inf, -1.0]]), jnp.array([[-1.0, -jnp.inf]])
     found = sampler_weights(old, sampling, jnp.ones((1, 2)), mode="token_mask", clip_max=None)
     assert np.isfinite(found).all()

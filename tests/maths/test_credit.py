@@ -73,16 +73,6 @@ def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggr
     np.testing.assert_array_equal(found, np.where(turns == 0, expected[..., None], 0))
 
 
-def test_the_episodes_sum_is_to_go_from_the_first_turn():
-    """The first turn is credited as the whole completion is."""
-    rng = np.random.default_rng(1)
-    turns = np.tile(np.array([0, 0, -1, 1, -1, 2]), (2, 4, 1))
-    rewards = np.where(turns[..., None] >= 0, rng.normal(size=(2, 4, 6, 1)), 0).astype(np.float32)
-    rewards[:, :, 0] = 0
-    found = turn_advantages(rewards, turns)
-    np.testing.assert_allclose(found[:, :, 0], compute_advantages(rewards.sum(2)), atol=1e-5)
-
-
 # Two turns of one token each, two actions: logits [2] of the first, [2, 2] of the second by the first. Completions that
 # begin with action 1 may end there.
 G, PARAMS = 2, jnp.array([0.3, -0.2, 0.5, -0.4, -0.1, 0.2])

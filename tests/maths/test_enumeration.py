@@ -144,12 +144,6 @@ def test_off_policy_only_the_corrected_estimators_follow_a_kl():
         assert np.abs(gradient - FORWARD).max() > 1e-2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
-def test_default_correction_is_right_at_every_level_for_one_token(level, dtype):
-    assert_gradient(expected_loss(OLD, beta=1.0, importance_sampling_level=level), THETA, REVERSE, dtype)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", FORWARD), ("k2", REVERSE), ("k1", np.zeros(4))])
@@ -286,12 +280,6 @@ def game(request):
     return GAMES[request.param]
 
 
-@pytest.mark.quick
-def test_the_games_are_probability_spaces(game):
-    for params in (PARAMS, PARAMS_OLD, PARAMS_REF):
-        assert np.exp(game.total(params)).sum() == pytest.approx(1.0, abs=1e-15)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 def test_trajectory_level_with_kl_in_the_reward_is_the_full_gradient(game, old, dtype):
@@ -398,9 +386,9 @@ def whole_kl(params, ref):
     return kl[0] + np.sum(softmax(params)[0] * kl[1:])
 
 
-def kl_by_token(params, ref, old, reverse=True):
+def kl_by_token(params, ref, old):
     """The same, each token in the states that π_old comes to: no effect of a token on the state after it."""
-    p, q = (softmax(params), softmax(ref)) if reverse else (softmax(ref), softmax(params))
+    p, q = softmax(params), softmax(ref)
     kl = np.sum(p * (np.log(p) - np.log(q)), -1)
     return kl[0] + np.sum(softmax(old)[0] * kl[1:])
 
@@ -450,26 +438,6 @@ def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whol
     np.testing.assert_allclose(off_by(got, whole), documented, atol=1e-3)
 
 
-@pytest.mark.quick
-@off_policy
-def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(far):
-    olds, refs, away = four_draws()
-    thetas = olds + far * away
-    got = kl_term_gradients(thetas, olds, refs, kl_placement="reward", importance_sampling_level="trajectory")
-    whole = [complex_gradient(lambda x: whole_kl(x, ref), theta) for theta, ref in zip(thetas, refs, strict=True)]
-    assert off_by(got, whole).max() < 1e-12
-
-
-def test_plain_k3_has_the_gradient_of_the_other_direction_at_the_first_update_already():
-    thetas, refs, _ = four_draws()
-    got = kl_term_gradients(thetas, thetas, refs, use_bias_correction_kl=False)
-    cases = list(zip(thetas, refs, strict=True))
-    other = [complex_gradient(lambda x: kl_by_token(x, ref, theta, reverse=False), theta) for theta, ref in cases]
-    assert off_by(got, other).max() < 1e-12
-    right = [complex_gradient(lambda x: kl_by_token(x, ref, theta), theta) for theta, ref in cases]
-    assert off_by(got, right).min() > 0.15
-
-
 # Groups of four over three actions ----------------------------------------------------------------------------------
 
 G = 4
@@ -503,22 +471,6 @@ def group_advantages(dtype, **settings):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_group_mean_as_baseline_is_the_policy_gradient_times_g_minus_one_over_g(dtype):
-    # The own reward is in the mean, so that a G-th part of the signal cancels itself.
-    function = expected_group_loss(group_advantages(dtype, scale_rewards="none"))
-    assert_gradient(function, ARM, -(G - 1) / G * ARM_GRADIENT, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_mean_of_the_others_as_baseline_is_the_policy_gradient(dtype):
-    rewards = ARM_REWARD[GROUPS]
-    leave_one_out = rewards - (rewards.sum(1, keepdims=True) - rewards) / (G - 1)
-    scaled = group_advantages(dtype, scale_rewards="none") * G / (G - 1)
-    np.testing.assert_allclose(scaled, leave_one_out, atol=1e-6 if dtype == jnp.float32 else 1e-14)
-    assert_gradient(expected_group_loss(scaled), ARM, -ARM_GRADIENT, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_division_by_the_std_of_the_group_turns_the_gradient(dtype):
     """Not a rescaling of ∇J: groups with little spread are blown up (the bias that Dr. GRPO names)."""
     rewards = ARM_REWARD[GROUPS]
@@ -528,12 +480,3 @@ def test_division_by_the_std_of_the_group_turns_the_gradient(dtype):
     assert_gradient(expected_group_loss(group_advantages(dtype)), ARM, expected, dtype)
     cosine = -expected @ ARM_GRADIENT / np.linalg.norm(expected) / np.linalg.norm(ARM_GRADIENT)
     assert 0.5 < cosine < 0.999
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_std_of_the_batch_rescales_every_group_alike(dtype):
-    # All 81 groups as one batch: one std for all, so the direction is that of no division at all.
-    A, plain = group_advantages(dtype, scale_rewards="batch"), group_advantages(dtype, scale_rewards="none")
-    std = ARM_REWARD[GROUPS].std(ddof=1) + 1e-4
-    np.testing.assert_allclose(A, plain / std, atol=1e-6)
-    assert_gradient(expected_group_loss(A), ARM, -(G - 1) / G * ARM_GRADIENT / std, dtype)

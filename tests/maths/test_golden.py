@@ -16,6 +16,8 @@ from grpo_jax.maths.losses import grpo_loss
 sys.path.append(str(Path(__file__).with_name("golden")))
 import make_estimators as made
 
+pytestmark = pytest.mark.quick
+
 
 @functools.cache
 def golden():
@@ -57,7 +59,6 @@ def assert_golden(name, value, gradient, tolerance):
     assert np.abs(expected).max() > 1e-3
 
 
-@pytest.mark.quick
 def test_the_inputs_are_those_of_the_script():
     for name, value in made.make_inputs().items():
         np.testing.assert_array_equal(golden()[f"inputs/{name}"], value)
@@ -66,7 +67,6 @@ def test_the_inputs_are_those_of_the_script():
 # Advantages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", made.TRL_ADVANTAGES)
 def test_advantages_of_trl(case):
     settings = made.TRL_ADVANTAGES[case]
@@ -76,7 +76,6 @@ def test_advantages_of_trl(case):
     np.testing.assert_allclose(got, golden()[f"trl/advantages/{case}"], atol=2e-6)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", made.VERL_ADVANTAGES)
 def test_advantages_of_verl(case):
     none = {"scale_rewards": "none"}
@@ -108,7 +107,6 @@ def test_advantages_of_verl(case):
 # Losses -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", made.TRL_LOSSES)
 def test_losses_of_trl(case):
     settings = {"loss_type": case, **made.TRL_LOSSES[case]}
@@ -117,7 +115,6 @@ def test_losses_of_trl(case):
     assert_golden(f"trl/{case}", value, gradient, 1e-6)  # its epsilon and the like are float32
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -137,7 +134,6 @@ def test_losses_of_verl(case, settings):
     assert_golden(f"verl/{case}", value, gradient, 1e-7)  # it adds 1e-8 to the lengths
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("case", "low", "high"), [("dppo_tv", 0.05, 0.1), ("dppo_kl", 0.01, 0.02)])
 def test_gradients_of_dppo_of_verl(case, low, high):
     """verl's loss is −sg(w)·A·l and ours −w·A: other values, and one gradient, −w·A·∇l.

@@ -32,7 +32,7 @@ def test_leaf_dtype_of_the_reference_is_kept(dtype):
     np.testing.assert_array_equal(mixed["w"].astype(jnp.float32), 0.5)
 
 
-def test_arithmetic_is_float32_also_between_bfloat16_leaves():
+def test_arithmetic_is_float32_between_bfloat16_leaves_and_float64_between_its_own():
     # 1.02 rounds to a bfloat16 once; step by step in bfloat16 (8 bits) another number comes out.
     ref, new, alpha = 1.0, 3.0, 0.01
     mixed = mixup({"w": jnp.array([ref], jnp.bfloat16)}, {"w": jnp.array([new], jnp.bfloat16)}, alpha)
@@ -40,9 +40,6 @@ def test_arithmetic_is_float32_also_between_bfloat16_leaves():
     in_bfloat16 = jnp.bfloat16(alpha) * jnp.bfloat16(new) + (jnp.bfloat16(1) - jnp.bfloat16(alpha)) * jnp.bfloat16(ref)
     assert float(exact) != float(in_bfloat16), "the case must tell the two apart"
     assert float(mixed["w"][0]) == float(exact)
-
-
-def test_float64_leaves_stay_float64():
     with x64():
         mixed = mixup({"w": jnp.array([1.0], jnp.float64)}, {"w": jnp.array([2.0], jnp.float64)}, 0.1)
         assert mixed["w"].dtype == jnp.float64

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.delta import delta_rule, delta_step, inverse_of_unit_lower
+from grpo_jax.models.delta import delta_rule, delta_step
 
 ROWS, KEY, VALUE = (2, 3), 6, 5
 
@@ -81,9 +81,3 @@ def test_equal_keys_that_are_wholly_replaced_lose_no_digits():
     v = make(n)[2][0, 0]
     reads, _ = delta_rule(k, k, v, jnp.zeros(n), jnp.ones(n), jnp.zeros((KEY, VALUE)))
     np.testing.assert_allclose(reads, v, atol=1e-5)
-
-
-def test_the_inverse_of_a_lower_triangle():
-    lower = np.tril(np.random.default_rng(0).standard_normal((2, 16, 16)), -1).astype(np.float32) * 0.3
-    wanted = np.linalg.inv(lower.astype(float) + np.eye(16))
-    np.testing.assert_allclose(inverse_of_unit_lower(jnp.asarray(lower)), wanted, atol=1e-5)

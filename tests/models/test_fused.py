@@ -201,12 +201,3 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
         np.testing.assert_allclose(x, y, atol=1e-5)
     text = gradient.lower(*given, mesh=mesh).compile().as_text()
     assert "all-gather" not in text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sink_of_minus_infinity_is_none(kind):
-    given = arrays((1, 2, 2, 5, 1, 8), (1, 2, 2, 5, 8), (1, 2, 2, 5, 8))
-    kernel = Kernel.of(kind, 8)._replace(rows=16, columns=16)
-    sight = see((1, 2, 5), None, None, kernel, windows={None}, group=1)
-    none, least = (attend(*given, None, sight, kernel, sinks=x) for x in (None, jnp.full((2, 1), -jnp.inf)))
-    np.testing.assert_array_equal(least, none)

@@ -83,18 +83,6 @@ def test_piece_size(tokens, longest, size):
     assert size % BLOCK == 0
 
 
-def test_rows_that_end_at_random_leave_little_padding():
-    """The benchmark's case: 8 × 8 rows that end with probability 1/64 at every token, at most 256."""
-    shares = []
-    for seed in range(40):
-        lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, (8, 8)), 256)
-        mask = np.arange(256) < lengths[..., None]
-        sequences = pack(np.ones(mask.shape, int), mask, size=sequence_size(512, 256))
-        shares.append(padding_share(sequences))
-        assert shares[-1] == pytest.approx(1 - mask.sum() / (len(sequences) * 512))
-    assert np.mean(shares) < 0.15
-
-
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
     tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)

@@ -65,30 +65,6 @@ def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
                 np.testing.assert_allclose(log_probs(kind, ours), log_probs(kind, theirs), atol=1e-5)
 
 
-@of_each_kind
-def test_a_chunk_with_gaps_is_its_tokens_one_by_one(kind):
-    """Tokens that are not there, before those that are, as between the turns of completions."""
-    prompt, rows = batch()
-    _, prefix = call(kind, "prefill", prompt, LENGTHS)
-    cache = empty_like(prefix.layers, G, 8)
-    counts = np.array([[0, 2], [3, 5]])
-    there = np.arange(T) >= T - counts[..., None]
-    start = T - counts  # the slot of each completion's first token
-    hidden, together = call(kind, "hidden", rows, prefix, cache, 0, start, write=there)
-    for t in range(T):
-        here = slice(t, t + 1)
-        step, cache = call(kind, "hidden", rows[:, :, here], prefix, cache, t, start, write=there[:, :, here])
-        for b, g in np.argwhere(there[:, :, t]):
-            ours, theirs = log_probs(kind, step[b, g, 0]), log_probs(kind, hidden[b, g, t])
-            np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    for ours, theirs in zip(together, cache, strict=True):
-        if isinstance(ours, State):
-            begun = counts > 0
-            for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-                own = lambda x: np.asarray(x.swapaxes(1, 2))[begun]
-                np.testing.assert_allclose(own(x), own(y), atol=1e-5)
-
-
 @pytest.mark.quick
 def test_the_convolution_and_its_tail_by_hand():
     rng = np.random.default_rng(0)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import block, transformer
-from grpo_jax.models.cache import empty_like
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
-from grpo_jax.models.transformer import Transformer, count_parameters
+from grpo_jax.models.transformer import Transformer
 
 PLAIN = TransformerConfig(*(40, 32, 48, 2, 4, 2, 8), qk_norm="head", initializer_range=0.3)
 # Every switch that changes what attention sees, at once.
@@ -59,8 +58,6 @@ SHARED = dataclasses.replace(
     expert_layers=(False, True, False, False, False),
     experts_beside_mlp=True,
 )
-# The same with the window, and the rotary embedding of its own, in the last layer.
-BACKWARDS = dataclasses.replace(RICH, windows=(None, 3), rotary_layers=(False, True))
 CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE, "shared": SHARED}
 
 B, G, P, T = 2, 3, 6, 5
@@ -128,33 +125,6 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), BACKWARDS], ids=[*CONFIGS, "backwards"])
-def test_the_last_state_of_a_prompt_is_that_of_reading_all_of_it(config):
-    """The last layer makes one state a prompt; keys and values are those of every token."""
-    model, params = make(config)
-    prompt, _ = batch()
-    last, prefix = model.apply({"params": params}, prompt, LENGTHS, method="prefill")
-    hidden, own = model.apply({"params": params}, prompt[:, None], method="hidden")
-    np.testing.assert_allclose(last, hidden[np.arange(B), 0, LENGTHS - 1], atol=1e-5)
-    assert [len(kept) for kept in own] == [0 if kind.shared_kv else 2 for kind in config.layer_kinds]
-    for kept, new in zip(prefix.layers, own, strict=True):
-        for x, y in zip(kept, (new[0].swapaxes(-1, -2), new[1]) if new else (), strict=True):
-            np.testing.assert_allclose(x, y[:, :, 0], atol=1e-6)
-
-
-def test_one_state_a_row_where_keys_stand_already(config):
-    """`last` counts the tokens of the call, whatever slot of a cache the first of them takes."""
-    model, params = make(config)
-    prompt, rows = batch()
-    variables, last = {"params": params}, np.array([3, 1])
-    _, prefix = model.apply(variables, prompt, LENGTHS, method="prefill")
-    cache = empty_like(prefix.layers, G, T + 2)
-    _, cache = model.apply(variables, rows[:, :, :2], prefix, cache, 0, method="hidden")
-    all_states, _ = model.apply(variables, rows, prefix, cache, 2, method="hidden")
-    states, _ = model.apply(variables, rows, prefix, cache, 2, last=last, method="hidden")
-    np.testing.assert_allclose(states[:, :, 0], all_states[np.arange(B), :, last], atol=1e-5)
-
-
 def test_columns_of_logits_are_its_rows(config):
     model, params = make(config)
     hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
@@ -180,34 +150,6 @@ def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(conf
         for entry in path:
             theirs = theirs[entry.key]
         np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=jax.tree_util.keystr(path))
-
-
-def test_cached_decode_equals_the_forward_with_a_prompt(config):
-    model, params = make(config)
-    prompt, rows = batch()
-    variables = {"params": params}
-    _, prefix = jax.jit(functools.partial(model.apply, method="prefill"))(variables, prompt, LENGTHS)
-    step = jax.jit(functools.partial(model.apply, method="hidden"))
-    whole, _ = step(variables, rows, prefix)
-    cache = empty_like(prefix.layers, G, T + 2)
-    for t in range(T):
-        hidden, cache = step(variables, rows[:, :, t : t + 1], prefix, cache, jnp.int32(t))
-        np.testing.assert_allclose(hidden[:, :, 0], whole[:, :, t], atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [RICH, SPARSE], ids=["rich", "sparse"])
-def test_layers_that_are_traced_once_are_the_layers(config):
-    """Where a collection is written, each layer is traced by itself: the plain road to the same numbers."""
-    model, params = make(config)
-    tokens = batch()[1][0]
-
-    def loss(params, **how):
-        out = model.apply({"params": params}, tokens, **how)
-        return jnp.square(out[0] if how else out).mean()
-
-    once = jax.jit(jax.value_and_grad(loss))(params)
-    each = jax.jit(jax.value_and_grad(functools.partial(loss, mutable=["intermediates"])))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), once, each)
 
 
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
@@ -306,7 +248,3 @@ def test_bad_input_is_refused():
         model.apply({"params": params}, jnp.zeros(3, jnp.int32))
     with pytest.raises(ValueError, match=r"rope kind 'spiral' is not supported.*'yarn'"):
         rope_frequencies(Rope(kind="spiral"), 8)
-
-
-def test_count_parameters():
-    assert count_parameters({"a": np.zeros((2, 3)), "b": {"c": np.zeros(4)}}) == 10

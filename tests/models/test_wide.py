@@ -12,8 +12,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.devices.platform import has_wide_sums
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, wide_product, wide_sums
-from grpo_jax.models.quantized import Quantized, matmul_quantized
+from grpo_jax.models.matmul import matmul, matmul_transposed
 from grpo_jax.models.transformer import Transformer
 
 BF16 = jnp.bfloat16
@@ -89,14 +88,6 @@ def test_a_wide_matmul_is_the_matmul(name, dtype):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=1e-2, atol=1e-2)  # 8 bits of mantissa
 
 
-def test_a_wide_product_by_columns_is_the_product():
-    keys = jax.random.split(jax.random.key(2))
-    x, w = jax.random.normal(keys[0], (3, 48)).astype(BF16), jax.random.normal(keys[1], (48, 80)).astype(BF16)
-    found, expected = matmul_by_columns(x, w.T, jnp.float32, True), matmul(x, w, jnp.float32, True)
-    tolerance = 0 if has_wide_sums() else 1e-5  # an older XLA adds up in another order
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
-
-
 def operands(text):
     """The dtypes of the operands of each product in an optimized program, which XLA may have put into a fusion."""
     types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text)) | dict(re.findall(r"(%?[\w.]+): (\w+)\[", text))
@@ -116,26 +107,6 @@ def takes_bfloat16():
     x = jnp.ones((64, 64), BF16)
     text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
     return operands(text) == [{"bf16"}]
-
-
-@pytest.mark.parametrize("name", [*FORMS, "quantized"])
-def test_no_product_is_made_in_float32(name):
-    """Neither the value nor the gradient of a side: XLA would not say so, it would take three times as long."""
-    if not takes_bfloat16():
-        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
-    product, shape = FORMS.get(name, (matmul_quantized, (48, 80)))
-    x, w, g = jnp.ones((32, 48), BF16), jnp.ones(shape, BF16), jnp.ones((32, 80), BF16)
-    held = Quantized(jnp.ones((80, 48), jnp.int8), jnp.ones((80, 1)), shape=(48, 80), block=48, dtype="float32")
-
-    def gradients(x, w, g):
-        if name == "quantized":  # the weights are not differentiated
-            y, pullback = jax.vjp(lambda x: product(x, held, None, True), x)
-        else:
-            y, pullback = jax.vjp(lambda x, w: product(x, w, None, True), x, w)
-        return y, pullback(g)
-
-    found = operands(jax.jit(gradients).lower(x, w, g).compile().as_text())
-    assert found == (2 if name == "quantized" else 3) * [{"bf16"}]
 
 
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():

@@ -17,7 +17,7 @@ SIZES = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1,
 
 
 @pytest.mark.quick
-def test_extras_take_metrics_and_columns_once():
+def test_extras_take_metrics_and_columns_once_as_they_were():
     extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
 
     def by_the_book(completions, trainer_state, log_metric, log_extra):
@@ -37,10 +37,6 @@ def test_extras_take_metrics_and_columns_once():
         extras.rows(2)
     with pytest.raises(TypeError, match="work in the process that trains"):
         pickle.dumps(extras.log_metric)
-
-
-@pytest.mark.quick
-def test_what_is_logged_beside_a_completion_is_what_it_was():
     extras, seen = Extras(), [[1], [2]]
     extras.log_extra("seen", seen)
     seen[0].append(2)

@@ -307,15 +307,6 @@ def test_repetition_counts_n_grams():
     assert get_repetition_penalty_reward(3)(completion_ids=[[1, 2], [], [7] * 5]) == pytest.approx([0, 0, -2 / 3])
 
 
-def test_no_reward_is_minus_zero():
-    rewards = [
-        weighted(some([0.0]), -1.0)(completions=["x"]),
-        get_soft_overlong_punishment(4, 2)(completion_ids=[[1, 2]]),
-        get_repetition_penalty_reward(1)(completion_ids=[[1, 2]]),
-    ]
-    assert [str(reward) for reward in rewards] == ["[0.0]"] * 3
-
-
 SHIPPED = [
     accuracy_reward("answer", r"<answer>(.*?)</answer>"),
     format_reward(".*"),

@@ -262,9 +262,6 @@ def test_inside_and_around_combinators():
     assert score(around)[0].tolist() == [3, 6, 9, 12]
     fn.close()
     around.close()
-
-
-def test_from_row_inside_keeps_the_scores_next_to_a_fault():
     fn = isolated(from_row(functions.row_of_worker), timeout=10)
     with pytest.raises(PartialRewards) as caught:
         fn(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])

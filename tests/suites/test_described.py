@@ -87,15 +87,3 @@ def test_a_suite_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.utils", None)
     with pytest.raises(ValueError, match=r"data: reasoning-gym is needed .* pip install reasoning-gym"):
         suite_of({"reasoning_gym": "chain_sum"})
-
-
-def test_a_file_with_tasks_of_reasoning_gym_is_a_run(tmp_path):
-    """Its rewards are checked against its columns, as those of any run."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
-    data = "data: {reasoning_gym: {chain_sum: {level: 0}, acre: {weight: 2}}, size: 8, seed: 1}\nprompt: '{question}'\n"
-    run = read_run(written(tmp_path, data + "eval_data: {reasoning_gym: chain_sum, size: 2, seed: 100}"), wanted=ALL)
-    assert {row["task"] for row in run.rows} == {"chain_sum", "acre"}
-    assert [row["prompt"] for row in run.eval_rows] == [row["question"] for row in run.eval_rows]
-    assert [fn.__name__ for fn in run.rewards] == ["reasoning_gym"]
-    with pytest.raises(ValueError, match=r"data: chain_sum.max_term: no such setting of this task"):
-        read_run(written(tmp_path, "data: {reasoning_gym: chain_sum, max_term: 3}"), wanted=ALL)

@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
 from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import openenv
 
@@ -119,20 +117,6 @@ def test_what_is_read_and_what_is_done_are_the_environments_fields(server):
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
-
-
-def test_three_iterations_with_the_packages_own_environment(server):
-    """Of a policy most of whose completions have several turns."""
-    suite = openenv(server.url, prompt="", observation="echoed_message", max_turns=3, size=6)
-    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
-    lines, rows = [], [{**row, "prompt": "ab"} for row in suite.rows]  # this tokenizer has no chat template
-    sizes = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40, "max_steps": 3}
-    config = GRPOConfig(gradient_checkpointing=False, logging_steps=1, **sizes)
-    callbacks = [lambda step, line: lines.append(line)]
-    train(policy, rows, [], config, environment_factory=suite.environment_factory, callbacks=callbacks)
-    assert len(lines) == 3
-    assert all(line["rewards/OpenEnv/missing"] == 0.0 < line["rewards/OpenEnv/mean"] for line in lines)
-    assert max(line["turns/mean"] for line in lines) > 1
 
 
 def test_a_server_that_hangs_or_dies_ends_its_sessions(server):

@@ -1,7 +1,6 @@
 """reasoning-gym: rows that are its own items, its own scores, its own composites and curricula."""
 
 import dataclasses
-import decimal
 
 import pytest
 
@@ -50,19 +49,6 @@ def test_rows_and_scores_are_the_suites_own(task):
     assert scored(suite, given) == pytest.approx(wanted, abs=1e-7)  # float32 here
     assert 1.0 in wanted
     assert min(wanted) < 1.0
-
-
-@pytest.mark.quick
-def test_a_verifier_has_the_settings_of_its_task():
-    """decimal_arithmetic allows one unit in the last place that its settings ask for."""
-    places = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
-    suite, usual = (
-        reasoning_gym("decimal_arithmetic", size=4, seed=1, **places),
-        gym.create_dataset("decimal_arithmetic"),
-    )
-    near = [str(decimal.Decimal(row["answer"]) + decimal.Decimal("0.1")) for row in suite.rows]
-    assert scored(suite, near) == [1.0] * 4
-    assert [usual.score_answer(text, row) for text, row in zip(near, suite.rows, strict=True)] == [0.0] * 4
 
 
 @pytest.mark.quick
@@ -150,12 +136,3 @@ def test_a_verifier_that_raises_is_the_fault_of_one_completion():
     with pytest.raises(PartialRewards, match="1 of 3; completion 1 raised ValueError: letter_jumble") as caught:
         suite.reward_fns[0](completions=columns["answer"], **columns)
     assert caught.value.values == [1.0, None, 1.0]
-
-
-def test_a_verifier_that_hangs_is_ended():
-    """`eval` of a model's text, in a worker; and the items are those of this process, whatever the worker's hashes."""
-    suite = reasoning_gym("n_queens", size=2, seed=1, timeout=3.0)
-    columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
-    with pytest.raises(PartialRewards, match="1 of 2; completion 0 took longer") as caught:
-        suite.reward_fns[0](completions=["sum(1 for _ in iter(int, 1))", columns["answer"][1]], **columns)
-    assert caught.value.values == [None, 1.0]

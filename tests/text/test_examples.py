@@ -46,15 +46,12 @@ def learned(rows, tokenizer=None, max_length=None, **encoding):
     ]
 
 
-def test_what_is_learned_of_text():
+def test_what_is_learned_of_text_and_of_tokens():
     rows = [{"prompt": "ab", "completion": "cd"}]
     assert learned(rows) == [("abcd<eos>", "cd<eos>")]
     assert learned(rows, completion_only_loss=False) == [("abcd<eos>", "abcd<eos>")]
     assert learned([{"text": "abc"}]) == [("abc<eos>", "abc<eos>")]
     assert learned([{"text": "abc<eos>"}]) == [("abc<eos>", "abc<eos>")]
-
-
-def test_tokens_and_labels_are_taken_as_they_are():
     assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
         [71, EOS]
     )
@@ -76,14 +73,11 @@ def test_what_is_learned_of_messages():
     assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
 
 
-def test_a_template_that_forgets_is_refused_where_the_assistant_cannot_be_found():
+def test_what_the_template_or_the_rows_do_not_allow_is_refused():
     with pytest.raises(ValueError, match=r"up to message 1 is no beginning of the whole.*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 has no token of the assistant"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
-
-
-def test_settings_that_rows_do_not_allow_are_refused():
     with pytest.raises(ValueError, match="assistant_only_loss = True: dataset row 0 has no messages, only text"):
         learned([{"text": "a"}], assistant_only_loss=True)
     with pytest.raises(ValueError, match="completion_only_loss = True: dataset row 0 has no 'prompt' and 'completion'"):

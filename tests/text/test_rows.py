@@ -12,16 +12,13 @@ ROWS = [
 ]
 
 
-def test_a_pandas_frame_is_its_rows_with_lists_in_the_place_of_arrays(tmp_path):
+def test_a_pandas_frame_is_its_rows_with_lists_for_arrays_and_none_for_nan(tmp_path):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     pandas.DataFrame(ROWS).to_parquet(tmp_path / "rows.parquet")
     frame = pandas.read_parquet(tmp_path / "rows.parquet")
     assert type(frame["tests"][0]).__name__ == "ndarray"
     assert load_rows(frame) == load_rows(frame.to_dict("records")) == ROWS
-
-
-def test_what_a_pandas_frame_does_not_have_is_none():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     rows = [{"prompt": "1+1", "n": 2, "answer": "2", "x": 0.5}, {"prompt": "2+2", "n": None, "answer": None, "x": None}]
     for frame in (pandas.DataFrame(rows), pandas.DataFrame(rows).convert_dtypes()):

@@ -54,7 +54,6 @@ def test_names_of_the_hub_are_not_like_files():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("none.jsonl", r"data is 'none.jsonl', which is no file: give a file \(.jsonl, .json, .csv, .parquet\)"),
         ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; data has config, name, path, rows, split"),
         ({"split": "test"}, "give it a path, or the name of a dataset on the hub, and not both"),
         ({"name": "a/b", "path": "rows.jsonl"}, "give it a path, or the name of a dataset on the hub, and not both"),
@@ -62,7 +61,6 @@ def test_names_of_the_hub_are_not_like_files():
         ({"path": "rows.jsonl", "split": "test"}, "data.split: only a dataset on the hub has one, which is given by"),
         ({"path": "rows.jsonl", "rows": 0}, "data.rows = 0: use a whole number from 1 up"),
         (7, "data is 7: give a list of dicts, .* or the name of a dataset on the hub"),
-        ("rows.jsonl", "data row 0 has no 'prompt'; its columns are"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_said(folder, source, said):

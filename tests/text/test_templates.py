@@ -153,12 +153,6 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_templates_of_every_family_are_fit(name):
-    tokenizer, ends = family(name)
-    lib.check_template(tokenizer, roles=("tool", "user"), tools=TOOLS, eos_token_ids=ends)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

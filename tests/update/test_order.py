@@ -34,9 +34,6 @@ def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
 def test_no_part_is_kept_longer_than_it_is_needed():
     legs = plan_order([{0, 1}, {1}, {3, 2}, {3}])
     assert [tuple(leg) for leg in legs] == [([0, 1], [0], [0]), ([], [1], [1]), ([2, 3], [2], [2]), ([], [3], [3])]
-
-
-def test_sequences_beside_each_other_are_one_leg_until_nothing_is_kept():
     legs = plan_order([{0, 1}, {1}, {2}, {3, 2}], at_once=True)
     assert [leg.sequences for leg in legs] == [[0, 1], [2, 3]]
     assert [sorted(leg.reads) for leg in legs] == [sorted(leg.backs) for leg in legs] == [[0, 1], [2, 3]]

@@ -161,27 +161,6 @@ def test_adapters_are_packed():
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-def test_dropout_falls_differently_on_every_packed_sequence_and_the_same_again():
-    policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
-    params = jax.tree.map(lambda x: x + 0.1, policy.params)  # a fresh adapter's B is zero: nothing would be dropped
-    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
-    steps = []
-    for seed in (0, 0, 1):
-        state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
-        updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
-        steps.append(updater.update(state, batch())[0].params)
-    chex.assert_trees_all_equal(steps[0], steps[1])
-    assert optax.tree.norm(optax.tree.sub(steps[0], steps[2])) > 1e-3
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_sequences_are_as_long_as_the_products_of_the_model_ask_for(monkeypatch, wide):
-    monkeypatch.setattr(packed, "WIDE_TOKENS", 32)
-    model, params = tiny_model(dtype="bfloat16", wide_sums=wide)
-    updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
-    assert updater.shapes(params, (4, G, T))[0].size == (32 if wide else 16)
-
-
 # Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing. Of short
 # rows, 28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all.
 FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
@@ -254,39 +233,6 @@ def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(
     assert counted_four == 2 * counted_two
     assert (four - two) / 2 == pytest.approx(counted_two / 2, abs=read + 1024)
     assert (four - two) / 2 < weights / 4
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize(("least", "most"), [(16, 1), (32, 2), (4096, 4)])
-def test_prompts_are_kept_as_long_as_a_sequence_needs_them(monkeypatch, least, most, streams):
-    """Each full completion is a sequence, so one prompt is kept; four of a token are one, of as many as are told."""
-    monkeypatch.setattr(prompts_module, "count_streams", lambda _, parts: min(streams, parts))
-    monkeypatch.setattr(prompts_module, "LEAST_KEPT", least)
-    counts, add = [], packed.PackedUpdater.add_sequence
-
-    def watched(self, *arguments, **keywords):
-        counts[-1].append(len(prompts_in_turn[-1].kept))
-        return add(self, *arguments, **keywords)
-
-    class Watched(prompts_module.PromptsInTurn):
-        def __init__(self, *arguments, **keywords):
-            super().__init__(*arguments, **keywords)
-            prompts_in_turn.append(self)
-
-    prompts_in_turn = []
-    monkeypatch.setattr(packed, "PromptsInTurn", Watched)
-    monkeypatch.setattr(packed.PackedUpdater, "add_sequence", watched)
-    model, params = tiny_model()
-    prompts = Prompts(jnp.arange(64).reshape(4, 16) % 24, jnp.array([16, 3, 5, 8]))
-    for mask in (np.ones((4, G, T), bool), np.zeros((4, G, T), bool)):
-        mask[:, 0, 0] = True
-        b = batch(prompts=prompts, mask=jnp.asarray(mask))
-        counts.append([])
-        plain, packed_step = both(model, params, b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
-        chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
-    full, short = counts
-    assert (max(full), max(short)) == (1, most)
-    assert not any(each.kept for each in prompts_in_turn), "nothing is kept after an update"
 
 
 @pytest.mark.quick

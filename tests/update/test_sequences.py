@@ -9,7 +9,6 @@ from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
-from grpo_jax.devices.sharding import lower_call
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models import packing
@@ -18,7 +17,6 @@ from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.objective import learns_by_advantages, loss_settings
 from grpo_jax.update.packed import choose_updater
-from grpo_jax.update.programs import abstract_minibatch, filled_sequence
 from grpo_jax.update.state import create_state
 
 
@@ -182,20 +180,3 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
 @pytest.mark.quick
 def test_the_lessons_of_sft_have_no_advantages():
     assert not learns_by_advantages(as_argument(tiny_model()[0]), SFTConfig())
-
-
-def test_nothing_goes_back_in_the_program_that_measures():
-    """By XLA's account: a third of the operations of a sequence with its gradient, and no room for one."""
-    model, params = tiny_model(layers=4)
-    updater = choose_updater(model, GRPOConfig(max_completion_length=T), micro=(4, G))
-    state = create_state(params, OPTIMIZER, jax.random.key(0))
-    shards, shape = updater.shards(batch().prompts), updater.shapes(params, batch().mask.shape)[0]
-    zeros, minibatch = abstract_minibatch(updater, state, batch())
-    sequence = filled_sequence(batch(), shape, shards)
-    update = lower_call(updater.add_sequence(zeros, minibatch, sequence, 0, shards)).compile()
-    measured = lower_call(updater.measure_sequence(minibatch, sequence, 0)).compile()
-    flops = [x.cost_analysis()["flops"] for x in (update, measured)]
-    assert flops[1] < 0.4 * flops[0]
-    gradients = sum(x.nbytes for x in jax.tree.leaves(params))
-    outputs = [x.memory_analysis().output_size_in_bytes for x in (update, measured)]
-    assert outputs[1] < 1024 < gradients < outputs[0]

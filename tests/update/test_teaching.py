@@ -12,12 +12,11 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, make_prompts
-from grpo_jax.devices.sharding import lower_call, make_mesh, place
-from grpo_jax.models import packing, scoring
+from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models import packing
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater, choose_updater
-from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.update.teaching import Teacher, compare_padded
@@ -189,21 +188,3 @@ def test_on_a_mesh_the_gradient_is_that_of_one_device():
         state = place(create_state(params, SGD, jax.random.key(0)), here)
         grads.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)
-
-
-def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk(monkeypatch):
-    """XLA's own count of temporaries: with four times the tokens they grow by less than half of one such array."""
-    monkeypatch.setattr(scoring, "CHUNK", 128)
-    vocab, shape = 4096, (4, 8, 64)
-    model, params = tiny_model(vocab=vocab, layers=1)
-    teacher = Teacher(as_argument(model), tiny_model(vocab=vocab, layers=1, seed=1)[1])
-    config = dataclasses.replace(CONFIG, max_completion_length=64)
-    updater = choose_updater(model, config, micro=(4, 8), optimizer=SGD, teacher=teacher)
-    state = create_state(params, SGD, jax.random.key(0))
-    b = Batch(make_prompts(LISTS), jnp.ones(shape, int), jnp.ones(shape, bool), jnp.zeros((4, 8)), jnp.zeros(shape))
-
-    def temporaries(tokens):
-        monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-        return lower_call(update_calls(updater, state, b).update).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(2048) - temporaries(512) < 0.5 * (2048 - 512) * vocab * 4
