@@ -1,7 +1,6 @@
 """The programs of a run before there are weights or devices: their memory and FLOPs, by the compiler of the devices.
 
-The programs are those that `train` or `sft` call, lowered for abstract shapes: no weight is read. Devices that are not
-here are compiled for by their own compilers (`devices.targets`), in a process of its own.
+They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`devices.targets`).
 """
 
 from __future__ import annotations
@@ -126,11 +125,13 @@ def programs(
 
     Args:
       model: name of a model on the hub, a directory, a config.json, or its content.
-      config: of `train` or of `sft`. Its mesh takes as many of the devices as it needs; without one, the first.
+      config: of `train` or of `sft`; its mesh takes the first devices, as many as it needs.
       prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the loaded params.
-      lora, quantize, quantize_embeddings: as in `hub.abstract.Loading`; None trains all params.
+      lora: as in `hub.abstract.Loading`, like the next two; None trains all params.
+      quantize: of the base, or None.
+      quantize_embeddings: of the base.
 
     Returns:
       "rollout", a burst of the decode (not of `sft`); "update", one packed sequence; with `beta` also "reference". All

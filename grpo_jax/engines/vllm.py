@@ -87,7 +87,9 @@ def vllm_scorer(
         of two texts in one batch there.
       tokenizer: of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which the run compares with the
         policy's; None: they are taken to be the same.
-      timeout, patience, api_key_env: as in `vllm`.
+      timeout: as in `vllm`, like the next two.
+      patience: seconds.
+      api_key_env: name of a variable.
 
     Returns:
       `EngineScorer`, a `run.teacher.Scorer`.
