@@ -10,7 +10,7 @@ import pytest
 from tiny import random_params
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.layers import ConvShape, DeltaShape, LayerKind, TransformerConfig
+from grpo_jax.models.layers import DeltaShape, LayerKind, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.packing import pack
 from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
@@ -26,7 +26,6 @@ SHAPES = {
     "recurrent in every second": dataclasses.replace(
         FOUR, mixers=("delta", "attention") * 2, delta=DeltaShape(2, 4, 6, 5)
     ),
-    "short convolutions": dataclasses.replace(FOUR, mixers=("conv", "attention") * 2, conv=ConvShape(16)),
     "bfloat16, made again": dataclasses.replace(PLAIN, dtype="bfloat16", remat=True),
 }
 PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), jnp.array([4, 2]))
