@@ -105,7 +105,7 @@ def server(tmp_path_factory):
         one.kill()
 
 
-def learned(policy, engine, callbacks=(), run_dir=None, **settings):
+def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None, **settings):
     """Lines of a run."""
     lines = []
 
@@ -120,10 +120,11 @@ def learned(policy, engine, callbacks=(), run_dir=None, **settings):
         train(
             policy,
             ROWS,
-            [long_words],
+            [long_words] if environment_factory is None else [],
             GRPOConfig(**SMALL | settings),
             sampler=engine,
             callbacks=[keep, *callbacks],
+            environment_factory=environment_factory,
             run_dir=run_dir,
         )
     return lines
