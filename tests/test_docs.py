@@ -66,6 +66,7 @@ listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 @pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
+    """Links, files, modules, commands and fields that the pages name exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -129,6 +130,7 @@ def test_the_settings_to_start_with_are_a_config():
 
 
 def test_the_algorithm_of_ones_own_runs_as_it_stands():
+    """The recipe of an algorithm of one's own runs as it stands."""
     (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "advantage_fn=" in block)
     config = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_completion_length=4, max_steps=1)
     seen: dict[str, Any] = {}
@@ -235,6 +237,7 @@ def test_docstrings_begin_with_one_line(name):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstrings_of_functions_are_in_form(name):
+    """Every public name has a docstring in form, and is in the reference."""
     signature, parts = inspect.signature(getattr(grpo_jax, name)), sections(name)
     assert listed(parts["Args"]) == list(signature.parameters)
     assert ("Returns" in parts) == (signature.return_annotation not in (None, "None"))

@@ -78,6 +78,9 @@ def test_every_room_has_its_floor():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_downwards(name):
+    """Rooms import from the floors below and without circles (of what a function or a type checker imports too), the
+    inner rings import nothing of the outer ones, and importing the package does no work.
+    """
     if name == "grpo_jax":
         return
     room = room_of(name)
@@ -138,6 +141,7 @@ def test_a_room_says_what_it_is_and_hands_on_names(room):
 
 @pytest.mark.quick
 def test_files_are_short():
+    """Files and functions are short, and every room says what it is."""
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
     assert sorted(lines.values())[len(lines) // 2] <= 200
@@ -238,6 +242,7 @@ def test_every_public_name_is_there_and_says_what_it_does():
 
 @pytest.mark.quick
 def test_each_module_has_a_test_beside_it():
+    """Every module has its test."""
     tests = Path(__file__).parent
     without = {
         name.removeprefix("grpo_jax.")

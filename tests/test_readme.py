@@ -34,6 +34,7 @@ def blocks(page):
 
 
 def test_quick_start(tmp_path, monkeypatch):
+    """The README's quick start runs as it stands."""
     code = blocks(README)[0]
     monkeypatch.chdir(tmp_path)
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", chat_checkpoint(tmp_path)).replace("max_steps=50", "max_steps=2")

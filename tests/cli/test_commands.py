@@ -51,6 +51,9 @@ def state(folder, trained):
 
 
 def test_training_is_that_of_the_api(folder, trained, state):
+    """`grpo-jax train` is `train` with the same arguments, `resume` goes on to the same numbers, and `export` writes
+    the same params.
+    """
     assert metrics_of(trained) == metrics_of(folder / "by_api")
     assert len(metrics_of(trained)) > 2
     assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]

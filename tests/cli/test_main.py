@@ -37,6 +37,7 @@ def help_of(command: str) -> str:
 
 
 def test_help_completion_and_wrong_options_import_no_jax():
+    """All faults of a RUN.yaml come together, each with its key; asking a command for help imports no JAX."""
     asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--help", "beta"], ["train", "--halp"]]
     asked += [["--version"], ["--print-completion", "bash"], ["trian"], []]
     code = (

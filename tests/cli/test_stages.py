@@ -55,6 +55,7 @@ def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path, monkeypatc
 
 @pytest.mark.quick
 def test_a_plan_has_both_stages(tmp_path, monkeypatch):
+    """A plan of SFT holds what GRPO holds, and `grpo-jax plan` has both stages."""
     asked = []
     monkeypatch.setattr(commands, "plan_run", lambda _, config, **rest: asked.append(config) or "a plan")
     assert run("plan", write(tmp_path, seed=7)) == "stage sft:\na plan\nstage grpo:\na plan\n"

@@ -85,6 +85,7 @@ def reward(completions):
 
 
 def test_a_trl_script_runs_with_another_import(tmp_path):
+    """A TRL script runs with its import changed; every field of TRL's config is in the table."""
     columns = {"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "topic": "sums"}
     out, events = tmp_path / "out", []
     names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": [columns, columns]}

@@ -304,6 +304,7 @@ def test_too_little_room_is_said_before_anything_is_sampled(server):
 
 
 def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch):
+    """A server's key is in no file, line or message of a run."""
     server.key = "not-to-be-seen"
     engine = vllm(server.url, api_key_env="SOME_KEY")
     with pytest.raises(EngineError, match=r"answered 401.*environment variable SOME_KEY"):

@@ -41,6 +41,7 @@ def test_the_arms_of_reference_sync_differ_in_the_sync_alone():
 
 
 def test_with_one_update_the_three_ways_are_one():
+    """Old completions move the policy away, and the clip holds it."""
     none, weights, clipped = (old_and_new_policy.run(way, 1, iterations=2, seed=5) for way in old_and_new_policy.WAYS)
     for name, values in none.items():
         np.testing.assert_allclose(weights[name], values, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -39,6 +39,7 @@ WITHOUT_VALUE = (
 
 
 def test_what_breaks_the_rules_has_no_value():
+    """Countdown executes nothing."""
     for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
         assert expression_value(text, [3, 5, 9]) is None, text
     assert expression_value("9-5", [3, 5, 9]) is None

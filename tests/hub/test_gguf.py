@@ -65,6 +65,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(name, folder):
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [KINDS.Q4_K, KINDS.Q6_K, KINDS.Q5_K, KINDS.Q4_0, KINDS.MXFP4])
 def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
+    """Quantized matrices are those of the package gguf, heads reordered or experts stacked."""
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
     data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # no scale is infinite
@@ -212,6 +213,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
     ],
 )
 def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
+    """What is not known of a GGUF file is refused by name."""
     path = written(tmp_path / "model.gguf", **changes)
     with pytest.raises(ValueError, match=message):
         from_pretrained(path)

@@ -263,6 +263,9 @@ def trained(policy):
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_adapters_go_to_peft_and_back_and_merge_within_the_rounding(checkpoint, method, tmp_path):
+    """A run on a quantized base is the run on the weights that it stands for, and merging adds no more error than the
+    rounding.
+    """
     plain, held = from_pretrained(checkpoint), from_pretrained(checkpoint, quantize=method)
     policy = trained(held)
     tokens = np.arange(10).reshape(2, 5)

@@ -8,14 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 
-pytestmark = pytest.mark.quick
-
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
+
+
+def x64():
+    """64-bit floats for a block; the name moved between jax versions."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
 
 
 def by_loops(rewards, weights, scale, aggregation, epsilon):
@@ -62,6 +68,7 @@ def example(seed=0, B=3, G=4, K=2, missing=0.0):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("missing", [0.0, 0.3, 0.7])
 def test_definition(scale, aggregation, missing):
+    """Advantages are what their definition says, written again in loops."""
     rewards, weights = example(missing=missing, K=3), [0.5, -2.0, 3.0]
     for epsilon in (1e-4, 0.5):
         expected = by_loops(rewards, weights, scale, aggregation, epsilon)
@@ -75,6 +82,54 @@ def test_definition(scale, aggregation, missing):
         np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=3e-6)
         with x64():
             np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
+
+
+@pytest.mark.quick
+def test_defaults():
+    rewards = example()
+    np.testing.assert_allclose(
+        compute_advantages(rewards), by_loops(rewards, [1, 1], "group", "sum_then_normalize", 1e-4), atol=1e-6
+    )
+
+
+@pytest.mark.quick
+def test_two_completions_by_hand():
+    # G = 2: mean 1, deviations ±1, std with Bessel √2: A = ±1/(√2 + 1e-4).
+    advantages = compute_advantages(jnp.array([[0.0, 2.0]]))
+    np.testing.assert_allclose(advantages, [[-0.7070568, 0.7070568]], atol=1e-6)
+    # And without the 1e-4 the number would differ in the fifth digit.
+    np.testing.assert_allclose(
+        compute_advantages(jnp.array([[0.0, 2.0]]), epsilon=0.0), [[-(0.5**0.5), 0.5**0.5]], 1e-7
+    )
+
+
+def test_rank_two_is_one_reward_function():
+    rewards = example(K=1)
+    np.testing.assert_array_equal(compute_advantages(rewards[..., 0]), compute_advantages(rewards))
+    np.testing.assert_array_equal(
+        compute_advantages(rewards[..., 0], weights=[2.0], scale_rewards="none"),
+        2 * compute_advantages(rewards, scale_rewards="none"),
+    )
+
+
+@pytest.mark.quick
+def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
+    """A statistic of a group does not see other prompts."""
+    rewards = example(B=3, K=1)
+    other = rewards.copy()
+    other[1:] *= 7.0
+    first = lambda r, scale: np.asarray(compute_advantages(r, scale_rewards=scale))[0]
+    for scale in ("group", "none"):
+        np.testing.assert_array_equal(first(rewards, scale), first(other, scale))
+    assert np.abs(first(rewards, "batch") - first(other, "batch")).max() > 0.1
+
+
+def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
+    """ "Not scored" is not zero, and leaves mean and std."""
+    rewards = np.array([[1.0, 2.0, 4.0, np.nan]])
+    advantages = np.asarray(compute_advantages(rewards))
+    assert advantages[0, 3] == 0.0
+    np.testing.assert_allclose(advantages[:, :3], compute_advantages(rewards[:, :3]), atol=1e-7)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -102,10 +157,19 @@ def test_shift_scale_and_permutations(scale, aggregation):
     )
 
 
+@pytest.mark.quick
+def test_zero_weight_is_no_reward_function():
+    rewards = example()
+    np.testing.assert_allclose(
+        compute_advantages(rewards, weights=[1.0, 0.0]), compute_advantages(rewards[..., :1]), atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1000.1, -3e7, 1e30])
 def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
+    """Equal rewards give exactly 0, also with a large offset."""
     rewards = np.full((2, 3, 2), reward)
     rewards[1, 2, 0] = np.nan if reward == 0.0 else reward
     advantages = compute_advantages(rewards, scale_rewards=scale, multi_objective_aggregation=aggregation)
@@ -128,6 +192,7 @@ def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregati
     assert both[1, 2] > 0.5
 
 
+@pytest.mark.quick
 def test_a_large_offset_does_not_cost_the_signal():
     small = np.array([[0.0, 1.0, 0.0, 1.0]])
     np.testing.assert_array_equal(compute_advantages(small + 2.0**20), compute_advantages(small))
@@ -141,6 +206,7 @@ def test_other_dtypes_are_computed_in_float32(dtype):
     np.testing.assert_array_equal(advantages, compute_advantages(rewards.astype(jnp.float32)))
 
 
+@pytest.mark.quick
 def test_rewards_are_data():
     gradient = jax.grad(lambda r: jnp.sum(compute_advantages(r, scale_rewards="none") ** 2))(jnp.array([[1.0, 0.0]]))
     np.testing.assert_array_equal(gradient, 0.0)
@@ -173,6 +239,13 @@ def test_zero_signal_groups():
     assert zero_signal_groups(np.full((1, 3), 0.1)).tolist() == [True]
 
 
+def test_zero_signal_groups_are_those_with_zero_advantages():
+    rewards = np.random.default_rng(1).integers(0, 2, size=(50, 3)).astype(float)
+    expected = np.all(np.asarray(compute_advantages(rewards)) == 0.0, axis=1)
+    assert 0 < expected.sum() < 50
+    np.testing.assert_array_equal(zero_signal_groups(rewards), expected)
+
+
 # Other estimators ---------------------------------------------------------------------------------------------------
 
 OTHERS = ["rloo", "maxrl", "opo", "reinforce_pp"]
@@ -198,6 +271,9 @@ def test_estimators_by_hand():
     expected["reinforce_pp"] = centred / (np.sqrt(8 / 10) + 1e-4)
     for name, table in expected.items():
         np.testing.assert_allclose(estimated(rewards, name, lengths=lengths), table, atol=1e-6, err_msg=name)
+
+
+def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
     rewards = np.array([[1.0, -1.0, 0.0], [-3.0, 0.0, 0.0], [4.0, -1.0, 0.0]])
     expected = [[0, 0, 0], [0, 0, 0], [3, -2, -1]]
     np.testing.assert_allclose(estimated(rewards, "maxrl"), expected, atol=1e-6)
@@ -207,6 +283,18 @@ def test_estimators_by_hand():
 def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
     for rewards in ([[1000.1] * 3, [1000.1] * 3], [[np.nan] * 3, [7.0, np.nan, np.nan]]):
         np.testing.assert_array_equal(estimated(np.array(rewards), estimator, lengths=np.full((2, 3), 4)), 0.0)
+
+
+def test_lengths_of_one_kind_make_opo_the_plain_baseline_and_two_completions_make_rloo_their_difference():
+    rewards = np.random.default_rng(0).normal(size=(5, 4, 2))
+    settings = {"weights": [1.0, -2.0]}
+    plain = compute_advantages(rewards, scale_rewards="none", **settings)
+    np.testing.assert_allclose(estimated(rewards, "opo", lengths=np.full((5, 4), 7), **settings), plain, atol=1e-6)
+    np.testing.assert_allclose(estimated(rewards, "rloo", **settings), plain * 4 / 3, atol=1e-6)
+    two = estimated(rewards[:, :2], "rloo", **settings)
+    np.testing.assert_allclose(two[:, 0], -two[:, 1], atol=1e-6)
+    total = rewards[:, :2] @ np.array([1.0, -2.0])
+    np.testing.assert_allclose(two[:, 0], total[:, 0] - total[:, 1], atol=1e-5)
 
 
 GROUP = 4
@@ -244,9 +332,45 @@ def test_what_the_estimators_expect():
         np.testing.assert_allclose(expected_gradient(theta, right, "maxrl"), weight * of_mean(right), atol=1e-12)
 
 
+@pytest.mark.quick
+def test_a_scale_beside_an_estimator_is_refused():
+    rewards = jnp.zeros((2, 3))
+    for estimator in OTHERS:
+        for settings in ({}, {"scale_rewards": "batch"}):
+            with pytest.raises(
+                ValueError, match=rf"estimator='{estimator}' has a scale of its own.*pass scale_rewards"
+            ):
+                compute_advantages(rewards, estimator=estimator, **settings)
+        with pytest.raises(ValueError, match="has a scale of its own"):
+            estimated(rewards, estimator, multi_objective_aggregation="normalize_then_sum")
+    for lengths in (None, jnp.ones(3)):
+        with pytest.raises(ValueError, match=r'estimator="opo" needs \(2, 3\), the tokens of each completion'):
+            estimated(rewards, "opo", lengths=lengths)
+    with pytest.raises(ValueError, match=r"estimator='rlo' is not known.* Did you mean 'rloo'\?"):
+        estimated(rewards, "rlo")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", [compute_advantages, zero_signal_groups])
+def test_bad_arguments_are_named(function):
+    rewards = jnp.zeros((2, 3, 2))
+    for shape in ((3,), (1, 2, 3, 4)):
+        with pytest.raises(ValueError, match=r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]"):
+            function(jnp.zeros(shape))
+    for weights in ([1.0], [1.0, 2.0, 3.0], 1.0):
+        with pytest.raises(ValueError, match=r"weights has shape .*; pass \(2,\), one weight per reward function"):
+            function(rewards, weights=weights)
+    with pytest.raises(
+        ValueError, match=r"multi_objective_aggregation='sum_then' is not known.* Did you mean 'sum_then_n"
+    ):
+        function(rewards, multi_objective_aggregation="sum_then")
+    with pytest.raises(ValueError, match=r"scale_rewards='groups' is not known.* Did you mean 'group'\?"):
+        compute_advantages(rewards, scale_rewards="groups")
+
+
 class VariantsTest(chex.TestCase, parameterized.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    @parameterized.parameters(*zip(SCALES, AGGREGATIONS, strict=False))
+    @parameterized.product(scale=SCALES, aggregation=AGGREGATIONS)
     def test_compute_advantages(self, scale, aggregation):
         rewards, weights = example(missing=0.2), jnp.array([1.0, 2.0])
         function = self.variant(
@@ -256,3 +380,10 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         chex.assert_shape(advantages, (3, 4))
         chex.assert_type(advantages, jnp.float32)
         np.testing.assert_allclose(advantages, by_loops(rewards, [1, 2], scale, aggregation, 1e-4), atol=3e-6)
+
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_zero_signal_groups(self):
+        zero = self.variant(zero_signal_groups)(jnp.array([[1.0, 1.0], [0.0, 1.0]]))
+        chex.assert_shape(zero, (2,))
+        chex.assert_type(zero, bool)
+        assert zero.tolist() == [True, False]

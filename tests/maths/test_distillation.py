@@ -109,6 +109,7 @@ def test_jsd_tends_to_either_kl():
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):
+    """k tokens and the rest as one are less than the whole divergence, by what the docs say."""
     top = np.argsort(-Q)[:k]
     rest = np.setdiff1d(np.arange(5), top)
     log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (P, Q))

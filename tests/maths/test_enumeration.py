@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.kl import kl_divergence
@@ -20,6 +19,15 @@ from grpo_jax.maths.surrogates import LOSS_TYPES
 
 NO_CLIP = {"epsilon": 1e3, "epsilon_high": 1e3}
 DTYPES = [jnp.float32, jnp.float64]
+
+
+def x64():
+    """64-bit floats for a block; the name moved between jax versions."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
 
 
 def softmax(x):
@@ -123,6 +131,7 @@ OFF_POLICY = {
 @pytest.mark.parametrize("explicit_old", [True, False])
 @pytest.mark.parametrize(("estimator", "corrected"), ON_POLICY)
 def test_kl_in_the_loss_on_policy(estimator, corrected, explicit_old, dtype):
+    """The expected gradient of every KL term, on-policy and off-policy, by enumeration."""
     function = expected_loss(PI, explicit_old=explicit_old, **kl_settings(estimator, corrected))
     assert_gradient(function, THETA, ON_POLICY[estimator, corrected], dtype)
 
@@ -142,6 +151,12 @@ def test_off_policy_only_the_corrected_estimators_follow_a_kl():
     for name, gradient in OFF_POLICY.items():
         assert name in right or np.abs(gradient - REVERSE).max() > 1e-2
         assert np.abs(gradient - FORWARD).max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+def test_default_correction_is_right_at_every_level_for_one_token(level, dtype):
+    assert_gradient(expected_loss(OLD, beta=1.0, importance_sampling_level=level), THETA, REVERSE, dtype)
 
 
 @pytest.mark.quick
@@ -185,6 +200,7 @@ def test_kl_frozen_at_the_old_policy_is_off_by_a_kl_to_the_old_policy(dtype):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_surrogate_is_the_policy_gradient_on_policy(loss_type, dtype):
     # A constant baseline moves nothing in expectation.
+    """Every surrogate is the policy gradient on-policy; without the clip also off-policy."""
     for baseline in (0.0, 0.7):
         function = expected_loss(PI, advantages=REWARD - baseline, loss_type=loss_type, epsilon_high=5.0)
         assert_gradient(function, THETA, -POLICY, dtype)
@@ -280,9 +296,16 @@ def game(request):
     return GAMES[request.param]
 
 
+@pytest.mark.quick
+def test_the_games_are_probability_spaces(game):
+    for params in (PARAMS, PARAMS_OLD, PARAMS_REF):
+        assert np.exp(game.total(params)).sum() == pytest.approx(1.0, abs=1e-15)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 def test_trajectory_level_with_kl_in_the_reward_is_the_full_gradient(game, old, dtype):
+    """The KL in the reward at trajectory level is exact at any μ, at token level only on-policy."""
     beta = 0.4
     function = game.expected_loss(old, beta, game.reward, importance_sampling_level="trajectory", kl_placement="reward")
     assert_gradient(function, PARAMS, -complex_gradient(lambda x: game.objective(x, beta), PARAMS), dtype)
@@ -386,9 +409,9 @@ def whole_kl(params, ref):
     return kl[0] + np.sum(softmax(params)[0] * kl[1:])
 
 
-def kl_by_token(params, ref, old):
+def kl_by_token(params, ref, old, reverse=True):
     """The same, each token in the states that π_old comes to: no effect of a token on the state after it."""
-    p, q = softmax(params), softmax(ref)
+    p, q = (softmax(params), softmax(ref)) if reverse else (softmax(ref), softmax(params))
     kl = np.sum(p * (np.log(p) - np.log(q)), -1)
     return kl[0] + np.sum(softmax(old)[0] * kl[1:])
 
@@ -427,6 +450,9 @@ off_policy = pytest.mark.parametrize("far", [0, 1], ids=["on-policy", "off-polic
 
 @off_policy
 def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whole_completions(far):
+    """The corrected KL term is exact token by token; for whole completions it is 4 to 47 % off on-policy, and the KL
+    in the reward at trajectory level is not.
+    """
     olds, refs, away = four_draws()
     thetas = olds + far * away
     got = kl_term_gradients(thetas, olds, refs)
@@ -436,6 +462,27 @@ def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whol
     whole = [complex_gradient(lambda x: whole_kl(x, ref), theta) for theta, _, ref in cases]
     documented = [[0.472, 0.373, 0.040, 0.213], [0.543, 0.561, 0.105, 0.101]][far]
     np.testing.assert_allclose(off_by(got, whole), documented, atol=1e-3)
+
+
+@pytest.mark.quick
+@off_policy
+def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(far):
+    olds, refs, away = four_draws()
+    thetas = olds + far * away
+    got = kl_term_gradients(thetas, olds, refs, kl_placement="reward", importance_sampling_level="trajectory")
+    whole = [complex_gradient(lambda x: whole_kl(x, ref), theta) for theta, ref in zip(thetas, refs, strict=True)]
+    assert off_by(got, whole).max() < 1e-12
+
+
+def test_plain_k3_has_the_gradient_of_the_other_direction_at_the_first_update_already():
+    """Plain k3 has the gradient of the other direction at the first update already."""
+    thetas, refs, _ = four_draws()
+    got = kl_term_gradients(thetas, thetas, refs, use_bias_correction_kl=False)
+    cases = list(zip(thetas, refs, strict=True))
+    other = [complex_gradient(lambda x: kl_by_token(x, ref, theta, reverse=False), theta) for theta, ref in cases]
+    assert off_by(got, other).max() < 1e-12
+    right = [complex_gradient(lambda x: kl_by_token(x, ref, theta), theta) for theta, ref in cases]
+    assert off_by(got, right).min() > 0.15
 
 
 # Groups of four over three actions ----------------------------------------------------------------------------------
@@ -471,6 +518,22 @@ def group_advantages(dtype, **settings):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_group_mean_as_baseline_is_the_policy_gradient_times_g_minus_one_over_g(dtype):
+    # The own reward is in the mean, so that a G-th part of the signal cancels itself.
+    function = expected_group_loss(group_advantages(dtype, scale_rewards="none"))
+    assert_gradient(function, ARM, -(G - 1) / G * ARM_GRADIENT, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_the_others_as_baseline_is_the_policy_gradient(dtype):
+    rewards = ARM_REWARD[GROUPS]
+    leave_one_out = rewards - (rewards.sum(1, keepdims=True) - rewards) / (G - 1)
+    scaled = group_advantages(dtype, scale_rewards="none") * G / (G - 1)
+    np.testing.assert_allclose(scaled, leave_one_out, atol=1e-6 if dtype == jnp.float32 else 1e-14)
+    assert_gradient(expected_group_loss(scaled), ARM, -ARM_GRADIENT, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_division_by_the_std_of_the_group_turns_the_gradient(dtype):
     """Not a rescaling of ∇J: groups with little spread are blown up (the bias that Dr. GRPO names)."""
     rewards = ARM_REWARD[GROUPS]
@@ -480,3 +543,12 @@ def test_division_by_the_std_of_the_group_turns_the_gradient(dtype):
     assert_gradient(expected_group_loss(group_advantages(dtype)), ARM, expected, dtype)
     cosine = -expected @ ARM_GRADIENT / np.linalg.norm(expected) / np.linalg.norm(ARM_GRADIENT)
     assert 0.5 < cosine < 0.999
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_std_of_the_batch_rescales_every_group_alike(dtype):
+    # All 81 groups as one batch: one std for all, so the direction is that of no division at all.
+    A, plain = group_advantages(dtype, scale_rewards="batch"), group_advantages(dtype, scale_rewards="none")
+    std = ARM_REWARD[GROUPS].std(ddof=1) + 1e-4
+    np.testing.assert_allclose(A, plain / std, atol=1e-6)
+    assert_gradient(expected_group_loss(A), ARM, -(G - 1) / G * ARM_GRADIENT / std, dtype)

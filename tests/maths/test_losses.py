@@ -547,6 +547,7 @@ def test_a_surrogate_of_ones_own_stands_in_the_place_of_the_tables(loss_type):
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_nothing_under_the_mask_counts(loss_type):
+    """Nothing under a mask counts, NaN and inf included."""
     for level in LEVELS:
         c = case(loss_type, level, EVERYTHING)
         reference = outcome(c, junk=-1.0)
@@ -625,6 +626,7 @@ def test_log_probs_and_entropies_have_a_gradient_and_nothing_else_has():
 @pytest.mark.parametrize("loss_type", TYPES)
 @pytest.mark.parametrize("cuts", [1, 3])
 def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
+    """However a batch is cut, loss and gradient are the same."""
     c = case(loss_type, "token", EVERYTHING | {"normalizer": None})
     settings = LossSettings(**{name: getattr(c, name) for name in vars(LossSettings()) if hasattr(c, name)})
     arrays = [jnp.asarray(x, jnp.float32) for x in (c.l, c.H, c.old, c.ref, c.A, MASK, c.sampling, c.weights)]
@@ -758,6 +760,7 @@ def all_finite(*trees):
 @pytest.mark.parametrize("loss_type", TYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_finite_with_extreme_log_probs(loss_type, level):
+    """Extreme log-probs give finite values, and gradients that are not cut to 0."""
     extremes = [0.0, -1e-30, -1.0, -80.0, -1e3, -1e30, -INF]
     grid = np.array([[a, b, c] for a in extremes for b in extremes for c in extremes])
     l, old, ref = (jnp.asarray(grid[:, i : i + 1].repeat(2, 1), jnp.float32) for i in range(3))

@@ -62,6 +62,7 @@ def test_result_shares_no_buffer_with_either(alpha):
 
 
 def test_n_syncs_with_fixed_params_contract_by_one_minus_alpha_each():
+    """The reference moves by α, in float32, and n syncs contract by (1 − α)ⁿ."""
     ref, new, alpha = REF, NEW, 0.3
     for step in range(1, 11):
         ref = sync_reference(ref, new, step, every=2, alpha=alpha)

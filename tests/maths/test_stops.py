@@ -26,6 +26,9 @@ STRINGS = [x.split("|") for x in ("a", "ab", "abab", "aab|bab", "é", "bé|ab", 
 
 @pytest.mark.parametrize("strings", STRINGS, ids=str)
 def test_it_ends_where_a_search_in_the_bytes_does(strings):
+    """A turn ends with the token that a plain search in its bytes names, over the borders of tokens and of characters,
+    and in no observation; draws and log-probs are those without the ends.
+    """
     stops, rng = make_stops(strings, PIECES), np.random.default_rng(0)
     assert stops.strings == tuple(strings)
     ends = set()

@@ -53,6 +53,7 @@ def test_a_step_is_the_formula():
     ("n", "forgets"), [(1, 1.0), (11, 1.0), (70, 20.0)], ids=["one token", "odd", "two chunks, forgetting all at once"]
 )
 def test_chunks_are_one_token_after_another(n, forgets):
+    """A recurrent layer read chunk by chunk is one token after another, in value and gradient."""
     given = make(n, forgets=forgets)
     weights = np.random.default_rng(1).standard_normal((*ROWS, n, VALUE)).astype(np.float32)
     slow, fast = (value_and_gradients(rule, given, weights) for rule in (one_by_one, delta_rule))

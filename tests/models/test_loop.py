@@ -46,6 +46,7 @@ def scores(model, params):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_loop_has_the_numbers_of_its_layers(name):
+    """Layers as a loop have the numbers of the layers, in a program that does not grow with them."""
     shape = SHAPES[name]
     params = random_params(Transformer(shape))
 

@@ -81,6 +81,7 @@ def test_fresh_adapters_and_none_are_the_base(kind):
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_merged_weights_compute_the_same(kind):
+    """Adapters compute what the merged weights do, and go to PEFT and back."""
     policy = lora_policy(kind)
     np.testing.assert_allclose(logits(policy), logits(merge_lora(policy)), atol=1e-5)
 

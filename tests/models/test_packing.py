@@ -26,6 +26,7 @@ def only(sequence):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
 def test_every_token_stands_once(seed, size, block):
+    """Every token is in the packed sequences once, and little is padding."""
     tokens, mask = rows_of(seed=seed)
     sequences = pack(tokens, mask, size=size, block=block)
     seen = np.zeros(mask.shape, int).reshape(-1, mask.shape[2])

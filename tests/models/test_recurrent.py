@@ -54,6 +54,9 @@ def log_probs(kind, hidden):
 
 @of_each_kind
 def test_completions_of_a_shared_prompt_are_whole_rows_read_alone(kind):
+    """A prompt's state, shared by its completions, is that of whole rows read alone; padding and gaps leave it as it
+    is.
+    """
     prompt, rows = batch()
     last, prefix = call(kind, "prefill", prompt, LENGTHS)
     hidden, _ = call(kind, "hidden", rows, prefix)

@@ -154,6 +154,7 @@ def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(conf
 
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
 def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
+    """A start traces each kind of layer once, and the layers compute the same as before."""
     traced = []
     attention = block.group_attention
     monkeypatch.setattr(block, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how))

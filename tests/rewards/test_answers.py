@@ -87,6 +87,9 @@ NO_NUMBER = r"""
 @pytest.mark.quick
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_a_truth_of_one_number_is_read_and_so_are_answers_in_its_spelling(text, number):
+    """Answers in the spellings of mathematics are read, what is no single number is refused as a truth, and GSM8K's
+    8,792 solutions score in four styles of ending.
+    """
     assert sole_number(text) == Fraction(number)
     score = number_reward()
     written = [rf"So \boxed{{{text}}}, of 3.", f"<answer>{text}</answer> of 3"]
@@ -194,6 +197,7 @@ def test_solutions_in_the_form_of_gsm8k_are_read(solution, number):
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not(split, count):
+    """All 8,792 gold solutions of GSM8K score, if the files are there."""
     lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
     truths = [solution.rpartition("#### ")[2] for solution in solutions]

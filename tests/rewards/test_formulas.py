@@ -50,6 +50,9 @@ def test_where_the_two_checkers_agree_and_where_not(truth, completion, right, fo
 
 @pytest.mark.quick
 def test_scores_are_math_verifys_own():
+    """formula_reward gives what math-verify gives, and differs from number_reward where the table says; a formula that
+    takes for ever costs one score.
+    """
     truths = [r"\frac{1}{2}", "0.5", "-7", r"\sqrt{2}"]
     texts = [r"$\frac{2}{4}$", "a half, 0.50", r"\boxed{7}", r"$2^{1/2}$"]
     pairs = [(math_verify.parse(f"${a}$"), math_verify.parse(b)) for a, b in zip(truths, texts, strict=True)]

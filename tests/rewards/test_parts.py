@@ -55,6 +55,9 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
     ],
 )  # fmt: skip
 def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
+    """Lists and arrays of other lengths, and of what is no number, are refused by the completion; without turns to
+    count, only numbers are taken.
+    """
     assert PartReader(0, [2], [3])(0, value) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)

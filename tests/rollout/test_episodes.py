@@ -317,6 +317,7 @@ class Desk:
 
 
 def test_an_environment_may_answer_the_calls_of_a_turn_itself():
+    """An environment may answer the calls of a turn itself."""
     interaction = chat_interaction(Desk)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     shown = tokenizer.decode(encode_rows(interaction, [CHAT], tokenizer).token_ids[0])

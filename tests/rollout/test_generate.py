@@ -59,6 +59,7 @@ class Bare:
 
 
 def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
+    """The mask ends with the first EOS, also if that is the first token."""
     c = jax.device_get(sampled())
     for tokens, mask, log_probs, ended in zip(
         c.tokens.reshape(-1, 70), c.mask.reshape(-1, 70), c.log_probs.reshape(-1, 70), c.ended.ravel(), strict=True
@@ -77,6 +78,7 @@ def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
 
 @pytest.mark.quick
 def test_log_probs_are_those_of_scoring_the_same_tokens():
+    """The sampler's log-probs are those of scoring the same tokens, to 1e-5, under every sampling setting."""
     model, params = model_and_params()
     found = scored(model, params, make_prompts(PROMPTS), sampled())
     np.testing.assert_allclose(found, sampled().log_probs, atol=1e-5)
@@ -131,6 +133,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
 
 
 def test_a_model_without_a_cache_gives_the_same_completions():
+    """A model that has nothing but `apply` gives the same completions."""
     model, params = model_and_params()
     settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
     assert_same(generate(Bare(model), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())

@@ -108,6 +108,9 @@ def test_a_completion_ends_with_the_token_that_completes_a_text():
 
 @pytest.mark.parametrize("settings", [{"batch_size": 8}, {"burst": 3}, {"devices": 2}], ids=str)
 def test_the_layout_changes_nothing(settings, monkeypatch):
+    """The layout, the batch and the devices change nothing of it, and without stop strings the programs have nothing
+    of them.
+    """
     if "burst" in settings:
         monkeypatch.setattr(ladder, "BURST", settings.pop("burst"))
     devices = settings.pop("devices", None)

@@ -248,6 +248,7 @@ def of_types(
     ],
 )
 def test_values_are_made_to_fit_the_schema_or_the_policy_is_told(name, value, wanted):
+    """A tool gets values of the types that its schema names."""
     bound = bind_arguments(read_tools([of_types])["of_types"], {name: value})
     if isinstance(bound, str):
         assert bound == f"of_types: argument {name!r} {wanted}"

@@ -187,6 +187,7 @@ def test_what_is_right_passes():
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
 def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
+    """Sizes that do not divide are refused with those that do."""
     monkeypatch.setattr("grpo_jax.run.sample.generate", lambda *_, **__: pytest.fail("sampled"))
     text = refusal(**given)
     assert words in text

@@ -219,6 +219,7 @@ def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
+    """A full disk loses no complete checkpoint."""
     params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
     state = create_state(params, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -271,6 +272,7 @@ def damage(path, how):
     ids=["torn", "a part is missing", "no metadata"],
 )
 def test_the_run_goes_on_from_the_last_checkpoint_that_can_be_read(tmp_path, how):
+    """A torn checkpoint is put aside and the last good one taken; the newest and the best are kept."""
     write(tmp_path, 2, 4)
     how(tmp_path / "checkpoints" / "4")
     with Checkpoints(tmp_path, GRPOConfig(save_steps=1)) as checkpoints:

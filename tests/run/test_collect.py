@@ -51,6 +51,7 @@ def test_rows_rewards_and_advantages_belong_together():
 
 @pytest.mark.quick
 def test_completions_come_from_the_old_policy_where_one_is_kept():
+    """Completions come from the old policy where one is kept, and the reference scores the same tokens."""
     run = run_of(num_iterations=2)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
     other = state.replace(params=tiny_policy(seed=1).params)
@@ -119,6 +120,7 @@ def test_silent_groups_are_replaced_and_metrics_tell_of_the_first_round():
 
 @pytest.mark.quick
 def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(monkeypatch):
+    """Dynamic sampling replaces zero-signal groups, and those that only fill the batch count nowhere."""
     monkeypatch.setattr(settings, "MAX_REFILLS", 1)
     run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True)
     experience = collected(run)

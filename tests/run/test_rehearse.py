@@ -40,6 +40,7 @@ module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the
 
 
 def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
+    """A dry run touches everything and leaves no trace."""
     beside, kept_bytes = 10**9, module.kept_bytes
     monkeypatch.setattr(module, "kept_bytes", lambda *x, **y: beside + kept_bytes(*x, **y))
     # Half of all tokens end a completion: one that never does would be suspicious.

@@ -143,6 +143,10 @@ def test_killed_in_the_middle_of_a_save_it_ends_in_the_same_bytes(tmp_path):
 
 
 def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_path, capfd):
+    """A run that a reward function ends, in a rollout or an evaluation, is saved at its last step and goes on to the
+    same bytes.
+    """
+
     def failing(completions, trainer_state, **columns):
         if trainer_state.global_step >= 6:
             raise RuntimeError("the service is down")
@@ -262,6 +266,7 @@ CUTS = """gradient_checkpointing mesh per_device_train_batch_size gradient_accum
 
 @pytest.mark.quick
 def test_each_field_is_harmless_or_refused_by_its_name():
+    """On resume, every changed setting is harmless or refused by its name."""
     saved = about()
     for name in (field.name for field in dataclasses.fields(GRPOConfig)):
         present, old = copy.deepcopy(saved), saved["config"][name]
@@ -341,6 +346,7 @@ ANSWERS_AND_BEST = [
 @pytest.mark.quick
 @pytest.mark.parametrize(("saved", "present", "lines"), ANSWERS_AND_BEST)
 def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, lines):
+    """A run is not resumed with other tools, environments or evaluations of the best."""
     saved, present = about(**saved), about(**present)
     assert differences(saved, present, step=4) == lines
     for name in ("tools", "environments", "methods", "evaluation", "eval_columns", "machine"):

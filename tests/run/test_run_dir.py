@@ -24,6 +24,7 @@ time.sleep(600)
 
 
 def test_another_process_holds_it_until_it_is_killed(tmp_path):
+    """One process at a time in a directory."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"

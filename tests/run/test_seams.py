@@ -89,6 +89,9 @@ class Says:
 
 
 def test_turns_are_counted_by_their_ends_and_not_by_gaps():
+    """What such functions are given is the batch's, turns counted by their ends; what does not fit is refused before
+    anything is sampled.
+    """
     got = {}
 
     def note(rewards, mask, turns, lengths, step, log_probs):

@@ -78,6 +78,7 @@ def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing, rows):
 
 
 def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
+    """What SFT's examples begin with is read once, and they are laid end to end; held-out ones may begin otherwise."""
     config = settings(per_device_train_batch_size=6, max_length=64, pad_to_multiple_of=1)
     shapes, laid = [], []
     for rows in (ROWS, ALIKE, [{"text": row["prompt"]} for row in ALIKE]):
@@ -133,6 +134,7 @@ def trl_gradient(policy, case, directory):
 @pytest.mark.filterwarnings("ignore:dataset. . of . examples are longer than max_length")
 @pytest.mark.parametrize("case", sorted(make_sft.CASES))
 def test_loss_and_gradient_are_those_of_trl(case, tmp_path):
+    """SFT's loss and gradient of every parameter are those of TRL 1.16's SFTTrainer."""
     with np.load(Path(make_sft.__file__).with_name("sft.npz")) as golden:
         want = {name.removeprefix(f"{case}/"): golden[name] for name in golden if name.startswith(f"{case}/")}
     loss, grads = trl_gradient(tiny_policy(), case, tmp_path)

@@ -57,6 +57,9 @@ def distance(state):
 
 @pytest.mark.parametrize("mode", ["full_logits", "sampled_token"])
 def test_a_policy_comes_to_its_teacher_without_a_reward(mode):
+    """A policy comes to its teacher without a reward; a scorer is the teacher it speaks for; the policy learns from
+    itself behind another prompt.
+    """
     config = dataclasses.replace(CONFIG, max_steps=60, distillation_mode=mode, per_device_train_batch_size=16)
     state, lines = run(config)
     before = float(divergence(jnp.full((4, 4), -np.log(4)), jax.nn.log_softmax(TEACHER.params["logits"])).mean())
@@ -145,6 +148,7 @@ def test_what_does_not_go_together_is_refused(given, settings, complaint):
 
 @pytest.mark.quick
 def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
+    """A teacher with another tokenizer is refused by the tokens that differ."""
     with pytest.raises(ValueError, match=r"2 tokens have other ids \(policy, teacher\): 'a' \(1, 2\), 'b' \(2, 1\)"):
         run(teacher=TEACHER.replace(tokenizer=letters(".bac")))
     check_same_tokenizer(TOKENIZER, letters())

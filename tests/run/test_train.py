@@ -34,6 +34,7 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
 
 
 def test_a_policy_learns_what_is_rewarded():
+    """A policy learns what is rewarded."""
     rewards, note = [], lambda step, metrics: rewards.append(metrics["reward"])
     run(max_steps=45, per_device_train_batch_size=24, learning_rate=1e-2, callbacks=[note])
     assert np.mean(rewards[:3]) < 0.2
@@ -54,6 +55,7 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
 
 
 def test_after_warm_up_an_iteration_compiles_nothing():
+    """A warm iteration compiles nothing."""
     programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
     programs += [packed.measure, decode_module.prefill, decode_module.decode, decode_module.move]
     sizes = []
@@ -62,6 +64,8 @@ def test_after_warm_up_an_iteration_compiles_nothing():
 
 
 def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
+    """No two trees of the state share a buffer; what is not needed is not held."""
+
     def held(**settings):
         config = GRPOConfig(**SMALL, max_steps=4, **settings)
         state = new_state(prepare(Arguments(tiny_policy(), ROWS, lower_case, config)))

@@ -94,6 +94,9 @@ def of_turns(turns_played):
 
 
 def test_turns_are_credited_with_what_is_to_go():
+    """Rewards of turns reach the tokens of their turns, against loops over the records of a run; by episode they are
+    their sum.
+    """
     _, _, experience = experience_of(Graded, turn_credit="to_go", scale_rewards="none")
     batch, rows = experience.batch, experience.rows
     assert batch.advantages.shape == batch.mask.shape

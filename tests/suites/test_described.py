@@ -41,6 +41,9 @@ def written(tmp_path, text):
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_a_run_does_not_say_is_the_suites(tmp_path):
+    """What a RUN.yaml does not say of rewards, weights, tools and environments is the suite's; no suite is imported
+    unless it is asked for.
+    """
     path = written(tmp_path, "data: {made: sums, size: 3, seed: 1}\neval_data: {made: sums, seed: 9}")
     run = read_run(path, wanted=ALL)
     assert [row["prompt"] for row in run.rows] == ["sums 1: ", "sums 2: ", "sums 3: "]

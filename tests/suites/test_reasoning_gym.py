@@ -130,6 +130,7 @@ def test_faults_are_named_before_anything_is_made(arguments, message):
 
 @pytest.mark.quick
 def test_a_verifier_that_raises_is_the_fault_of_one_completion():
+    """A verifier that raises or hangs costs one completion its score."""
     suite = reasoning_gym("letter_jumble", size=3, seed=1)
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
     columns["settings"][1] = {"no_such": 1}

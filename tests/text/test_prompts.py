@@ -181,6 +181,7 @@ KNOWN_ROLES = (
 
 @pytest.mark.parametrize("role", ["human", "User", "tool"])
 def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role(role):
+    """A message that the chat template leaves out is refused with its row and role."""
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
     fine = {"prompt": [{"role": "system", "content": " be kind "}, user("hi")]}
     asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
@@ -300,6 +301,7 @@ def test_every_epoch_is_a_permutation_of_its_own_that_no_release_changes():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
+    """Every epoch is a permutation, however it is cut into batches."""
     whole = lib.prompt_indices(0, 60, num_rows=7, seed=0, shuffle=shuffle)
     for size in (1, 4, 7, 15, 20):
         parts = [lib.prompt_indices(start, size, num_rows=7, seed=0, shuffle=shuffle) for start in range(0, 60, size)]

@@ -65,6 +65,9 @@ FUNCTIONARY = LLAMA.replace(
 @pytest.mark.parametrize("tool", [add, everything, nothing])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
 def test_a_call_of_each_family_comes_back(name, tool, kwargs):
+    """A call that the chat template writes comes back from its tokens, or the run is refused; calls in nearly the
+    right form are told to the policy.
+    """
     tokenizer, ends = family(name)
     given = {"eos_token_ids": ends, "chat_template_kwargs": kwargs}
     assert lib.call_fault(tokenizer, FORMATS[name], schemas(tool), **given) == ""

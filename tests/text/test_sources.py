@@ -84,6 +84,7 @@ VERL = [
 
 @pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "me/verl", "frame"])
 def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
+    """Rows of verl are read as they are."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(VERL), folder / "rows.parquet")

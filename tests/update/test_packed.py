@@ -91,6 +91,7 @@ def assert_same_step(plain, packed_step):
     ids=lambda settings: settings["loss_type"],
 )
 def test_an_update_is_that_of_train_step(monkeypatch, settings):
+    """The packed update is the plain one, for every kind of layer."""
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1 + ("top_p" in settings))
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings)
     assert_same_step(*both(*tiny_model(), batch(), config))
@@ -111,6 +112,9 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings):
     ids=lambda shape: next(iter(shape)),
 )
 def test_every_kind_of_layer_is_packed(shape):
+    """On one CPU, updates of large models are called layer by layer: the same numbers, each kind of layer compiled
+    once, and what is compiled ahead is what is called.
+    """
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
 

@@ -43,6 +43,9 @@ def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
 
 
 def test_donated_params_are_the_states_own_and_only_what_is_held_beside_them_is_a_copy():
+    """A donated run holds one policy less, works in the buffers that it was given, and is the same run; a run that is
+    refused takes nothing.
+    """
     params = jax.tree.map(jnp.copy, PARAMS)
     given = pointers(params)
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_old=True, keep_reference=True, donate=True)

@@ -70,6 +70,7 @@ def plain_log_probs(params, tokens):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
+    """Params move by the gradient of `grpo_loss`."""
     _, params = model_and_params()
     b, c = batch(), config(loss_type=loss_type)
 
@@ -195,6 +196,7 @@ def test_the_adaptive_coefficient_starts_at_nothing_and_follows_the_entropy():
 
 @pytest.mark.quick
 def test_every_loss_field_of_the_config_reaches_the_loss():
+    """Every field of the config that concerns the loss reaches it."""
     changed = config(epsilon=0.11, epsilon_high=0.33, delta=4.0, kl_estimator="k2", off_policy_mask_threshold=0.5)
     settings = loss_settings(changed)
     assert (settings.epsilon, settings.epsilon_high) == (0.11, 0.33)

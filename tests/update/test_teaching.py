@@ -110,6 +110,9 @@ CASES += [(layout, "jsd") for layout in ("padded", "padded student", "padded tea
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions(layout, kind):
+    """An update follows the divergence of whole logits: packed and padded, larger teachers, prompts of their own,
+    quantized, log-probs that were told, on a mesh.
+    """
     model, params = tiny_model()
     alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)

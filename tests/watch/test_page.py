@@ -203,6 +203,9 @@ def chrome(tmp_path):
 
 
 def test_the_page_in_a_real_browser(run_dir, played, chrome):
+    """Compared runs stand at the steps, tokens and seconds of their files, and their levels are those at what all have
+    reached.
+    """
     show, run = chrome
 
     def column(name):

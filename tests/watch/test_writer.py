@@ -69,6 +69,7 @@ def test_truncate_drops_later_lines_of_all_files(tmp_path):
 
 
 def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
+    """Lines are cut back, never doubled."""
     whole = '{"step": 1, "reward": 0.5}\n{"step": 2, "text": "数}"}\n'.encode()
     first = whole.index(b"\n") + 1
     for end in range(len(whole) + 1):
