@@ -79,12 +79,15 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): SAME_AXIS,
     ("advantages", "centred, std = _centre(r, scored, axis=1)", "1 → -1"): SAME_AXIS,
     ("advantages", "_, std = _centre(r, scored, axis=(0, 1))", "1 → -1"): SAME_AXIS,
-    ("advantages", "return jnp.where(mean > 0, centred / jnp.where(mean > 0, mean, 1), 0)", "Gt → GtE"): (
-        "of the inner one: what it divides by 0 is not taken"
-    ),
+    ("advantages", "centred, _ = _centre(r, scored, axis=1)", "1 → -1"): SAME_AXIS,
+    ("advantages", "_, std = _centre(centred, scored, axis=(0, 1))", "1 → -1"): SAME_AXIS,
+    ("advantages", "count = jnp.sum(scored, axis=1, keepdims=True)", "1 → -1"): SAME_AXIS,
+    ("advantages", "mean = jnp.mean(r, axis=1, keepdims=True, where=scored)", "1 → -1"): SAME_AXIS,
+    ("advantages", "tokens = jnp.where(scored, jnp.asarray(lengths, r.dtype), 0)", "asarray(x) → x"): ALREADY,
     (
         "advantages",
-        "shifted = jnp.where(scored, r - jnp.min(r, axis=1, keepdims=True, where=scored, initial=jnp.inf), 0)",
+        "baseline = jnp.sum(tokens * centred, axis=1, keepdims=True) / jnp.maximum(jnp.sum(tokens, axis=1,"
+        " keepdims=True), 1)",
         "1 → -1",
     ): SAME_AXIS,
     ("advantages", "return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)", "0 → 1"): CLAMPED,

@@ -18,10 +18,11 @@ from grpo_jax.run.sampler import check_ends
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.types import Messages, Tokenizer
+from grpo_jax.watch.display import escape_controls
 
 
 class _Shown:
-    """Prints the text of a completion as its tokens come: what is there already stays, and a cut character waits."""
+    """Prints a completion as its tokens come, control characters escaped; an incomplete character waits for its end."""
 
     def __init__(self, tokenizer: Tokenizer, before: Before | None = None):
         self._tokenizer, self._before, self._text = tokenizer, before or Before([], "", ""), ""
@@ -32,9 +33,9 @@ class _Shown:
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self._text):
-            print(text[len(self._text) :], end="", flush=True)
+            print(escape_controls(text[len(self._text) :]), end="", flush=True)
         elif whole:  # a tokenizer that takes back what stood there, as some do before a full stop
-            print(f"\n{text}", end="")
+            print(f"\n{escape_controls(text)}", end="")
         else:
             return
         self._text = text
@@ -58,9 +59,9 @@ def typed() -> Iterator[str]:
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples: int = 1, echo: bool = False) -> None:
     """Complete prompts one after another, and print each completion as it is drawn.
 
-    Tokens come as `generate` draws them: up to 16 at a time, and on an accelerator a burst late. With a chat template
-    and one sample the prompts make one conversation, until one is empty; otherwise each stands by itself.
-    The `samples` of a prompt differ by their keys.
+    Tokens come as `generate` draws them: up to 16 at a time, and on an accelerator a burst late. They are drawn at
+    `config.eval_temperature`, 0 being greedy. With a chat template and one sample the prompts make one conversation,
+    until one is empty; otherwise each stands by itself. The `samples` of a prompt differ by their keys.
     """
     if policy.tokenizer is None:
         raise ValueError("the model has no tokenizer: its directory has no tokenizer files")
@@ -99,7 +100,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         jax.random.key(config.seed),
         num_generations=1,
         max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
+        temperature=config.eval_temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,

@@ -131,7 +131,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
             _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
     if run.run_dir is not None:
         where = last_dir(run.stages, run.run_dir)
-        print(f"{where}: report.html shows the run; grpo-jax export {run.run_dir} OUT writes the model")
+        print(f"{where}: grpo-jax export {run.run_dir} OUT writes the model")
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
@@ -257,6 +257,8 @@ def evaluate(arguments: Namespace) -> None:
     if target.is_dir():
         run = _run_at(target, arguments.keys, _ALL)
         where["step"], policy = _trained(run, target, arguments.checkpoint)
+    elif not target.exists():
+        raise FileNotFoundError(f"{target} does not exist; give a RUN.yaml, or the directory of a run")
     else:
         run = read_run(target, arguments.keys, wanted=_ALL)
         if arguments.checkpoint is not None:
@@ -296,14 +298,15 @@ def chat(arguments: Namespace) -> None:
     """`grpo-jax chat`."""
     if arguments.samples < 1:
         raise ValueError(f"--samples {arguments.samples}: use a whole number from 1 up")
+    keys = {{"temperature": "temperature_eval"}.get(name, name): text for name, text in arguments.keys.items()}
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
-        run = _run_at(target, arguments.keys, ("model",))
+        run = _run_at(target, keys, ("model",))
         _, policy = _trained(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
         raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
     else:
-        run = read_run(None, {"model": arguments.model, **arguments.keys}, wanted=("model",))
+        run = read_run(None, {"model": arguments.model, **keys}, wanted=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
     talk(policy, run.config, arguments.say or typed(), samples=arguments.samples, echo=echo)

@@ -17,7 +17,16 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the scalars of YAML 1.2, and refuses duplicate keys."""
+    """Reads the scalars of YAML 1.2; refuses duplicate keys, and aliases, which a small file multiplies without end."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor} is an alias; write its value out", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -29,6 +38,9 @@ class _Loader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads back unchanged: text that looks like one of its scalars is quoted."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -58,7 +70,7 @@ def parse_value(name: str, text: str) -> Any:
         return text
     try:
         value = parse_yaml(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     if name not in FIELDS:
         return value
@@ -80,8 +92,10 @@ def read_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number of thousands of digits
         raise ValueError(f"{path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has at most a few levels") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} contains {show(values)}; give keys with values, such as model: Qwen/Qwen3-0.6B")
     return {str(name): value for name, value in values.items()}

@@ -115,4 +115,6 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
         return number, fault
     if not isinstance(value, numbers.Integral):
         return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
+    if not fault and number > 2**31 - 1 and (bounds is None or "inf" in bounds.interval):  # steps are counted in int32
+        return value, "must be at most 2147483647"
     return int(value), fault

@@ -209,6 +209,8 @@ def appearing(target: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         yield scratch
+        for file in scratch.iterdir():  # safetensors makes its files readable by their owner only
+            file.chmod(0o644)
         scratch.chmod(0o755)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))

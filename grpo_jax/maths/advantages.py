@@ -60,7 +60,7 @@ def _maxrl(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: 
     """(r − mean_G r) / mean_G r; 0 in a group whose mean is not above 0."""
     centred, _ = _centre(r, scored, axis=1)
     mean = jnp.mean(r, axis=1, keepdims=True, where=scored)
-    return jnp.where(mean > 0, centred / jnp.where(mean > 0, mean, 1), 0)
+    return centred / jnp.where(mean > 0, mean, jnp.inf)
 
 
 def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
@@ -69,9 +69,9 @@ def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: fl
         came = None if lengths is None else jnp.shape(lengths)
         raise ValueError(f'lengths has shape {came}; estimator="opo" needs {r.shape}, the tokens of each completion.')
     tokens = jnp.where(scored, jnp.asarray(lengths, r.dtype), 0)
-    shifted = jnp.where(scored, r - jnp.min(r, axis=1, keepdims=True, where=scored, initial=jnp.inf), 0)
-    baseline = jnp.sum(tokens * shifted, axis=1, keepdims=True) / jnp.maximum(jnp.sum(tokens, axis=1, keepdims=True), 1)
-    return jnp.where(scored, shifted - baseline, 0)
+    centred, _ = _centre(r, scored, axis=1)
+    baseline = jnp.sum(tokens * centred, axis=1, keepdims=True) / jnp.maximum(jnp.sum(tokens, axis=1, keepdims=True), 1)
+    return jnp.where(scored, centred - baseline, 0)
 
 
 def _reinforce_pp(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:

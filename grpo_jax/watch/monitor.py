@@ -165,6 +165,8 @@ class Monitor:
         self._hurry = hurry and step < total_steps
         if best is not None:
             self._display.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
+        if self._writer.run_dir is not None:
+            self._display.say(f"{self._writer.path('report.html')} shows the run")
         if step < total_steps:
             self._display.say(
                 f"stopped after step {step} of {total_steps} and saved: to go on, call train again with this run_dir"

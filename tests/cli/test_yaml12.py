@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from grpo_jax import GRPOConfig
-from grpo_jax.cli.yaml12 import dump_yaml, parse_value, parse_yaml
+from grpo_jax.cli.yaml12 import dump_yaml, parse_value, parse_yaml, read_file
 
 pytestmark = pytest.mark.quick
 
@@ -22,9 +22,22 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
-def test_a_duplicate_key_is_an_error():
-    with pytest.raises(yaml.YAMLError, match="duplicate key beta"):
-        parse_yaml("beta: 1\nbeta: 2")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("beta: 1\nbeta: 2", "is not YAML: duplicate key beta"),
+        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a is an alias; write its value out"),  # a small file of a billion values
+        ("model: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ("max_steps: " + "9" * 5000, "is not YAML: Exceeds the limit"),
+        ("[1]", "contains"),
+    ],
+    ids=["duplicate", "alias", "nested", "digits", "list"],
+)
+def test_errors_name_the_file(text, message, tmp_path):
+    path = tmp_path / "my_run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"my_run.yaml {message}"):
+        read_file(path)
 
 
 def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
@@ -43,4 +56,5 @@ def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
 def test_what_is_written_is_read_back_unchanged():
     texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n"]
     values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}
+    values["twice"] = values["numbers"]  # one list at two places, without an alias
     assert parse_yaml(dump_yaml(values)) == values

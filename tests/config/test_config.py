@@ -24,6 +24,7 @@ BAD = [
     # Numbers out of range, one for each kind of bound.
     (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one has nothing to be compared"),
     (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a whole number from 1 up"),
+    (dict(max_steps=10**20), f"max_steps = {10**20}: must be at most 2147483647"),
     (dict(top_p=1.5), "top_p = 1.5: must be above 0 and at most 1; use 1.0 to keep every token"),
     (dict(seed=2**32), "seed = 4294967296: must be at least 0 and at most 4294967295"),
     (dict(epsilon=0), "epsilon = 0: must be above 0; use a number above 0"),

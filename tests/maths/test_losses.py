@@ -564,15 +564,6 @@ def test_the_trust_regions_of_dppo_in_all_four_directions():
         assert gradient(name, moved - 1e-3, moved + 1e-3) == pytest.approx([-1.8, 1.8, -0.2, 0], rel=1e-6)
 
 
-@pytest.mark.quick
-def test_gmpo_leaves_no_token_out():
-    l = jnp.full((1, 2), -1.0)
-    with pytest.raises(ValueError, match=r'loss_type="gmpo" weighs whole completions'):
-        grpo_loss(
-            l, None, None, jnp.ones(1), jnp.ones((1, 2)), entropies=-l, loss_type="gmpo", top_entropy_quantile=0.5
-        )
-
-
 # Special case = general case ----------------------------------------------------------------------------------------
 
 
@@ -732,7 +723,8 @@ def test_nothing_under_the_mask_counts(loss_type):
     for level in LEVELS:
         c = case(loss_type, level, EVERYTHING)
         reference = outcome(c, junk=-1.0)
-        for junk in (NAN, INF, -INF, 1e30, 3.0):
+        for shift in (0, 1):  # each masked token holds another value in turn
+            junk = np.resize(np.roll([NAN, INF, -INF, 1e30, 3.0], shift), R * T).reshape(R, T)
             assert_same(reference, outcome(c, junk=junk), tolerance=0)
         np.testing.assert_array_equal(np.asarray(reference[1])[~MASK], 0.0)
 
@@ -773,7 +765,7 @@ def test_leading_axes_are_free():
     c = case("grpo", "sequence", EVERYTHING)
     flat = outcome(c)
     for shape in ((2, 3), (1, 6, 1)):
-        assert_same(flat, outcome(c, shape=shape))
+        assert_same(flat, jax.jit(functools.partial(outcome, c, shape=shape))())
     plain = case("vespo", "token", {})
     assert float(outcome(plain, shape=(2, 3))[0]) == float(outcome(plain)[0])
     # And none at all: one completion.
@@ -835,7 +827,7 @@ def test_metrics_carry_no_gradient():
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-@pytest.mark.parametrize("cuts", [1, 2, 4])
+@pytest.mark.parametrize("cuts", [1, 4])
 def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
     """However a batch is cut, loss and gradient are the same."""
     rng = np.random.default_rng(3)
@@ -1228,40 +1220,6 @@ def test_advantage_zero_is_kept_by_the_off_policy_mask_and_takes_vespos_positive
     metrics = grpo_loss(l, None, None, jnp.zeros(1), jnp.ones((1, 1)), sampling_log_probs=sampling,
                         off_policy_mask_threshold=0.25)[1]  # fmt: skip
     assert float(metrics["off_policy_fraction"]) == 0.0
-
-
-# Bad arguments ------------------------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_named():
-    l, A, mask = jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones((2, 3))
-
-    def terms(*args, **kwargs):
-        settings = {name: kwargs.pop(name) for name in vars(LossSettings()) if name in kwargs}
-        return grpo_loss_terms(*args, LossSettings(**settings), **kwargs)
-
-    def fails(match, l=l, old=None, ref=None, A=A, mask=mask, **kwargs):
-        for function in (grpo_loss, terms):
-            with pytest.raises(ValueError, match=match):
-                function(l, old, ref, A, mask, **kwargs)
-
-    fails(r"loss_type='dappo' is not known; use one of 'grpo', .* Did you mean 'dapo'\?", loss_type="dappo")
-    fails(r"importance_sampling_level='seq.*Did you mean 'sequence'\?", importance_sampling_level="sequenc")
-    fails(r"kl_estimator='k4' is not known", kl_estimator="k4")
-    fails(r"kl_placement='rewards'.*Did you mean 'reward'\?", kl_placement="rewards")
-    fails(r"beta=0.1 needs ref_log_probs", beta=0.1)
-    fails(r"entropy_coef and top_entropy_quantile need entropies", entropy_coef=0.1)
-    fails(r"entropy_coef and top_entropy_quantile need entropies", top_entropy_quantile=0.5)
-    fails(r"log_probs has dtype int32", l=jnp.zeros((2, 3), int))
-    fails(r"log_probs has shape \(\)", l=jnp.zeros(()))
-    fails(r"mask has shape \(2,\); pass \(2, 3\)", mask=jnp.ones(2))
-    fails(r"old_log_probs has shape \(3,\); pass \(2, 3\)", old=jnp.zeros(3))
-    fails(r"ref_log_probs has shape \(2, 1\); pass \(2, 3\)", ref=jnp.zeros((2, 1)))
-    fails(r"advantages has shape \(3,\); pass \(2,\) \(per row\) or \(2, 3\) \(per token\)", A=jnp.zeros(3))
-    fails(r"advantages has dtype int32", A=jnp.zeros(2, int))
-    fails(r"entropies has shape \(2,\)", entropies=jnp.zeros(2))
-    fails(r"importance_weights has shape \(2, 2\)", importance_weights=jnp.zeros((2, 2)))
-    fails(r"sampling_log_probs has shape \(2,\)", sampling_log_probs=jnp.zeros(2), off_policy_mask_threshold=0.1)
 
 
 # Every transformation -----------------------------------------------------------------------------------------------
