@@ -285,16 +285,15 @@ class Checkpoints:
         """Read one checkpoint, shaped and placed like `state`; no process waits for another, since one may fail."""
         from orbax.checkpoint import v1 as ocp
 
-        own = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+        context, own = ocp.Context(), jax.process_index()
+        context.multiprocessing.primary_host, context.multiprocessing.active_processes = own, {own}
+        context.pytree.loading.partial_load = True  # fields that only earlier versions had are left out
         like = jax.tree.map(as_target, state)
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if about.get(name) is not None:
                 wanted[name] = abstract_of(kind, about[name], state.step.sharding)
-        # Partial: fields that earlier versions had, and this one has not, are left out.
-        partial = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
-        with ocp.Context(multiprocessing_options=alone, pytree_options=partial):
+        with context:
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),

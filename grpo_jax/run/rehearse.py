@@ -63,7 +63,8 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = ["dry run: one group of completions, one update, nothing written", self.sizes]
-        lines += ["memory: " + " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size)]
+        held = [f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size]
+        lines += [f"memory: {' · '.join(held)}"]
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
         lines += [f"time, compilation included: {seconds}"]
         lines += ["suspicious:", *(f"  - {line}" for line in self.suspicious)] if self.suspicious else []

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from grpo_jax.cli import chat, commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.types import as_argument
+from grpo_jax.watch.display import escape_controls
 
 ALL = ("model", "data", "rewards")
 
@@ -115,6 +117,8 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
             run(*command)
+    with pytest.raises(SystemExit, match=r"nothere does not exist; give a RUN.yaml, or the directory of a run"):
+        run("evaluate", tmp_path / "nothere")
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "run.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"sum is not a directory; give the directory of a run, such as .*sums$"):
@@ -143,10 +147,12 @@ def test_chat_prints_what_generate_draws(folder, trained, state):
         )
         ids = np.asarray(drawn.tokens)[np.asarray(drawn.mask)]
         text = policy.tokenizer.decode(ids, skip_special_tokens=True)
-        printed += f"> {prompt}\n" * (number % 2 == 0) + f"[{number % 2 + 1}] {text}\n"
+        printed += f"> {prompt}\n" * (number % 2 == 0) + f"[{number % 2 + 1}] {escape_controls(text)}\n"
     fields = [part for name, value in how.items() for part in (f"--{name}", json.dumps(value))]
     asked = ["--say", "ab", "--say", "c", "--seed", 0, "--samples", 2]
     assert run("chat", trained, *asked, *fields) == printed
+    greedy = [run("chat", trained, "--say", "ab", "--temperature", 0, "--seed", seed) for seed in (0, 1)]
+    assert greedy[0] == greedy[1]
     for wrong, said in ((["--samples", 0], "--samples 0: use a whole"), (["--stop", "<eos>"], "'<eos>' is a special")):
         with pytest.raises(SystemExit, match=said):
             run("chat", folder / "model", "--say", "a", *wrong)
@@ -159,6 +165,9 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
         shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
         said.append(capsys.readouterr().out)
     assert said == ["", "a", "", "é", "!"]
+    hostile = SimpleNamespace(decode=lambda ids, skip_special_tokens: "\x1b[2J\u202e!")
+    chat._Shown(hostile)(ids[None, None], np.ones((1, 1, len(ids)), bool))
+    assert capsys.readouterr().out == "␛[2J\\u202e!"
     seen, tokenizer = (
         [],
         tiny_policy().tokenizer.__class__(

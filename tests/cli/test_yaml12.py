@@ -26,7 +26,7 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     ("text", "message"),
     [
         ("beta: 1\nbeta: 2", "is not YAML: duplicate key beta"),
-        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a is an alias; write its value out"),  # a small file of a billion values
+        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a is an alias; write its value out"),  # nested, a billion values
         ("model: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("max_steps: " + "9" * 5000, "is not YAML: Exceeds the limit"),
         ("[1]", "contains"),

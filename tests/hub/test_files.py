@@ -27,8 +27,10 @@ def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
     for content in ("old", "new"):
         with appearing(target) as scratch:
             (scratch / "file").write_text(content)
+            (scratch / "file").chmod(0o600)  # as safetensors leaves it
             assert not target.exists() or (target / "file").read_text() == "old"
         assert (target / "file").read_text() == content
+        assert (target / "file").stat().st_mode & 0o777 == 0o644
     assert [path.name for path in target.parent.iterdir()] == ["b"]
 
 
