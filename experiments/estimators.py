@@ -68,9 +68,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
-    "gmpo": {"loss_type": "gmpo", "epsilon": 0.4},
-    "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 0.15},
-    "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.05},
 }
 """Name → what it changes of the common setting, which is "dapo": estimator "grpo", loss "dapo", ε = 0.2."""
 

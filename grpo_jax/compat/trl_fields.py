@@ -67,7 +67,7 @@ _UNNOTED = (
     "top_entropy_quantile off_policy_mask_threshold entropy_coef use_adaptive_entropy entropy_coef_min "
     "entropy_coef_max entropy_coef_delta entropy_target ref_model_sync_steps learning_rate warmup_steps "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_eval_batch_size log_completions "
-    "num_completions_to_print save_total_limit greater_is_better run_name hub_model_id hub_private_repo "
+    "num_completions_to_print loss_type save_total_limit greater_is_better run_name hub_model_id hub_private_repo "
     "hub_revision"
 )
 
@@ -77,7 +77,6 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "num_train_epochs": "batches run on over the end of an epoch, so that no row is left out",
     "seed": "other streams: the same seed draws other samples than in TRL",
     "scale_rewards": "True and False are taken too",
-    "loss_type": '"gmpo" is a trainer of its own there, `experimental.gmpo`; "dppo_tv" and "dppo_kl" are ours',
     "importance_sampling_level": '"trajectory" is ours',
     "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
     "delta": "caps the first term of the min only, as in TRL",

@@ -124,7 +124,7 @@ class GRPOConfig(Batches):
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
     """Level of the ratio: the token's own, a completion's geometric mean (GSPO, arXiv 2507.18071) or product (ours)."""
     epsilon: Positive = 0.2
-    """Lower clip: ratios below 1 − ε. In gmpo and dppo both clips have units of their own: see `grpo_loss`."""
+    """Lower clip: ratios below 1 − ε."""
     epsilon_high: Positive | None = None
     """Upper clip: ratios above 1 + ε_high; None: `epsilon` (DAPO: 0.28). In cispo the cap itself (ScaleRL: 5.0)."""
     delta: Annotated[float, In("(1, inf)", "at 1 it stops the on-policy gradient: use 1 + ε or more")] | None = None

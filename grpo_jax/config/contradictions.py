@@ -30,18 +30,8 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     ),
     (
         "delta loss_type",
-        lambda c: c.loss_type in ("cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl") and c.delta is not None,
-        "cispo, sapo, vespo, gmpo and dppo have no such cap; leave it at None",
-    ),
-    (
-        "importance_sampling_level loss_type",
-        lambda c: c.loss_type == "gmpo" and c.importance_sampling_level != "token",
-        'loss_type = "gmpo" takes the geometric mean itself; leave importance_sampling_level at "token"',
-    ),
-    (
-        "top_entropy_quantile loss_type",
-        lambda c: c.loss_type == "gmpo" and c.top_entropy_quantile < 1,
-        'loss_type = "gmpo" weighs whole completions, and no token can be left out; use 1.0',
+        lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
+        "cispo, sapo and vespo have no such cap; leave it at None",
     ),
     (
         "scale_rewards advantage_estimator",
@@ -57,11 +47,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
         'advantage_estimator = "opo" weighs whole completions by their length; use another, or turn_credit="episode"',
-    ),
-    (
-        "turn_credit loss_type",
-        lambda c: c.turn_credit == "to_go" and c.loss_type == "gmpo",
-        'loss_type = "gmpo" takes one advantage for the whole completion; use another, or turn_credit="episode"',
     ),
     (
         "importance_sampling_level loss_type",

@@ -38,7 +38,7 @@ Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
 # The names of `maths.surrogates.LOSS_TYPES`, which needs jax and is therefore not asked.
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
 """How a setting may differ when a run goes on from a checkpoint: freely, since the params never depend on it; in how it

@@ -220,10 +220,7 @@ def grpo_loss(
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ by the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
-    | gmpo | −A·exp(mean of min(d, clip(d, −ε, ε_high))), max where A ≤ 0, d = l − l_old | as grpo |
-    | dppo_tv, dppo_kl | −w·A; 0 where A pushes p on that has left its trust region around p_old | as dapo |
 
-    That is |p − p_old| ≤ ε or KL(Bernoulli(p_old) ‖ Bernoulli(p)) ≤ ε (tv, kl); ε_high in the place of ε where A > 0.
     In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) go by the sign
     of A.
 
@@ -243,13 +240,11 @@ def grpo_loss(
       ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the KL is measured whatever beta is.
       advantages: [...] or [..., T] float, unitless.
       mask: [..., T] bool or 0/1; True on the completion tokens that count.
-      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "dppo_tv"
-        or "dppo_kl".
+      loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: ≥ 0, weight of the KL term. The number 0 leaves the term out.
       epsilon: ≥ 0, lower clip range.
       epsilon_high: ≥ 0, upper clip range; None means epsilon. In cispo it is the cap itself (5.0 in the paper), not
-        1 + epsilon_high: left at None there, on-policy gradients are scaled by epsilon. In gmpo both are in nats of
-        l − l_old (0.4 in the paper), in dppo of its divergence (0.15, 0.05).
+        1 + epsilon_high: left at None there, on-policy gradients are scaled by epsilon.
       delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None means no cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: "k1", "k2" or "k3" of d.
@@ -322,9 +317,8 @@ def grpo_loss(
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
       (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO (arXiv:2511.20347); LUSPO (arXiv:2602.05261); VESPO
-      (arXiv:2602.10693); GMPO (arXiv:2507.20673); DPPO (arXiv:2602.04879); the two-sided clip of INTELLECT-2
-      (arXiv:2505.07291); the KL correction and the off-policy mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy
-      tokens (arXiv:2506.01939).
+      (arXiv:2602.10693); the two-sided clip of INTELLECT-2 (arXiv:2505.07291); the KL correction and the off-policy
+      mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy tokens (arXiv:2506.01939).
 
     Example:
       >>> import jax.numpy as jnp

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, is_off, like_log_probs, row_or_token, sg
+from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, like_log_probs, row_or_token, sg
 from grpo_jax.maths.kl import ESTIMATORS
 
 
@@ -116,48 +116,6 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     return -sg(phi) * A * tokens.log_probs
 
 
-def gmpo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −mean_m A·exp(mean_m c), c = l − l_old clipped to [−ε, ε_high] on the side that A pushes to."""
-    d, A = tokens.log_ratio, tokens.advantages
-    within = jnp.clip(d, -settings.epsilon, settings.upper_epsilon)
-    c = jnp.where(A > 0, _lesser(d, within), -_lesser(-d, -within))
-    weight = _exp(row_mean(c, tokens.mask))
-    return jnp.broadcast_to(-row_mean(A, tokens.mask) * weight, d.shape)
-
-
-def dppo_tv(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −w·A; 0 where A pushes on a probability that has moved by more than ε down or ε_high up."""
-    return jnp.where(_outside(tokens, settings, _moved_tv(tokens)), 0, -tokens.ratio * tokens.advantages)
-
-
-def dppo_kl(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −w·A; 0 where A pushes on a probability p that is ε nats (down) or ε_high (up) from p_old.
-
-    In nats of KL(Bernoulli(p_old) ‖ Bernoulli(p)): the drawn token against all others.
-    """
-    return jnp.where(_outside(tokens, settings, _moved_kl(tokens)), 0, -tokens.ratio * tokens.advantages)
-
-
-def _moved_tv(tokens: Tokens) -> jax.Array:
-    """|p − p_old| of the drawn token."""
-    l = sg(tokens.log_probs)
-    return jnp.abs(jnp.exp(l) - jnp.exp(l - sg(tokens.log_ratio)))
-
-
-def _moved_kl(tokens: Tokens) -> jax.Array:
-    """KL(Bernoulli(p_old) ‖ Bernoulli(p)) of the drawn token, nats."""
-    l, d = sg(tokens.log_probs), sg(tokens.log_ratio)
-    p, p_old = jnp.exp(l), jnp.exp(l - d)
-    others, others_old = jnp.maximum(1 - p, 1e-8), jnp.maximum(1 - p_old, 1e-8)
-    return -p_old * d + others_old * (jnp.log(others_old) - jnp.log(others))
-
-
-def _outside(tokens: Tokens, settings: LossSettings, moved: jax.Array) -> jax.Array:
-    """True where a token has left the trust region in the direction of its advantage."""
-    up, down = moved > settings.upper_epsilon, moved > settings.epsilon
-    return jnp.where(tokens.advantages > 0, up & (tokens.log_ratio > 0), down & (tokens.log_ratio < 0))
-
-
 def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     """The term per token that beta multiplies, from d = l − l_ref."""
     w = tokens.ratio
@@ -238,9 +196,6 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "cispo": (cispo, sum_over_normalizer),
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
-    "gmpo": (gmpo, mean_of_row_means),
-    "dppo_tv": (dppo_tv, sum_over_normalizer),
-    "dppo_kl": (dppo_kl, sum_over_normalizer),
 }
 """To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`;
 its version in NumPy in tests/maths/test_losses.py, and a setting in `experiments.estimators`. A name that TRL lacks
@@ -265,12 +220,6 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
         capped = never if settings.delta is None else (w > settings.delta) & (A < 0)
     elif surrogate is cispo:
         high = w > settings.upper_epsilon
-    elif surrogate is gmpo:
-        low = (tokens.log_ratio < -settings.epsilon) & (A < 0)
-        high = (tokens.log_ratio > settings.upper_epsilon) & (A > 0)
-    elif surrogate in (dppo_tv, dppo_kl):
-        outside = _outside(tokens, settings, (_moved_tv if surrogate is dppo_tv else _moved_kl)(tokens))
-        low, high = outside & (A < 0), outside & (A > 0)
     return {
         "clip_fraction": low | high,
         "clip_fraction_low": low,
@@ -317,10 +266,6 @@ class LossSettings:
         choose("kl_estimator", self.kl_estimator, ESTIMATORS)
         choose("kl_placement", self.kl_placement, ("loss", "reward"))
         choose("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
-        if self.functions[0] is gmpo and not is_off(1 - self.top_entropy_quantile):
-            raise ValueError(
-                'loss_type="gmpo" weighs whole completions, and no token can be left out: top_entropy_quantile=1.0.'
-            )
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:

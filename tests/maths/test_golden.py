@@ -31,7 +31,7 @@ def advantages(rewards=made.REWARDS, **settings):
 
 
 def loss_and_gradient(old="old", **settings):
-    """(loss, gradient, share by covariance) of the golden inputs, in float64."""
+    """(loss, gradient) of the golden inputs, in float64."""
     given = {name.removeprefix("inputs/"): value for name, value in golden().items() if name.startswith("inputs/")}
     with_entropy = settings.get("entropy_coef") or settings.get("top_entropy_quantile", 1) < 1
 
@@ -47,13 +47,12 @@ def loss_and_gradient(old="old", **settings):
         )
 
     with x64():
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given["l"]))
-    return float(value), np.asarray(gradient), metrics
+        (value, _), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given["l"]))
+    return float(value), np.asarray(gradient)
 
 
 def assert_golden(name, value, gradient, tolerance):
-    if value is not None:
-        assert value == pytest.approx(float(golden()[name.replace("/", "/loss/")]), rel=tolerance)
+    assert value == pytest.approx(float(golden()[name.replace("/", "/loss/")]), rel=tolerance)
     expected = golden()[name.replace("/", "/gradient/")]
     np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=tolerance)
     assert np.abs(expected).max() > 1e-3
@@ -110,8 +109,7 @@ def test_advantages_of_verl(case):
 @pytest.mark.parametrize("case", made.TRL_LOSSES)
 def test_losses_of_trl(case):
     settings = {"loss_type": case, **made.TRL_LOSSES[case]}
-    settings["loss_type"] = "gmpo" if case == "gmpo" else settings["loss_type"]
-    value, gradient, _ = loss_and_gradient(**settings)
+    value, gradient = loss_and_gradient(**settings)
     assert_golden(f"trl/{case}", value, gradient, 1e-6)  # its epsilon and the like are float32
 
 
@@ -126,21 +124,8 @@ def test_losses_of_trl(case):
         ("sapo", {"loss_type": "sapo"}),
         # verl clips the weight on both sides, by 1 ± ε; the paper has no lower end, and neither has ours.
         ("cispo", {"loss_type": "cispo", "epsilon_high": 1.5}),
-        ("geo_mean", {"loss_type": "gmpo", "epsilon": 0.4, "epsilon_high": 0.3}),
     ],
 )
 def test_losses_of_verl(case, settings):
-    value, gradient, _ = loss_and_gradient(**settings)
+    value, gradient = loss_and_gradient(**settings)
     assert_golden(f"verl/{case}", value, gradient, 1e-7)  # it adds 1e-8 to the lengths
-
-
-@pytest.mark.parametrize(("case", "low", "high"), [("dppo_tv", 0.05, 0.1), ("dppo_kl", 0.01, 0.02)])
-def test_gradients_of_dppo_of_verl(case, low, high):
-    """verl's loss is −sg(w)·A·l and ours −w·A: other values, and one gradient, −w·A·∇l.
-
-    verl adds 1e-8 to 1 − p, where ours bounds it by that; and it cuts weights above 20, which these do not reach.
-    """
-    _, gradient, metrics = loss_and_gradient(loss_type=case, epsilon=low, epsilon_high=high)
-    assert_golden(f"verl/{case}", None, gradient, 1e-7)
-    assert 0 < float(metrics["clip_fraction_low"]) < 1
-    assert 0 < float(metrics["clip_fraction_high"]) < 1

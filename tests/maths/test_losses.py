@@ -101,26 +101,6 @@ def numpy_loss(l, l0, c):
                 s = min(max(s, np.log(1e-8)), 20)
                 power, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if A >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
                 p[i][t] = -np.exp(rate + power * s - rate * np.exp(s)) * A * l[i][t]
-            elif c.loss_type == "gmpo":
-                logs = []
-                for u in row:
-                    d = ratio_of(l, u) + 0j
-                    within = smaller(larger(d, -c.epsilon + 0j), eps_high + 0j)
-                    logs.append(smaller(d, within) if advantage(i, u) > 0 else larger(d, within))
-                p[i][t] = -sum(advantage(i, u) for u in row) / n * np.exp(sum(logs) / n)
-                d0 = ratio_of(l0, t)
-                count["low"] += d0 < -c.epsilon and A < 0
-                count["high"] += d0 > eps_high and A > 0
-            elif c.loss_type.startswith("dppo"):
-                new, before = np.exp(l0[i][t]), np.exp(old[i][t])
-                moved = abs(new - before)
-                if c.loss_type == "dppo_kl":
-                    rest, rest_before = max(1 - new, 1e-8), max(1 - before, 1e-8)  # some of these are above 1
-                    moved = before * np.log(before / new) + rest_before * np.log(rest_before / rest)
-                high, low = A > 0 and new > before and moved > eps_high, A < 0 and new < before and moved > c.epsilon
-                p[i][t] = v * 0 if high or low else -v * A
-                count["high"] += high
-                count["low"] += low
             else:
                 first = v if c.delta is None else smaller(v, c.delta + 0j)
                 second = smaller(larger(v, 1 - c.epsilon + 0j), 1 + eps_high + 0j)
@@ -157,7 +137,7 @@ def numpy_loss(l, l0, c):
 
     def reduce(x):
         total = sum(sum(row.values()) for row in x)
-        if c.loss_type in ("grpo", "sapo", "gmpo"):
+        if c.loss_type in ("grpo", "sapo"):
             return sum(sum(row.values()) / max(len(row), 1) for row in x) / R
         if c.loss_type == "luspo":
             return total / R
@@ -338,8 +318,6 @@ def case(loss_type, level, settings, arrays=None):
     vars(c).update(settings)
     if loss_type == "cispo" and c.epsilon_high is None:
         c.epsilon_high = 1.5
-    if loss_type == "gmpo":  # which weighs whole completions, and refuses to leave tokens out
-        c.top_entropy_quantile, c.selected, c.num_selected_tokens = 1.0, None, None
     return c
 
 
@@ -476,18 +454,7 @@ TABLES = {
              for w, phi in {0.5: 0.125 * math.exp(1), 0.9: 0.729 * math.exp(0.2), 1: 1,
                             1.25: 1.953125 * math.exp(-0.5), 1.5: 3.375 * math.exp(-1), 4: 64 * math.exp(-6)}.items()},
     },
-    # exp(±0.2, 0.3) in the place of 1 ± ε.
-    "gmpo": {
-        +1: {w: (-w, -w) for w in (0.5, 0.9, 1, 1.25)} | {w: (-math.exp(0.3), 0) for w in (1.5, 4)},
-        -1: {0.5: (math.exp(-0.2), 0)} | {w: (w, w) for w in (0.9, 1, 1.25, 1.5, 4)},
-    },
-    # Of 0.2, a probability moves to 0.8: by 0.6, and 0.2·log(1/4) + 0.8·log(4) = 0.83 nats; the others less than 0.3.
-    "dppo_tv": {
-        +1: {w: (-w, -w) for w in (0.5, 0.9, 1, 1.25, 1.5)} | {4: (0, 0)},
-        -1: {w: (w, w) for w in (0.5, 0.9, 1, 1.25, 1.5, 4)},
-    },
 }  # fmt: skip
-TABLES["dppo_kl"] = TABLES["dppo_tv"]
 for same in ("bnpo", "dr_grpo", "dapo", "luspo"):
     TABLES[same] = TABLES["grpo"]
 
@@ -539,29 +506,9 @@ def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
         assert fractions(1, A, epsilon_high=1.0, loss_type="cispo") == [0, 0, 0, 0]
     for ratio in (0.3, 3.0):
         assert fractions(ratio, 0.0, delta=2.0) == [0, 0, 0, 0]
-        for loss_type in ("gmpo", "dppo_tv", "dppo_kl"):
-            assert fractions(ratio, 0.0, loss_type=loss_type) == [0, 0, 0, 0]
     assert fractions(0.3, -1.0) == [1, 1, 0, 0]
     assert fractions(3.0, 1.0) == [1, 0, 1, 0]
     assert fractions(3.0, -1.0, delta=2.0) == [0, 0, 0, 1]
-
-
-def test_the_trust_regions_of_dppo_in_all_four_directions():
-    """From 0.5 to 0.9 or 0.1: by 0.4, or 0.51 nats; the gradient stops only where the advantage pushes on."""
-    old = jnp.full((4, 1), math.log(0.5))
-    l = jnp.log(jnp.array([[0.9], [0.9], [0.1], [0.1]]))
-    A = jnp.array([1.0, -1.0, 1.0, -1.0])
-
-    def gradient(name, epsilon, epsilon_high):
-        settings = {"loss_type": name, "epsilon": epsilon, "epsilon_high": epsilon_high, "normalizer": 1}
-        return jax.grad(lambda l: grpo_loss(l, old, None, A, jnp.ones((4, 1)), **settings)[0])(l)[:, 0].tolist()
-
-    kl = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
-    for name, moved in (("dppo_tv", 0.4), ("dppo_kl", kl)):
-        free = pytest.approx([-1.8, 1.8, -0.2, 0.2], rel=1e-6)
-        assert gradient(name, moved + 1e-3, moved + 1e-3) == free
-        assert gradient(name, moved + 1e-3, moved - 1e-3) == pytest.approx([0, 1.8, -0.2, 0.2], rel=1e-6)
-        assert gradient(name, moved - 1e-3, moved + 1e-3) == pytest.approx([-1.8, 1.8, -0.2, 0], rel=1e-6)
 
 
 # Special case = general case ----------------------------------------------------------------------------------------
@@ -641,7 +588,7 @@ def test_at_ratio_one_the_surrogates_have_one_gradient():
     by_token = -np.where(MASK, data()["A"][:, None], 0)
     by_row = by_token / np.maximum(MASK.sum(1, keepdims=True), 1)
     for loss_type, gradient in gradients.items():
-        expected = by_row if loss_type in ("grpo", "sapo", "gmpo") else by_token
+        expected = by_row if loss_type in ("grpo", "sapo") else by_token
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, err_msg=loss_type)
 
 
@@ -836,7 +783,7 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type, cuts):
     draw = lambda: jnp.asarray(-rng.uniform(0.1, 2.0, (rows, length)), jnp.float32)
     l, old, ref, sampling, H, weights = draw(), draw(), draw(), draw(), -draw(), -draw()
     A = jnp.asarray(0.5 + rng.normal(size=rows), jnp.float32)
-    quantile = 1.0 if loss_type == "gmpo" else 0.4
+    quantile = 0.4
     settings = {"loss_type": loss_type, "beta": 0.2, "epsilon_high": 0.4, "delta": 1.5, "max_completion_length": 7,
                 "top_entropy_quantile": quantile, "off_policy_mask_threshold": 0.1}  # fmt: skip
 

@@ -136,7 +136,6 @@ REFUSED = [
     (loss, {"importance_weights": zeros((2, 2))}, r"importance_weights has shape \(2, 2\)"),
     (loss, {"sampling_log_probs": zeros(2), "off_policy_mask_threshold": 0.1}, r"sampling_log_probs has shape \(2,\)"),
     (loss, TOP | {"selected": zeros((2, 2), bool)}, r"selected has shape \(2, 2\); pass \(2, 3\)"),
-    (loss, TOP | {"loss_type": "gmpo"}, 'loss_type="gmpo" weighs whole completions'),
     *[(f, {"rewards": zeros(3)}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
     *[(f, {"rewards": zeros((1, 2, 3, 4))}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
     *[

@@ -84,7 +84,6 @@ def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"loss_type": "vespo", "temperature": 0.7, "top_k": 5},
         {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
-        {"loss_type": "gmpo"},
     ],
     ids=lambda settings: settings["loss_type"],
 )

@@ -45,7 +45,6 @@ TRL_LOSSES = {
     "sapo": {},
     "vespo": {},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "gmpo": {"loss_type": "grpo", "epsilon": 0.4, "epsilon_high": 0.3},
     "grpo, KL": {"loss_type": "grpo", "beta": 0.1},
     "dapo, plain KL": {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False},
     "dapo, delta": {"loss_type": "dapo", "delta": 1.6, "epsilon_high": 0.4},
@@ -58,9 +57,6 @@ VERL_LOSSES = {
     "gspo": {},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
-    "geo_mean": {"clip_ratio_low": 0.4, "clip_ratio_high": 0.3},
-    "dppo_tv": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1},
-    "dppo_kl": {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02},
 }
 """Case → settings of verl's."""
 
@@ -94,12 +90,11 @@ def trl_trainer(directory, rewards=None, kind="GRPO", **settings):
     import trl
     from tiny import tiny_policy
     from transformers import AutoModelForCausalLM
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
     rewards = TWO_REWARDS[:, :, :1] if rewards is None else rewards
     b, g, k = rewards.shape
     trainers = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}
-    config_class, trainer_class = {**trainers, "GMPO": (GMPOConfig, GMPOTrainer)}[kind]
+    config_class, trainer_class = trainers[kind]
 
     def reads(which):
         def reward(completions, number, **_):
@@ -160,7 +155,7 @@ def trl_losses(directory, inputs):
     found, (rows, length) = {}, inputs["l"].shape
     for case, settings in TRL_LOSSES.items():
         settings = {"beta": 0.0, "loss_type": case, **settings}
-        trainer = trl_trainer(directory, kind="GMPO" if case == "gmpo" else "GRPO", **settings)
+        trainer = trl_trainer(directory, **settings)
         l = tensor("l").requires_grad_()
         trainer._get_per_token_logps_and_entropies = lambda *_, l=l, **__: (l, tensor("H"), None)
         trainer.current_gradient_accumulation_steps = 1
