@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_fused import arrays
 
 from grpo_jax.models import ragged
 from grpo_jax.models.experts import MixtureOfExperts
@@ -12,11 +13,6 @@ from grpo_jax.models.ragged import ragged_dot
 from grpo_jax.models.sight import implementation
 
 KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
-
-
-def arrays(*shapes):
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
 def one_by_one(x, w, sizes):
