@@ -60,13 +60,6 @@ def test_the_scores_written_out(given):
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
-def count_steps(monkeypatch):
-    """A list that gets an entry for each step's attention that is traced as a kernel."""
-    steps, own = [], fused_step.step_attention
-    monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
-    return steps
-
-
 def test_several_turns(monkeypatch):
     """Of completions that begin, wait and continue each in slots of their own."""
     shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
@@ -75,7 +68,8 @@ def test_several_turns(monkeypatch):
     plain, _ = test_turns.play(params=params)
     monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
     monkeypatch.setattr(test_turns, "MODEL", Transformer(dataclasses.replace(shape, attention="interpreted")))
-    steps = count_steps(monkeypatch)
+    steps, own = [], fused_step.step_attention
+    monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
     ours, _ = test_turns.play(params=params)
     assert steps
     assert (ours.tokens == plain.tokens).all()

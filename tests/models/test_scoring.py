@@ -2,12 +2,10 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts, token_log_probs
@@ -173,15 +171,3 @@ def test_token_log_probs_by_hand():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-class Variants(chex.TestCase, parameterized.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    def test_token_log_probs(self):
-        rng = np.random.default_rng(0)
-        logits, tokens = rng.standard_normal((3, 5, 7), np.float32), rng.integers(0, 7, (3, 5))
-        log_probs = self.variant(token_log_probs)(logits, tokens)
-        p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-        expected = np.log(np.take_along_axis(p, tokens[..., None], -1)[..., 0])
-        np.testing.assert_allclose(log_probs, expected, atol=1e-6)
-        chex.assert_type(log_probs, jnp.float32)

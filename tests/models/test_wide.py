@@ -134,6 +134,7 @@ def test_cpus_ask_for_them_and_others_do_not():
     assert not has_wide_sums([Gpu()])
 
 
+@pytest.mark.quick
 def test_a_run_asks_by_its_devices_unless_the_model_says(monkeypatch):
     config = GRPOConfig(compute_dtype="bfloat16")
     for named, here, asked in ((None, True, True), (None, False, False), (False, True, False), (True, False, True)):
