@@ -96,23 +96,32 @@ def test_a_shared_program_is_let_go_when_it_is_dispatched():
 
 
 @pytest.mark.quick
-def test_work_beside_is_under_way_at_once_and_waited_for_also_after_a_failure():
-    meet, go, ended = threading.Barrier(2, timeout=30), threading.Event(), []
+def test_work_beside_is_under_way_at_once_and_waited_for():
+    meet, ended = threading.Barrier(2, timeout=30), []
 
     def work():
         meet.wait()
         ended.append(threading.current_thread() is not threading.main_thread())
-        return 1 // len(ended[1:])
+        return 7
 
-    with pytest.raises(ZeroDivisionError), streams.beside(work) as coming:
+    with streams.beside(work) as coming:
         meet.wait()  # passes only if both are under way
-        coming.result()
     assert ended == [True]
-    with contextlib.suppress(ValueError), streams.beside(lambda: go.wait(30) and ended.append(1) or 7) as coming:
+    assert coming.result() == 7
+
+
+@pytest.mark.quick
+def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work():
+    def fails():
+        raise ValueError("there")
+
+    with pytest.raises(ValueError, match="there"), streams.beside(fails) as coming:
+        coming.result()
+    ended, go = [], threading.Event()
+    with contextlib.suppress(ValueError), streams.beside(lambda: go.wait(30) and ended.append(1)):
         go.set()
         raise ValueError
-    assert ended == [True, 1], "no thread is left at work with arrays that are about to go"
-    assert coming.result() == 7
+    assert ended == [1], "no thread is left at work with arrays that are about to go"
 
 
 @pytest.mark.quick
