@@ -34,7 +34,7 @@ SHAPES = {
     "bfloat16, made again": dataclasses.replace(PLAIN, dtype="bfloat16", remat=True),
 }
 PROMPTS = Prompts(np.array([[3, 4, 5, 6], [7, 8, 0, 0]]), np.array([4, 2]))
-TOKENS = np.random.default_rng(0).integers(0, 24, (2, 3, 8))
+TOKENS = np.asarray(jax.random.randint(jax.random.key(0), (2, 3, 8), 0, 24))
 MASK = np.arange(8) < np.array([[8, 3, 5], [1, 8, 6]])[..., None]
 
 
@@ -44,7 +44,7 @@ def scores(model, params):
     padded, *_ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
     read = read_prompts(model, params, PROMPTS)
     (sequence,) = pack(TOKENS, MASK, size=40, block=4)
-    packed, _ = score_packed(model, params, read, PROMPTS.lengths, sequence, **how)
+    packed, *_ = score_packed(model, params, read, PROMPTS.lengths, sequence, **how)
     return padded, sequence.add_to(jnp.zeros(MASK.shape), packed)
 
 
