@@ -23,9 +23,9 @@ SHAPES = {
     "a pattern of unlike layers, and a rest": dataclasses.replace(
         PLAIN,
         num_layers=5,
-        mixers=("delta", "attention") * 2 + ("delta",),
+        mixers=("attention", "delta") * 2 + ("attention",),
         delta=DeltaShape(2, 4, 6, 5),
-        windows=(None, 3) * 2 + (None,),
+        windows=(3, None) * 2 + (3,),
         expert_layers=(False, True) * 2 + (False,),
         num_experts=4,
         num_experts_per_token=2,

@@ -50,8 +50,8 @@ def base_policy(kind="plain"):
 def lora_policy(kind="plain", **options):
     """With adapters as training would leave them: B is not zero."""
     policy = add_lora(base_policy(kind), jax.random.key(1), **{"rank": 3, "alpha": 6.0, **options})
-    rng = np.random.default_rng(1)
-    filled = lambda path, leaf: np.float32(rng.normal(0, 0.1, leaf.shape)) if path[-1].key == "b" else leaf
+    draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
+    filled = lambda path, leaf: draw(leaf) if path[-1].key == "b" else leaf
     return policy.replace(params=jax.tree_util.tree_map_with_path(filled, policy.params))
 
 
