@@ -84,10 +84,7 @@ def exits(monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("a reward"), 1), (KeyboardInterrupt(), 130)])
-def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits, capsys):
-    """Two processes skip an update that is not finite, save by one clock, go on from the same older checkpoint, and
-    end together.
-    """
+def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits):
     distributed._leave()
     assert exits == [], "an orderly end is JAX's"
     distributed._explained(type(error), error, None)

@@ -3,10 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_turns
+from test_fused import arrays
+from tiny import random_params
 
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.models import block, fused_step
@@ -16,42 +17,42 @@ from grpo_jax.models.sight import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
 KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
+ONE = len(jax.devices()) < 4
 B, H, G, R = 2, 2, 3, 2
 
 
-def arrays(*shapes):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
-def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=None, sinks=False, mesh=None, own=()):
+def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=None, sinks=False, axes=None, own=()):
     shapes = (B, H, G, 1, R, d), (B, H, G, d, slots), (B, H, G, slots, d), (B, H, d, p), (B, H, p, d), (H, R)
     q, k, v, pk, pv, scores = arrays(*shapes)
-    sinks, lengths = scores if sinks else None, jnp.array([p, p // 3])
+    sinks, lengths = scores if sinks else None, np.array([p, p // 3])
     # What has never been written is not looked at: a number that is none would be seen in the sums.
-    k, v = (x.at[(..., *at)].set(jnp.nan) for x, at in zip((k, v), own, strict=True)) if own else (k, v)
+    for x, at in zip((k, v), own, strict=False):
+        x[(..., *at)] = np.nan
+    mesh = None if axes is None else make_mesh(axes)
     kernel = Kernel(KERNEL, 0, 0, d**-0.5, window, soft_cap)
     places = {"index": index, "start": start}
     ours = jax.jit(lambda *x: step_attention(*x, (pk, pv, lengths), kernel=kernel, mesh=mesh, sinks=sinks, **places))
     how = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, **places}
-    return ours(q, k, v), group_attention(q, jnp.nan_to_num(k), jnp.nan_to_num(v), (pk, pv, lengths), **how)
+    plain = jax.jit(lambda *x: group_attention(*x, (pk, pv, lengths), **how))
+    return ours(q, k, v), plain(q, np.nan_to_num(k), np.nan_to_num(v))
 
 
+MESH = {"fsdp": 2, "tensor": 2}
 LATER = ((slice(None), slice(64, None)), (slice(64, None), slice(None)))
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"slots": 64}, id="some slots"),
         pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
         pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
-        pytest.param({"slots": 64, "index": 70, "start": jnp.array([20, 60])}, id="a ring that has gone round"),
-        pytest.param({"slots": 64, "index": 40, "start": jnp.array([[0, 3, 40], [7, 39, 38]])}, id="each its start"),
+        pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a ring that has gone round"),
+        pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="each its start"),
         pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
         pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
-        pytest.param({"slots": 32, "index": jnp.array([4, 31]), "sinks": True}, id="an index of each, sinks"),
+        pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index of each, sinks"),
         pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="slots that wait for their token"),
+        pytest.param({"slots": 64, "axes": MESH}, id="a mesh", marks=pytest.mark.skipif(ONE, reason="one device")),
     ],
 )
 def test_the_scores_written_out(given):
@@ -59,28 +60,17 @@ def test_the_scores_written_out(given):
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
-def test_the_devices_of_a_mesh_compute_their_own():
-    if len(jax.devices()) < 4:
-        pytest.skip("one device")
-    ours, plain = of_both(slots=64, mesh=make_mesh({"fsdp": 2, "tensor": 2}))
-    np.testing.assert_allclose(ours, plain, atol=2e-6)
-
-
-def count_steps(monkeypatch):
-    """A list that gets an entry for each step's attention that is traced as a kernel."""
+def test_several_turns(monkeypatch):
+    """Of completions that begin, wait and continue each in slots of their own."""
+    shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
+    params = random_params(Transformer(shape))
+    monkeypatch.setattr(test_turns, "MODEL", Transformer(shape))
+    plain, _ = test_turns.play(params=params)
+    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
+    monkeypatch.setattr(test_turns, "MODEL", Transformer(dataclasses.replace(shape, attention="interpreted")))
     steps, own = [], fused_step.step_attention
     monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
-    return steps
-
-
-def test_several_turns(monkeypatch):
-    """Of completions that begin, wait and go on each in slots of their own, beside recurrent layers."""
-    plain, _ = test_turns.play()
-    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
-    shape = dataclasses.replace(test_turns.SHAPE, attention="interpreted")
-    monkeypatch.setattr(test_turns, "MODEL", Transformer(shape))
-    steps = count_steps(monkeypatch)
-    ours, _ = test_turns.play()
+    ours, _ = test_turns.play(params=params)
     assert steps
     assert (ours.tokens == plain.tokens).all()
     np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)

@@ -78,10 +78,9 @@ def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
         pack(tokens, mask, size=44, block=8)
 
 
-@pytest.mark.parametrize(("tokens", "longest", "size"), [(1, 1, 64), (64, 64, 64), (65, 10, 128), (100, 300, 320)])
-def test_piece_size(tokens, longest, size):
-    assert sequence_size(tokens, longest) == size
-    assert size % BLOCK == 0
+def test_a_sequence_is_of_whole_blocks_and_holds_the_longest_completion():
+    given = [(1, 1), (64, 64), (65, 10), (100, 300)]
+    assert [sequence_size(tokens, longest) for tokens, longest in given] == [64, 64, 128, 320]
 
 
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])

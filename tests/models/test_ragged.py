@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_fused import arrays
 
 from grpo_jax.models import ragged
 from grpo_jax.models.experts import MixtureOfExperts
@@ -14,20 +15,18 @@ from grpo_jax.models.sight import implementation
 KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
 
 
-def arrays(*shapes):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
 def one_by_one(x, w, sizes):
     group = np.repeat(np.arange(len(sizes)), sizes)
     return np.stack([np.asarray(row) @ np.asarray(w[e]) for row, e in zip(x, group, strict=True)])
 
 
 def value_and_gradients(implementation, x, w, sizes, upstream):
-    weighted = lambda x, w: (ragged_dot(x, w, jnp.asarray(sizes), implementation) * upstream).sum()
-    value = ragged_dot(x, w, jnp.asarray(sizes), implementation)
-    return value, *jax.jit(jax.grad(weighted, argnums=(0, 1)))(x, w)
+    def weighted(x, w):
+        value = ragged_dot(x, w, jnp.asarray(sizes), implementation)
+        return (value * upstream).sum(), value
+
+    gradients, value = jax.jit(jax.grad(weighted, argnums=(0, 1), has_aux=True))(x, w)
+    return value, *gradients
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,8 @@ def test_a_mixture_by_kernels(tokens, biases):
         return TransformerConfig(*(32, 16, 32, 1, 2, 1, 8), attention=attention, **sizes, **expert)
 
     (x,) = arrays((1, 1, tokens, 16))
-    params = MixtureOfExperts(shape("einsum")).init(jax.random.key(1), x)["params"]
-    params = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) * 0.3, params)
+    params = jax.eval_shape(MixtureOfExperts(shape("einsum")).init, jax.random.key(1), x)["params"]
+    params = jax.tree.map(lambda leaf: 0.3 * arrays(leaf.shape)[0], params)
 
     def of(attention):
         loss = lambda params, x: jnp.sin(MixtureOfExperts(shape(attention)).apply({"params": params}, x)).sum()

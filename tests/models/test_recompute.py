@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_params
 
 from grpo_jax.models.block import recomputed
 from grpo_jax.models.layers import TransformerConfig
@@ -18,8 +19,8 @@ CONFIG = TransformerConfig(32, 64, 512, num_layers=6, num_heads=4, num_kv_heads=
 def compiled(**changes):
     """The gradient of a loss with respect to the params, compiled; and the params."""
     model = Transformer(dataclasses.replace(CONFIG, **changes))
-    tokens = jnp.arange(4 * 64).reshape(4, 64) % 32
-    params = model.init(jax.random.key(0), tokens)["params"]
+    tokens = np.arange(4 * 64).reshape(4, 64) % 32
+    params = random_params(model)
     loss = lambda params: jax.nn.log_softmax(model.apply({"params": params}, tokens))[..., 3].mean()
     return jax.jit(jax.grad(loss)).lower(params).compile(), params
 

@@ -8,19 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_loop import PROMPTS, assert_same, values_and_gradient
 from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
 from experiments.bounds import Work
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.bounds import DecodeStep, count_weights, read_width
 from grpo_jax.models.cache import empty_like, slots_of, with_slots
 from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.packing import pack
 from grpo_jax.models.rope import Rope
-from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
 from grpo_jax.models.transformer import Transformer, projections
-from grpo_jax.types import Prompts
 from grpo_jax.update.state import create_state, finish_update
 
 # A pair of layers, and two that are over its keys and values.
@@ -39,9 +36,6 @@ SHAPE = TransformerConfig(
     layer_scalar=True,
     initializer_range=0.2,
 )
-PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), jnp.array([4, 2]))
-TOKENS = jax.random.randint(jax.random.key(0), (2, 3, 8), 0, 24)
-MASK = jnp.arange(8).reshape(1, 1, 8) < jnp.array([[8, 3, 5], [1, 8, 6]])[..., None]
 
 
 @functools.cache
@@ -53,30 +47,14 @@ def params():
 
 
 @functools.cache
-def scores(**settings):
-    """Log-probs side by side and packed, [2, 3, 8] each, and the gradient of a sum of them."""
-    model, how = Transformer(dataclasses.replace(SHAPE, **settings)), {"sampling": Sampling(), "with_entropy": False}
-
-    def loss(params):
-        padded, *_ = score_completions(model, params, PROMPTS, TOKENS, MASK, **how)
-        read, found = read_prompts(model, params, PROMPTS), jnp.zeros(MASK.shape)
-        for sequence in pack(np.asarray(TOKENS), np.asarray(MASK), size=16, block=4):
-            found = sequence.add_to(found, score_packed(model, params, read, PROMPTS.lengths, sequence, **how)[0])
-        return ((padded + 2 * found) * MASK).sum(), (padded, found)
-
-    gradient, values = jax.jit(jax.grad(loss, has_aux=True))(params())
-    return values, gradient
+def of_layers(**settings):
+    return values_and_gradient(dataclasses.replace(SHAPE, **settings), params())
 
 
 @pytest.mark.parametrize("settings", [{"attention": "tiles"}, {"loop_layers": True}])
 def test_every_way_of_reading_gives_the_same(settings):
-    (padded, packed), gradient = scores()
-    np.testing.assert_allclose(padded, packed, atol=1e-5)
-    values, other = scores(**settings)
-    for x in values:
-        np.testing.assert_allclose(x, padded, atol=1e-5)
-    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * largest), gradient, other)
+    np.testing.assert_allclose(*of_layers()[0], atol=1e-5)
+    assert_same(of_layers(**settings), of_layers(), 1e-5)
 
 
 def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
@@ -109,9 +87,10 @@ def test_weights_keys_and_scores_are_counted():
 
 def test_what_is_not_trained_stays_as_it_is():
     """Neither a gradient nor the decay of weights moves it, whatever the optimizer."""
+    own = {"layers_2": {"layer_scalar": jnp.array([0.8])}, "norm": {"scale": jnp.ones(16)}}
     optimizer = optax.adamw(0.1, weight_decay=0.5)
-    state = create_state(params(), optimizer, jax.random.key(0))
-    gradient = jax.tree.map(jnp.ones_like, state.params)
-    moved = finish_update(state, gradient, jnp.bool_(True), optimizer=optimizer)
-    np.testing.assert_array_equal(moved.params["layers_2"]["layer_scalar"], params()["layers_2"]["layer_scalar"])
-    assert np.abs(moved.params["norm"]["scale"] - params()["norm"]["scale"]).min() > 0.01
+    state = create_state(own, optimizer, jax.random.key(0))
+    step = jax.jit(functools.partial(finish_update, optimizer=optimizer))
+    moved = step(state, jax.tree.map(jnp.ones_like, own), jnp.bool_(True)).params
+    np.testing.assert_array_equal(moved["layers_2"]["layer_scalar"], own["layers_2"]["layer_scalar"])
+    assert np.abs(moved["norm"]["scale"] - own["norm"]["scale"]).min() > 0.01

@@ -64,9 +64,8 @@ B, G, P, T = 2, 3, 6, 5
 LENGTHS = np.array([6, 4])
 
 
-@pytest.fixture(params=list(CONFIGS))
-def config(request):
-    return CONFIGS[request.param]
+of_each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+of_all_but_the_plain = pytest.mark.parametrize("config", list(CONFIGS.values())[1:], ids=list(CONFIGS)[1:])
 
 
 @functools.cache
@@ -80,10 +79,11 @@ def batch():
     return rng.integers(0, 40, (B, P)), rng.integers(0, 40, (B, G, T))
 
 
+@of_all_but_the_plain
 def test_an_input_moves_the_logits_at_its_position_and_after_and_none_before(config):
     """Criteria: the gradient of the logits at t w.r.t. the embeddings is non-zero up to t and zero after it."""
     model, params = make(dataclasses.replace(config, windows=None))
-    tokens = jnp.arange(6)[None]  # each token once: the row of its embedding stands for its position
+    tokens = np.arange(6)[None]  # each token once: the row of its embedding stands for its position
     table = params["embed_tokens"]["embedding"]
     # A head of its own, so that the gradient reaches the table by the input only.
     untied = dataclasses.replace(model.config, tie_word_embeddings=False)
@@ -125,13 +125,14 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
     return jnp.take_along_axis(logits, jnp.broadcast_to(kept, (b, g, t + 1, 1)), axis=2)
 
 
-def test_columns_of_logits_are_its_rows(config):
-    model, params = make(config)
-    hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
+def test_columns_of_logits_are_its_rows():
+    model, params = make(RICH)
+    hidden = np.random.default_rng(0).standard_normal((7, 32), np.float32)
     rows, columns = (model.apply({"params": params}, hidden, method=f"unembed{of}") for of in ("", "_columns"))
     np.testing.assert_allclose(columns, rows.T, atol=1e-5)
 
 
+@of_each
 def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(config):
     """Each completion written out behind its prompt: none sees another of its group, nor the padding of the prompt."""
     model, params = make(config)
@@ -167,12 +168,12 @@ def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds)
     assert len(traced) == kinds
 
 
+@of_all_but_the_plain
 def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
     model, params = make(config)
     tokens = batch()[0]
     half = Transformer(dataclasses.replace(config, dtype="bfloat16"))
-    logits = jax.jit(half.apply)({"params": params}, tokens)
-    exact = jax.jit(model.apply)({"params": params}, tokens)
+    logits, exact = jax.jit(lambda params: [of.apply({"params": params}, tokens) for of in (half, model)])(params)
     assert logits.dtype == jnp.float32
     assert jax.tree.leaves(jax.eval_shape(half.init, jax.random.key(0), tokens))[0].dtype == jnp.float32
     error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
@@ -182,10 +183,10 @@ def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
 def head_in_bfloat16(tied):
     """A model in bfloat16, its params, hidden states and the float32 product of both, which lies between 16 and 32."""
     model, params = make(dataclasses.replace(PLAIN, tie_word_embeddings=tied, dtype="bfloat16"))
-    table = jnp.abs(params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T)
+    table = np.abs(params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T)
     table = 24 * table / table.sum(axis=1, keepdims=True)
     params = {**params, "embed_tokens": {"embedding": table}} if tied else {**params, "lm_head": {"kernel": table.T}}
-    hidden = jax.random.uniform(jax.random.key(2), (9, 32), minval=0.8, maxval=1.2).astype(jnp.bfloat16)
+    hidden = np.random.default_rng(2).uniform(0.8, 1.2, (9, 32)).astype(jnp.bfloat16)
     exact = np.float64(hidden) @ np.float64(table.astype(jnp.bfloat16)).T
     assert 16 < exact.min() < exact.max() < 32
     return model, params, hidden, exact
@@ -236,9 +237,10 @@ def test_keys_are_not_kept_where_a_longer_sequence_would_rotate_them_anew(kind, 
 
 def test_router_loss_by_hand():
     """Two tokens of three count; both go to expert 0 by logits (2, 0) and (1, 0); k = 1, E = 2."""
-    logits = jnp.array([[[2.0, 0.0], [1.0, 0.0], [-9.0, 9.0]]])
+    sown = {"mlp": {"logits": (np.array([[[2.0, 0.0], [1.0, 0.0], [-9.0, 9.0]]]),)}}
     p0 = (1 / (1 + np.exp(-2.0)) + 1 / (1 + np.exp(-1.0))) / 2
-    value = router_loss({"mlp": {"logits": (logits,)}}, jnp.array([[True, True, False]]), num_experts_per_token=1)
+    loss = jax.jit(router_loss, static_argnames="num_experts_per_token")
+    value = loss(sown, np.array([[True, True, False]]), num_experts_per_token=1)
     np.testing.assert_allclose(value, 2 * p0, rtol=1e-6)
 
 
