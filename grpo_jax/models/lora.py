@@ -223,14 +223,19 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     return merged
 
 
+# One program for each shape: called directly, each of their forty operations would be compiled for each shape.
+_rows = jax.jit(Quantized.rows, static_argnames="dtype")
+_matrix = jax.jit(Quantized.matrix, static_argnames="dtype")
+
+
 def _written_out(name: str, held: Quantized) -> np.ndarray:
     """Return the matrix of a quantized parameter; an embedding is held as the kernel of the head that is tied to it."""
-    return np.asarray(held.rows(held.dtype) if name == "embedding" else held.matrix())
+    return np.asarray((_rows if name == "embedding" else _matrix)(held, held.dtype))
 
 
 def _merged(kernel: Any, adapter: Params, scale: float) -> Any:
     """One kernel with its adapter; on the host if it was quantized."""
     delta = scale * (adapter["a"].astype(jnp.float32) @ adapter["b"].astype(jnp.float32))
     if isinstance(kernel, Quantized):
-        return np.asarray((kernel.matrix(jnp.float32) + delta).astype(kernel.dtype))
+        return np.asarray((_matrix(kernel, jnp.float32) + delta).astype(kernel.dtype))
     return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)

@@ -83,16 +83,12 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
         ),
         ({"generation_kwargs": '{"stop": ".", "stop_token_ids": [3]}'}, {"stop": ".", "stop_token_ids": [3]}),
         # The correction for vLLM.
-        (
-            {VLLM + "mode": "token_truncate", VLLM + "clip_max": 2.0},
-            {"sampler_correction": "token_truncate", "sampler_correction_max": 2.0},
-        ),
+        ({VLLM + "mode": "token_truncate"}, {"sampler_correction": "token_truncate"}),
+        ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
         ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
         ({VLLM + "cap": 5.0, VLLM + "clip_max": 2.0}, {"sampler_correction_max": 5.0}),
-        (
-            {VLLM + "clip_max": None, VLLM + "clip_min": 0.0},
-            {"sampler_correction_max": None, "sampler_correction_min": 0.0},
-        ),
+        ({VLLM + "clip_max": None}, {"sampler_correction_max": None}),
+        ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
     ],
     ids=str,
 )

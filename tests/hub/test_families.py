@@ -253,7 +253,7 @@ def test_there_is_a_case_for_each_family():
 
 def test_a_gpu_makes_the_random_weights_shape_by_shape(monkeypatch):
     """Of each shape there is one program, whatever the layers; the numbers are those of a CPU, but for an ulp."""
-    raw = raw_config("gemma2")
+    raw = {**raw_config("qwen2"), "num_hidden_layers": 3}
     plain = init_policy(raw, jax.random.key(0)).params
     monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
     monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program of all"))

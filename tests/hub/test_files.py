@@ -1,25 +1,10 @@
-"""Tensors by rows, and directories that appear when they are complete."""
+"""Directories that appear when they are complete."""
 
-import numpy as np
 import pytest
 
-from grpo_jax.hub.files import appearing, check_replaceable, stored_tensors
+from grpo_jax.hub.files import appearing, check_replaceable
 
 pytestmark = pytest.mark.quick
-
-
-def test_tensors_are_found_and_read_by_rows(tmp_path):
-    from safetensors.numpy import save_file
-
-    matrix, vector = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(5, dtype=np.float16)
-    save_file({"m": matrix, "v": vector}, tmp_path / "model.safetensors")
-    stored = stored_tensors(tmp_path)
-    assert {name: (entry.shape, entry.dtype) for name, entry in stored.items()} == {
-        "m": ((4, 3), np.float32),
-        "v": ((5,), np.float16),
-    }
-    np.testing.assert_array_equal(stored["m"].rows(1, 2), matrix[1:3])
-    np.testing.assert_array_equal(stored["v"].rows(4, 1), vector[4:])
 
 
 def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):

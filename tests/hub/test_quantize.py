@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,23 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_policy
+from test_families import write_checkpoint
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.hub.policy import place_policy
 from grpo_jax.hub.quantize import Source, dynamic_levels, quantized_shape, read_quantized
 from grpo_jax.hub.tensors import Part
-from grpo_jax.models.quantized import NF4, Quantized
+from grpo_jax.models.lora import LoraModel, merge_adapters
+from grpo_jax.models.quantized import NF4, Quantized, is_quantized
 from grpo_jax.update.state import create_state
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-    "initializer_range": 0.3,
 }  # fmt: skip
 BITSANDBYTES = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
@@ -35,6 +36,9 @@ BITSANDBYTES = {
 # blocks with nested scales; blocks that run over the ends of rows; blocks with plain scales. By its kernel for every
 # device: in 0.50.2 the one for CPUs starts blocks anew in each row, which is not the matrix that was quantized.
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "nf4.json").read_text())
+
+
+TOKENS = np.arange(24).reshape(4, 6) * 3
 
 
 def array(entry):
@@ -58,16 +62,15 @@ def quantized(x, method):
     return read_quantized(x.shape, [source], method, "float32")
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    save_pretrained(tmp_path / "model", init_policy(QWEN3, jax.random.key(0)))
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("quantize") / "model", QWEN3)
 
 
 @pytest.fixture
-def stored_nf4(checkpoint):
+def stored_nf4(checkpoint, tmp_path):
     """With three projections as bitsandbytes stores them."""
-    return with_nf4(checkpoint)
+    return with_nf4(shutil.copytree(checkpoint, tmp_path / "nf4"))
 
 
 def with_nf4(checkpoint, change=lambda tensors: tensors, **config):
@@ -164,7 +167,7 @@ def test_projections_that_are_stored_together_are_cut_by_rows(tmp_path, double):
     from safetensors.numpy import load_file, save_file
 
     raw = {**QWEN3, "architectures": ["Phi3ForCausalLM"], "head_dim": None, "pad_token_id": 0, "num_attention_heads": 8}
-    save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
+    write_checkpoint(tmp_path / "model", raw)
     golden = GOLDEN["k_proj" if double else "v_proj"]
     rows = array(golden["parts"][""]).reshape(8, 32)
     # 64 rows of queries and 8 each of keys and values: ten times the golden eight.
@@ -205,10 +208,12 @@ def without(part):
         (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
     ],
 )
-def test_other_ways_to_store_are_refused_before_a_weight_is_read(checkpoint, change, config, message, monkeypatch):
+def test_other_ways_to_store_are_refused_before_a_weight_is_read(
+    checkpoint, change, config, message, tmp_path, monkeypatch
+):
     monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=message):
-        from_pretrained(with_nf4(checkpoint, change, **config))
+        from_pretrained(with_nf4(shutil.copytree(checkpoint, tmp_path / "nf4"), change, **config))
 
 
 @pytest.mark.quick
@@ -223,8 +228,8 @@ def test_a_wrong_method_is_refused_and_nothing_is_rounded_twice(stored_nf4):
 
 @pytest.mark.parametrize(("method", "tied"), [("nf4", False), ("int8", True)])
 def test_embedding_and_head_are_quantized_where_that_is_asked_for(tmp_path, method, tied):
-    """The weights they stand for have the same logits; tied, there is one of them."""
-    save_pretrained(tmp_path / "model", init_policy({**QWEN3, "tie_word_embeddings": tied}, jax.random.key(0)))
+    """Adapters on a quantized base learn what they learn on the weights that it stands for."""
+    write_checkpoint(tmp_path / "model", {**QWEN3, "tie_word_embeddings": tied})
     plain = from_pretrained(tmp_path / "model")
     held = from_pretrained(tmp_path / "model", quantize=method, quantize_embeddings=True)
     table, of_plain = (policy.params["embed_tokens"]["embedding"] for policy in (held, plain))
@@ -236,10 +241,22 @@ def test_embedding_and_head_are_quantized_where_that_is_asked_for(tmp_path, meth
     assert [codes.dtype for codes, *_ in rounded] == ["int8"] if tied else ["uint8", "int8"]
     for codes, ours, theirs in rounded:  # half of the widest gap between two values of a block, at most
         assert np.abs(ours - theirs).max() <= np.abs(theirs).max() * (0.153 if codes.dtype == np.uint8 else 0.004)
-    policy, tokens = trained(held), np.arange(30).reshape(2, 15) * 3
-    merged = merge_lora(policy)
-    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
-    np.testing.assert_allclose(logits(merged), logits(policy), atol=2e-5)
+    written_out = held.replace(params=merge_adapters(held.params, {}, 0.0))
+    assert not is_quantized(written_out.params)
+    (loss, grads), wanted = (learned(x.model, x.params) for x in (trained(held), trained(written_out)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), (loss, grads), wanted)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(grads)) > 1e-3
+
+
+@jax.jit
+def learned(model, params):
+    """Loss and gradients of the adapters."""
+
+    def loss(params):
+        log_probs = jax.nn.log_softmax(model.apply({"params": params}, TOKENS[:, :-1]))
+        return -jnp.take_along_axis(log_probs, TOKENS[:, 1:, None], axis=-1).mean()
+
+    return jax.value_and_grad(loss)(params)
 
 
 @pytest.mark.quick
@@ -255,28 +272,23 @@ def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path
 
 
 def trained(policy):
-    """The policy with adapters whose B is not zero."""
-    policy = add_lora(policy, jax.random.key(1), rank=2, alpha=4.0)
-    draw = lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape)
-    return policy.replace(params=jax.tree.map(draw, policy.params))
+    """The policy with adapters as training would leave them: B is not zero."""
+    fresh = jax.eval_shape(lambda: add_lora(policy, jax.random.key(1), rank=2).params)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape).astype(np.float32)), fresh)
+    return policy.replace(model=LoraModel(policy.params, policy.model, scale=2.0), params=params)
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_adapters_go_to_peft_and_back_and_merge_within_the_rounding(checkpoint, method, tmp_path):
-    """A run on a quantized base is the run on the weights that it stands for, and merging adds no more error than the
-    rounding.
-    """
+    """Merging adapters into a quantized base adds no more error than the rounding of the base."""
     plain, held = from_pretrained(checkpoint), from_pretrained(checkpoint, quantize=method)
     policy = trained(held)
-    tokens = np.arange(10).reshape(2, 5)
-    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
     save_lora(tmp_path / "adapter", policy)
     again = load_lora(tmp_path / "adapter", held)
     jax.tree.map(np.testing.assert_array_equal, again.params, policy.params)
-    np.testing.assert_array_equal(logits(again), logits(policy))
-    merged = merge_lora(policy)
-    np.testing.assert_allclose(logits(merged), logits(policy), atol=2e-5)
-    save_pretrained(tmp_path / "merged", merged, dtype="bfloat16")
+    assert (again.model.scale, again.model.model) == (policy.model.scale, policy.model.model)
+    save_pretrained(tmp_path / "merged", merge_lora(policy), dtype="bfloat16")
     exported = from_pretrained(tmp_path / "merged", dtype="bfloat16")
     exact = merge_lora(trained(plain))
     for path in (("self_attn", "q_proj"), ("mlp", "down_proj")):
@@ -289,36 +301,15 @@ def test_adapters_go_to_peft_and_back_and_merge_within_the_rounding(checkpoint, 
 def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path):
     raw = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     raw |= {"moe_intermediate_size": 128, "hidden_size": 128}
-    save_pretrained(tmp_path / "model", init_policy(raw, jax.random.key(0)))
-    held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True)
-    held = place_policy(add_lora(held, jax.random.key(0), rank=2), make_mesh({"fsdp": 2, "tensor": 2}))
+    write_checkpoint(tmp_path / "model", raw)
+    policy = trained(from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=True))
+    held = place_policy(policy, make_mesh({"fsdp": 2, "tensor": 2}))
     base = held.model.base["layers_0"]
     assert base["mlp"]["experts"]["up_proj"].shape == (4, 128, 128)
     assert base["self_attn"]["q_proj"]["kernel"].codes.sharding.spec == P("tensor", "fsdp")
     assert base["mlp"]["experts"]["down_proj"].codes.sharding.spec == P(None, "fsdp", "tensor")
     for name, kind in (("embed_tokens", "embedding"), ("lm_head", "kernel")):
         assert held.model.base[name][kind].codes.sharding.spec == P("tensor", "fsdp")
-    tokens = np.arange(20).reshape(4, 5)
-    logits = lambda policy: jax.jit(policy.model.apply)({"params": policy.params}, tokens)
-    np.testing.assert_allclose(logits(held), logits(merge_lora(held)), atol=1e-4)
-
-
-@pytest.mark.parametrize("embeddings", [False, True])
-def test_adapters_on_a_quantized_base_learn_what_they_do_on_the_weights_it_stands_for(tmp_path, embeddings):
-    """Loss and gradients of the adapters; the weights written out are held by `merge_lora` of empty adapters."""
-    save_pretrained(tmp_path / "model", tiny_policy())
-    held = from_pretrained(tmp_path / "model", quantize="nf4", quantize_embeddings=embeddings)
-    plain = held.replace(params=merge_lora(add_lora(held, jax.random.key(0), rank=1)).params)
-    tokens = np.arange(24).reshape(2, 12) % 20
-
-    def learned(policy):
-        policy = trained(policy)
-
-        def loss(params):
-            log_probs = jax.nn.log_softmax(policy.model.apply({"params": params}, tokens[:, :-1]))
-            return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean()
-
-        return jax.jit(jax.value_and_grad(loss))(policy.params)
-
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), learned(held), learned(plain))
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(learned(held)[1])) > 1e-3
+    ours = jax.jit(lambda model, params: model.apply({"params": params}, TOKENS))(held.model, held.params)
+    plain = jax.jit(policy.model.model.apply)({"params": merge_lora(held).params}, TOKENS)
+    np.testing.assert_allclose(ours, plain, atol=1e-4)

@@ -53,43 +53,30 @@ def length(completions):
 
 
 def test_a_function_gets_what_it_names_and_no_more():
-    seen = {}
-
-    def few(answer, completions):
-        seen["few"] = (answer, completions)
-        return [0.0] * N
-
-    def with_default(prompts, missing="default", *, level=None):
-        seen["default"] = (prompts, missing, level)
-        return [0.0] * N
-
-    def everything(**kwargs):
-        seen["all"] = kwargs
-        return [0.0] * N
-
-    def by_state(completions, trainer_state):
-        seen["state"] = trainer_state
-        return [0.0] * N
-
-    def trl(completions, answer, **kwargs):
-        seen["trl"] = set(kwargs)
-        return [0.0] * N
-
+    seen = []
+    see = lambda *arguments: seen.append(arguments) or [0.0] * N
+    fns = [
+        lambda answer, completions: see(answer, completions),
+        lambda prompts, missing="default", *, level=None: see(prompts, missing, level),
+        lambda **kwargs: see(set(kwargs)),
+        lambda completions, answer, **kwargs: see(set(kwargs)),  # as TRL's
+        lambda completions, trainer_state: see(trainer_state),
+    ]
     # The column `prompt` is given as `prompts`, and only so.
-    columns = {"prompt": PROMPTS, **COLUMNS}
-    state = object()
-    score([few, with_default, everything, trl, by_state], columns=columns, extras={"trainer_state": state})
-    assert seen["state"] is state
-    assert seen["few"] == (COLUMNS["answer"], COMPLETIONS)
-    assert seen["default"] == (PROMPTS, "default", COLUMNS["level"])
-    assert seen["all"].keys() == {"prompts", "completions", "completion_ids", "answer", "level"}
-    assert seen["trl"] == {"prompts", "completion_ids", "level"}
+    score(fns, columns={"prompt": PROMPTS, **COLUMNS}, extras={"trainer_state": "state"})
+    assert seen == [
+        (COLUMNS["answer"], COMPLETIONS),
+        (PROMPTS, "default", COLUMNS["level"]),
+        ({"prompts", "completions", "completion_ids", "answer", "level"},),
+        ({"prompts", "completion_ids", "level"},),
+        ("state",),
+    ]
 
 
 def test_methods_partials_and_objects_are_functions_too():
     class Judge:
         def __call__(self, completions, answer):
-            return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+            return [float(truth == "y") for truth in answer]
 
         def method(self, completions):
             return length(completions)
@@ -99,37 +86,22 @@ def test_methods_partials_and_objects_are_functions_too():
 
     rewards, stats = score([Judge(), Judge().method, functools.partial(scaled, factor=2)])
     assert rewards.dtype == np.float32
-    np.testing.assert_array_equal(rewards, [[[0, 1, 2], [0, 2, 4], [0, 3, 6]], [[0, 4, 8], [0, 5, 10], [0, 6, 12]]])
+    np.testing.assert_array_equal(rewards, [[[0, 1, 2], [0, 2, 4], [0, 3, 6]], [[1, 4, 8], [1, 5, 10], [1, 6, 12]]])
     assert {key.split("/")[1] for key in stats} == {"Judge", "method", "scaled", "unscored"}
-
-    def reward():
-        return None
-
-    def reward_2():
-        return None
-
+    reward, reward_2 = returns(None), returns(None)
+    reward_2.__name__ = "reward_2"
     assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "distinct, and stay so"
 
 
 def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
-    def same(completions, answer):
-        return [float(truth == "mine") for truth in answer]
-
-    def same_by_keywords(completions, **columns):
-        return same(completions, columns["answer"])
-
-    mine = ["mine"] * N
-    rewards, _ = score([functools.partial(same, answer=mine), functools.partial(same_by_keywords, answer=mine)])
+    named = lambda completions, answer: [float(truth == "mine") for truth in answer]
+    by_keywords = lambda completions, **columns: named(completions, columns["answer"])
+    rewards, _ = score([functools.partial(fn, answer=["mine"] * N) for fn in (named, by_keywords)])
     assert (rewards == 1).all()
 
 
-def takes_all(completions, tests):
-    """The number of tests, all of which are taken out of the list."""
-    return [float(len([one.pop() for _ in list(one)])) for one in tests]
-
-
 def test_each_completion_and_each_function_has_objects_of_its_own():
-    """A row's objects are one for its whole group, and for every epoch."""
+    """A row's objects are one for its whole group, and for every epoch; so also behind a gate."""
     prompt, info = [{"role": "user", "content": "Sort."}], {"limits": {"seconds": 1}}
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
     inputs = {"prompts": [prompt] * 4, "completion_ids": [[1]] * 4, "columns": {"info": [info] * 4}}
@@ -149,12 +121,9 @@ def test_each_completion_and_each_function_has_objects_of_its_own():
             [edits, said], completions=completions, num_generations=4, on_error="raise", **inputs
         )
         np.testing.assert_array_equal(rewards[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
-
-
-def test_a_function_behind_a_gate_sees_what_the_gate_has_not_changed():
+    takes_all = lambda completions, tests: [float(len([one.pop() for _ in list(one)])) for one in tests]
     columns = {"tests": [[1, 2], [1, 2], [1, 2], [], [1], [1]]}
-    rewards, _ = score(gated(takes_all, weighted(takes_all, 2.0)), columns=columns)
-    assert rewards.ravel().tolist() == [4, 4, 4, 0, 2, 2]
+    assert score(gated(takes_all, weighted(takes_all, 2.0)), columns=columns)[0].ravel().tolist() == [4, 4, 4, 0, 2, 2]
 
 
 def test_a_copy_shares_nothing_that_can_be_changed():
@@ -163,23 +132,17 @@ def test_a_copy_shares_nothing_that_can_be_changed():
             raise TypeError("a client is no data")
 
     Point, client, lock = collections.namedtuple("Point", "x y"), Client(), threading.Lock()
-    value = {
-        "nested": [{"deep": [1, (2, [3])]}],
-        "set": {1},
-        "bytes": bytearray(b"a"),
-        "default": collections.defaultdict(list, a=[1]),
-        "queue": collections.deque([[1]]),
-        "point": Point([1], 2),
-        "array": np.array([1.0]),
-    }
-    copied = own_copy(value)
-    expected = repr(value)
+    default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
+    value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1], 2), np.array([1.0])]
+    copied, expected = own_copy(value), repr(value)
     assert repr(copied) == expected
-    assert type(copied["point"]) is Point
-    copied["default"]["new"].append(1), copied["default"]["a"].append(1)
-    copied["nested"][0]["deep"][1][1].append(4), copied["queue"][0].append(1), copied["point"].x.append(1)
-    copied["set"].add(2), copied["bytes"].extend(b"b")
-    copied["array"] += 1
+    nested, members, raw, default, queue, point, array = copied
+    assert type(point) is Point
+    for part in (nested["deep"][1][1], default["new"], default["a"], queue[0], point.x):
+        part.append(1)
+    members.add(2)
+    raw.extend(b"b")
+    array += 1
     assert repr(value) == expected
     others = [client, lock, len, Client, jnp.ones(1).dtype]
     assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
@@ -202,11 +165,10 @@ def test_compute_rewards_refuses(keywords, message):
 
 
 @pytest.mark.parametrize("value", [
-    [1, 0, 1, 0, 1, 0], (True, False) * 3,
+    (True, False) * 3,
     [np.float64(1), np.int8(0), np.bool_(True), jnp.float32(0), np.array(1.0), Decimal("0")],
-    np.array([1, 0, 1, 0, 1, 0], bool), np.array([1, 0, 1, 0, 1, 0], np.float16),
-    jnp.array([1, 0, 1, 0, 1, 0], jnp.bfloat16), (float(index % 2 == 0) for index in range(N)),
-    {index: float(index % 2 == 0) for index in range(N)}.values(),
+    np.array([1, 0, 1, 0, 1, 0], np.float16), jnp.array([1, 0, 1, 0, 1, 0], jnp.bfloat16),
+    (float(index % 2 == 0) for index in range(N)), {index: float(index % 2 == 0) for index in range(N)}.values(),
 ])  # fmt: skip
 def test_all_kinds_of_numbers_are_rewards(value):
     rewards, _ = score(returns(value))

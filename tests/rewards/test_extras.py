@@ -6,14 +6,12 @@ import pickle
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, train
+from grpo_jax import GRPOConfig, train
 from grpo_jax.rewards.calls import compute_rewards, means_of
 from grpo_jax.rewards.contract import EXTRAS, RewardError, TrainerState
 from grpo_jax.rewards.extras import OWN_COLUMNS, Extras, NameTaken
 
 ROWS = [{"prompt": text, "topic": "letters"} for text in ("ab", "c", "def", "gh")]
-SETTINGS = {"max_completion_length": 4, "temperature": 1.0}
-SIZES = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1, **SETTINGS}
 
 
 @pytest.mark.quick
@@ -65,26 +63,16 @@ def test_a_name_of_the_runs_own_is_refused(on_error):
             compute_rewards(functools.partial(fn, name=name), extras=Extras().given(), on_error=on_error, **inputs)
 
 
-def test_names_that_only_one_rollout_has_are_refused_there():
-    """`rewards/<function>/mean` of this very function; `length`, the function's own name, in an evaluation."""
-    named = lambda name: functools.partial(logs, name=name)
-    with pytest.raises(NameTaken, match=r"log_metric\('rewards/logs/mean', ...\)"):
-        train(tiny_policy(), ROWS, named("rewards/logs/mean"), GRPOConfig(**SIZES))
-    with pytest.raises(NameTaken, match=r"log_metric\('logs', ...\)"):
-        evaluate(tiny_policy(), ROWS, named("logs"), **SETTINGS)
-
-
-def test_all_that_a_run_logs_itself_is_refused(tmp_path):
-    """But for the names of the rollout, such as `rewards/`, which are compared with what it has logged."""
+def test_a_run_refuses_the_names_of_all_that_it_logs(tmp_path):
+    """Names of the rollout and of an evaluation are compared with what these have logged; the others are listed."""
 
     def length(completions):
         return [float(i) for i, _ in enumerate(completions)]
 
-    settings = {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "max_steps": 2}
+    settings = {"per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    settings |= {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "dynamic_sampling": True}
     settings |= {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5}
-    settings |= {"dynamic_sampling": True}
-    names = {"step"}
-    config = GRPOConfig(**SIZES | settings)
+    names, config = {"step"}, GRPOConfig(**settings)
     callbacks = [lambda step, line: names.update(line)]
     train(tiny_policy(), ROWS, length, config, eval_dataset=ROWS, callbacks=callbacks, run_dir=tmp_path)
     assert {"loss", "num_prompts", "seconds/total", "eval/length", "clip_fraction_delta", "entropy_coef"} <= names
@@ -92,3 +80,6 @@ def test_all_that_a_run_logs_itself_is_refused(tmp_path):
         if not name.startswith(("rewards/", "completions/")):
             with pytest.raises(NameTaken):
                 Extras().log_metric(name, 0.0)
+    for name, evaluated in (("rewards/logs/mean", None), ("logs", ROWS)):  # the second of the first evaluation
+        with pytest.raises(NameTaken, match=rf"log_metric\('{name}', ...\)"):
+            train(tiny_policy(), ROWS, functools.partial(logs, name=name), config, eval_dataset=evaluated)

@@ -15,6 +15,7 @@ INPUTS = {
     "completion_ids": [[1, 2, 3], [4, 5], [6], [7, 8, 9, 9]],
     "num_generations": 2,
 }
+NUMBERS = "rewards are numbers, or None for 'not scored'"
 
 
 def returned(*values):
@@ -40,35 +41,28 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1, 2, 3], "returned [1, 2, 3], a list; rewards are numbers, or None for 'not scored', or a list with one for"
-                    " each turn (2)"),
-        ([], "returned [], a list; rewards are numbers, or None for 'not scored', or a list with one for each turn"
-             " (2)"),
-        (np.zeros(2), "returned array([0., 0.]), a ndarray; rewards are numbers, or None for 'not scored', or an array"
-                      " with one for each token (3)"),
+        ([1, 2, 3], f"returned [1, 2, 3], a list; {NUMBERS}, or a list with one for each turn (2)"),
+        ([], f"returned [], a list; {NUMBERS}, or a list with one for each turn (2)"),
+        (np.zeros(2), f"returned array([0., 0.]), a ndarray; {NUMBERS}, or an array with one for each token (3)"),
         ([1, None], "returned [1, None], and its number of turn 1 is none that is finite"),
         ([1, "2"], "returned [1, '2'], and its number of turn 1 is none that is finite"),
         (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), and its number of token 1 is none that is finite"),
         ([3e38, 3e38], "returned 6e+38; rewards are finite, in the range of float32"),
-        ("12", "returned '12', a str; rewards are numbers, or None for 'not scored'"),
-        ({1: 2}, "returned {1: 2}, a dict; rewards are numbers, or None for 'not scored'"),
+        ("12", f"returned '12', a str; {NUMBERS}"),
+        ({1: 2}, f"returned {{1: 2}}, a dict; {NUMBERS}"),
     ],
 )  # fmt: skip
 def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
-    """Lists and arrays of other lengths, and of what is no number, are refused by the completion; without turns to
-    count, only numbers are taken.
-    """
+    """Lists and arrays of other lengths, and values that are not numbers, are refused by the completion."""
     assert PartReader(0, [2], [3])(0, value) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
 
 
-@pytest.mark.parametrize("value", [[1.0], [1, 2], np.zeros(3)])
-def test_where_nobody_counts_turns_only_numbers_are_taken(value):
-    with pytest.raises(
-        RewardError, match=r"a (list|ndarray); rewards are numbers, or None for 'not scored' for prompt"
-    ):
-        compute_rewards(returned(value, 0, 0, 0), **INPUTS)
+def test_without_turns_only_numbers_are_taken():
+    for value in ([1.0], [1, 2], np.zeros(3)):
+        with pytest.raises(RewardError, match=rf"a (list|ndarray); {NUMBERS} for prompt"):
+            compute_rewards(returned(value, 0, 0, 0), **INPUTS)
 
 
 def test_rewards_stand_at_the_tokens_that_they_were_given_for():

@@ -20,7 +20,7 @@ from grpo_jax.rewards.contract import PartialRewards, RewardError, SetupError, c
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.rewards.workers import isolated
 
-TIMEOUT = 2.0
+TIMEOUT = 1.0
 COMPLETIONS = ["a", "bb", "ccc", "dddd"]
 
 
@@ -56,7 +56,7 @@ def wait_for(condition, seconds=10.0):
 
 # Faults ---------------------------------------------------------------------------------------------------------------
 
-LATE = r"took longer than its timeout of 2 s and was killed"
+LATE = r"took longer than its timeout of 1 s and was killed"
 OF_ALL = {
     "raise": "raised KeyError: 'gold'",
     "hang in C": LATE,
@@ -86,6 +86,11 @@ def misbehaving():
     fn.close()
 
 
+@pytest.mark.quick
+def test_the_matrix_has_all_faults():
+    assert OF_ALL.keys() | OF_ONE.keys() | {"a None"} == functions.ACTIONS.keys()
+
+
 @pytest.mark.parametrize("how", [*OF_ALL, *OF_ONE])
 def test_fault_matrix(misbehaving, how):
     """Each is named, concerns its completions only, takes no longer than the limit, and the next call is fine."""
@@ -98,24 +103,19 @@ def test_fault_matrix(misbehaving, how):
     assert score(misbehaving, how="well")[0].tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.quick
-def test_the_matrix_has_all_there_is():
-    assert OF_ALL.keys() | OF_ONE.keys() | {"a None"} == functions.ACTIONS.keys()
-
-
 def test_an_exception_keeps_its_traceback_and_none_is_no_fault(misbehaving):
     with pytest.raises(RewardError, match=r"^reward function 'misbehave' raised KeyError: 'gold'") as caught:
         score(misbehaving, how="raise")
     cause = caught.value.__cause__
     assert type(cause).__name__ == "KeyError"
-    assert 'raise KeyError("gold")' in "".join(cause.__notes__)
+    assert 'throw(KeyError("gold"))' in "".join(cause.__notes__)
     scores, stats = score(misbehaving, how="a None")
     np.testing.assert_array_equal(scores, [np.nan, 2, 3, 4])
     assert stats["rewards/misbehave/errors"] == 0
 
 
 def test_a_fault_costs_the_completions_of_its_call_only():
-    fn = isolated(functions.by_text, timeout=1.5, workers=2, completions_per_call=1)
+    fn = isolated(functions.by_text, timeout=1.0, workers=2, completions_per_call=1)
     texts = ["fine", "hang deaf", "raise", "ok", "exit", "a", "nan", "bb"]
     with pytest.warns(RuntimeWarning, match="4 of 8 completions scored as missing: .* for prompt 0 of the batch"):
         scores, _ = score(fn, completions=texts, on_error="none")
@@ -178,13 +178,13 @@ def test_a_signal_to_all_processes_of_a_run_lets_the_workers_finish():
     assert isolated(functions.is_told_to_end, timeout=10)(completions=["a"]) == [-signal.SIGTERM]
 
 
-@pytest.mark.parametrize(("text", "message"), [("hang", "took longer"), ("exit", "ended its worker process")])
-def test_processes_that_the_function_started_are_killed_with_it(tmp_path, text, message):
-    pid_file = tmp_path / "pid"
-    fn = isolated(functions.starts_a_process, timeout=1.5)
-    with pytest.raises(RewardError, match=message):
-        score(fn, completions=[text, text], pid_file=str(pid_file))
-    assert wait_for(lambda: not is_alive(int(pid_file.read_text())))
+def test_processes_that_the_function_started_are_killed_with_it(tmp_path):
+    fn = isolated(functions.starts_a_process, timeout=1.0)
+    for text, message in (("hang", "took longer"), ("exit", "ended its worker process")):
+        pid_file = tmp_path / text
+        with pytest.raises(RewardError, match=message):
+            score(fn, completions=[text, text], pid_file=str(pid_file))
+        assert wait_for(lambda path=pid_file: not is_alive(int(path.read_text())))
     fn.close()
 
 
@@ -222,23 +222,19 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 # What a worker sends --------------------------------------------------------------------------------------------------
 
 
-def test_a_function_cannot_answer_for_the_next_call(tmp_path):
+def test_a_function_can_neither_answer_for_another_call_nor_have_anything_unpickled(tmp_path):
     """A reply repeats the random number of its call: one that was written for another call is not a score of it."""
     fn = isolated(functions.forges, timeout=5, completions_per_call=1)
-    with pytest.warns(RuntimeWarning, match="'forges' sent something else than the reply to this call"):
+    refused = "'forges' sent something else than the reply to this call"
+    with pytest.warns(RuntimeWarning, match=refused):
         scores, _ = score(fn, completions=["the next reply", "bb"], path="", on_error="none")
     np.testing.assert_array_equal(scores, [14, np.nan])
     assert score(fn, completions=["bb", "cc"], path="")[0].tolist() == [2, 2]
-    fn.close()
-
-
-@pytest.mark.parametrize("how", ["a pickle", "noise"])
-def test_what_a_worker_sends_is_not_unpickled(tmp_path, how):
-    fn = isolated(functions.forges, timeout=5)
-    with pytest.raises(RewardError, match="'forges' sent something else than the reply to this call, or ended"):
-        score(fn, completions=[how, how], path=str(tmp_path / "made"))
-    assert not (tmp_path / "made").exists()
-    assert score(fn, completions=["bb", "cc"], path="")[0].tolist() == [2, 2]
+    for how in ("a pickle", "noise"):
+        with pytest.raises(RewardError, match=refused):
+            score(fn, completions=[how, how], path=str(tmp_path / "made"))
+        assert not (tmp_path / "made").exists()
+        assert score(fn, completions=["bb", "cc"], path="")[0].tolist() == [2, 2]
     fn.close()
 
 
@@ -256,21 +252,16 @@ def test_it_asks_for_what_the_function_asks_for():
 
 
 def test_inside_and_around_combinators():
-    fn = isolated(functions.length, timeout=10)
+    fn, divided = isolated(functions.length, timeout=10), isolated(from_row(functions.row_of_worker), timeout=10)
+    around = isolated(weighted(from_row(functions.row_of_worker_async), 3.0), timeout=1.4)
     assert score(weighted(gated(format_reward("[bc]+"), fn), 2.0))[0].tolist() == [0, 4, 6, 0]
-    around = isolated(weighted(functions.length, 3.0), timeout=10)
-    assert score(around)[0].tolist() == [3, 6, 9, 12]
-    fn.close()
-    around.close()
-    fn = isolated(from_row(functions.row_of_worker), timeout=10)
     with pytest.raises(PartialRewards) as caught:
-        fn(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
+        divided(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
     assert caught.value.values == [6, None, 2]
     assert caught.value.faults == {1: "raised ZeroDivisionError: division by zero"}
-    together = isolated(from_row(functions.row_of_worker_async), timeout=1.4)
-    assert together(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == list(range(8))
-    fn.close()
-    together.close()
+    assert around(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == [3 * by for by in range(8)]
+    for isolated_fn in (fn, divided, around):
+        isolated_fn.close()
 
 
 # Functions that cannot be isolated ------------------------------------------------------------------------------------
@@ -321,35 +312,34 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
 
 SCRIPT = """
 open("runs", "a").write("once ")
-import sys
 import worker_functions
 from grpo_jax.rewards.workers import isolated
 
 def reward(completions):
     return [len(text) for text in completions]
 
-{guard}
-print("scored", isolated({fn}, timeout=60)(completions=["a", "bb"]))
+def main():
+    for fn in (worker_functions.length, reward):
+        print("scored", isolated(fn, timeout=60)(completions=["a", "bb"]))
+
 """
-GUARDED = "if __name__ == '__main__':\n  "
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fn", "guard", "said"),
+    ("arguments", "start", "runs", "said"),
     [
-        (["my_script.py"], "reward", GUARDED, "scored [1.0, 2.0]"),
-        (["my_script.py"], "reward", "", "put what starts the training under if __name__ == '__main__':"),
-        (["my_script.py"], "worker_functions.length", "", "scored [1.0, 2.0]"),
-        (["-c"], "reward", "", "'reward', defined in a notebook or at a prompt, .* (%%writefile my_rewards.py)"),
+        (["my_script.py"], "if __name__ == '__main__': main()", 2, "scored [1.0, 2.0]"),
+        (["my_script.py"], "main()", 2, "put what starts the training under if __name__ == '__main__':"),
+        (["-c"], "main()", 1, "'reward', defined in a notebook or at a prompt, .* (%%writefile my_rewards.py)"),
     ],
 )
-def test_functions_of_the_script_itself(tmp_path, arguments, fn, guard, said):
+def test_functions_of_the_script_itself(tmp_path, arguments, start, runs, said):
     """A worker imports the script only if the function is defined there."""
-    script = SCRIPT.format(fn=fn, guard=guard).replace("\nprint", "print" if guard else "\nprint")
+    script = SCRIPT + start
     (tmp_path / "my_script.py").write_text(script)
     command = [sys.executable, *arguments, *([script] if arguments == ["-c"] else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert all(part in done.stdout + done.stderr for part in said.split(".*")), done.stderr
-    assert (done.returncode == 0) == said.startswith("scored")
-    assert fn == "reward" or (tmp_path / "runs").read_text() == "once "
+    assert done.stdout.count("scored [1.0, 2.0]") == (1 if done.returncode else 2)
+    assert (tmp_path / "runs").read_text() == "once " * runs

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -105,54 +106,32 @@ def misbehave(completions, how):
     return length(completions) if action is None else action(completions)
 
 
-def _raise(completions):
-    raise KeyError("gold")
+def throw(error):
+    raise error
 
 
-def _hang_in_c(completions):
-    # One call that keeps the interpreter lock: no signal handler and no thread gets a word in.
-    re.match(r"(a+)+$", "a" * 64 + "b")
-
-
-def _hang_deaf(completions):
+def hang_deaf(completions):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     while True:
         time.sleep(1)
 
 
-async def _slow_async(completions):
-    await asyncio.sleep(600)
-
-
-def _memory(completions):
-    hoard = []
-    while True:
-        hoard.append(bytes(2**22))  # zeros that no page is given for: the limit counts addresses, the machine is spared
-
-
-def _message_without_end(completions):
-    raise ValueError("y" * 5_000_000)
-
-
-def _generator_without_end(completions):
-    while True:
-        yield 1.0
-
-
 ACTIONS = {
-    "raise": _raise,
-    "hang in C": _hang_in_c,
-    "hang deaf": _hang_deaf,
-    "slow async": _slow_async,
+    "raise": lambda completions: throw(KeyError("gold")),
+    # One call that keeps the interpreter lock: no signal handler and no other thread runs.
+    "hang in C": lambda completions: re.match(r"(a+)+$", "a" * 64 + "b"),
+    "hang deaf": hang_deaf,
+    "slow async": lambda completions: asyncio.sleep(600),
     "wrong count": lambda completions: [1.0] * (len(completions) + 7),
     "a None": lambda completions: [None, *length(completions)[1:]],
     "nan": lambda completions: [float("nan"), *length(completions)[1:]],
     "huge text": lambda completions: "x" * 5_000_000,
     "huge values": lambda completions: ["x" * 5_000_000, *length(completions)[1:]],
-    "message without end": _message_without_end,
-    "generator without end": _generator_without_end,
-    "memory": _memory,
+    "message without end": lambda completions: throw(ValueError("y" * 5_000_000)),
+    "generator without end": lambda completions: itertools.repeat(1.0),
+    # Zeros that no page is given for: the limit counts addresses, the machine is spared.
+    "memory": lambda completions: [bytes(2**22) for _ in itertools.count()],
     "sys.exit": lambda completions: sys.exit(3),
     "exit": lambda completions: os._exit(3),
     "kill": lambda completions: os.kill(os.getpid(), signal.SIGKILL),

@@ -21,7 +21,7 @@ import sys, uvicorn
 from openenv.core.env_server.http_server import create_fastapi_app
 from echo.models import EchoAction, EchoObservation
 from echo.server.echo_environment import EchoEnvironment
-app = create_fastapi_app(EchoEnvironment, EchoAction, EchoObservation, max_concurrent_envs=int(sys.argv[2]))
+app = create_fastapi_app(EchoEnvironment, EchoAction, EchoObservation, max_concurrent_envs=64)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 
@@ -29,22 +29,18 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 class Server:
     """A process on loopback with the environment that the package's template makes, as `openenv init echo` does."""
 
-    def __init__(self, folder, sessions=64):
+    def __init__(self, folder):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url, self._folder, self._sessions = f"http://127.0.0.1:{self.port}", folder, sessions
-        self.process = None
-
-    def start(self):
-        command = [sys.executable, "-c", SERVE, str(self.port), str(self._sessions)]
-        self.process = subprocess.Popen(command, cwd=self._folder, stderr=subprocess.DEVNULL)
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", SERVE, str(port)]
+        self.process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
 
     def end(self):
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait()
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +63,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     server = Server(folder)
-    server.start()
     yield server
     server.end()
 

@@ -8,6 +8,7 @@ from grpo_jax.rewards import PartialRewards, compute_rewards
 from grpo_jax.suites import reasoning_gym
 
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
+pytestmark = pytest.mark.quick
 
 TEN = [
     "chain_sum", "decimal_arithmetic", "fraction_simplification", "knights_knaves", "letter_jumble", "n_queens",
@@ -37,7 +38,6 @@ def scored(suite, completions, **extras) -> list[float | None]:
     return rewards[:, 0, 0].tolist()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("task", TEN)
 def test_rows_and_scores_are_the_suites_own(task):
     suite, own = reasoning_gym(task, size=24, seed=3), gym.create_dataset(task, size=24, seed=3)
@@ -51,15 +51,11 @@ def test_rows_and_scores_are_the_suites_own(task):
     assert min(wanted) < 1.0
 
 
-@pytest.mark.quick
 def test_several_tasks_are_the_suites_own_composite():
     tasks = {"chain_sum": {"weight": 3, "max_terms": 2}, "time_intervals": {}, "puzzle24": None}
     suite = reasoning_gym(tasks, size=40, seed=5)
-    specs = [
-        gym.composite.DatasetSpec("chain_sum", 3, {"max_terms": 2}),
-        gym.composite.DatasetSpec("time_intervals", 1, {}),
-        gym.composite.DatasetSpec("puzzle24", 1, {}),
-    ]
+    specs = [("chain_sum", 3, {"max_terms": 2}), ("time_intervals", 1, {}), ("puzzle24", 1, {})]
+    specs = [gym.composite.DatasetSpec(*spec) for spec in specs]
     own = gym.create_dataset("composite", size=40, seed=5, datasets=specs)
     assert [row["metadata"] for row in suite.rows] == [own[i]["metadata"] for i in range(40)]
     assert {row["task"] for row in suite.rows} == {*tasks}
@@ -73,7 +69,6 @@ def test_several_tasks_are_the_suites_own_composite():
         assert told[f"reasoning_gym/{task}"] == own_scores
 
 
-@pytest.mark.quick
 def test_a_level_is_that_of_the_suites_curriculum():
     """The rows of several levels are those of each, at their own places."""
     own = {}
@@ -91,7 +86,6 @@ def test_a_level_is_that_of_the_suites_curriculum():
     assert hard == str(suite.rows[-1]["settings"]) == "{'level': 2}"
 
 
-@pytest.mark.quick
 def test_an_answer_is_the_whole_completion_or_stands_in_tags():
     plain, tagged = reasoning_gym("chain_sum", size=4), reasoning_gym("chain_sum", size=4, system_prompt="default")
     said = {"role": "system", "content": gym.utils.SYSTEM_PROMPTS["default"]}
@@ -105,18 +99,15 @@ def test_an_answer_is_the_whole_completion_or_stands_in_tags():
     assert scored(own, [f"<x>{answer}</x>" for answer in answers]) == [1.0] * 4
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
     ({"task": "chain_sum", "max_term": 3}, "chain_sum.max_term: no such setting of this task; did you mean 'max_te"),
     ({"task": "chain_sum", "min_terms": 9}, "refuses chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
-    ({"task": "chain_sum", "min_terms": {1}}, "refuses chain_sum with .*not JSON serializable"),
     ({"task": "chain_sum", "level": 11}, "chain_sum.level = 11: its curriculum has the levels 0 to 10"),
     ({"task": "chain_sum", "level": []}, "level = .*give at least one"),
     ({"task": "chain_sum", "level": 1, "max_terms": 9}, "chain_sum.max_terms: the level sets it too"),
     ({"task": "acre", "level": 0}, "acre.level = 0: the suite has no curriculum of this task"),
     ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight = 0: give a positive number"),
-    ({"task": {"chain_sum": {"weights": 1}}}, "chain_sum.weights: no such setting"),
     ({"task": {"chain_sum": {}}, "max_terms": 2}, "max_terms: several tasks have their settings behind"),
     ({"task": []}, "give the name of a task, or"),
     ({"task": "chain_sum", "size": 0}, "size = 0: give a whole number from 1 up"),
@@ -128,7 +119,6 @@ def test_faults_are_named_before_anything_is_made(arguments, message):
         reasoning_gym(**arguments)
 
 
-@pytest.mark.quick
 def test_a_verifier_that_raises_is_the_fault_of_one_completion():
     """A verifier that raises or hangs costs one completion its score."""
     suite = reasoning_gym("letter_jumble", size=3, seed=1)
