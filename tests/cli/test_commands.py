@@ -101,9 +101,8 @@ def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, state):
     exported = load_lora(from_pretrained(folder / "model"), folder / "adapters")
     assert same(exported.params, state.params)
     run("export", trained, folder / "merged", "--merge")
-    assert same(
-        from_pretrained(folder / "merged").params, merge_lora(adapted(folder).replace(params=state.params)).params
-    )
+    merged = merge_lora(adapted(folder).replace(params=state.params))
+    assert same(from_pretrained(folder / "merged").params, merged.params)
     with pytest.raises(SystemExit, match="holds no checkpoint of step 1"):
         run("export", trained, folder / "out", "--checkpoint=1")
 
@@ -119,6 +118,8 @@ def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_sample
     assert {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)} == {"bfloat16"}
     with pytest.raises(SystemExit, match="the run has no adapters"):
         run("export", tmp_path, tmp_path / "out", "--merge")
+    with pytest.raises(SystemExit, match="data: is missing"):
+        run("evaluate", tmp_path)
 
 
 def test_evaluation_is_that_of_the_run(folder, trained, state):
@@ -129,9 +130,6 @@ def test_evaluation_is_that_of_the_run(folder, trained, state):
     means = {f"eval/{name}": found[name] for name in ("early", "accuracy", "mean_length")}
     assert means.items() <= evaluations[-1].items()
     assert [row["prompt"] for row in lines_of(out.read_text().splitlines())] == ["say a: "] * 2 + ["say aa: "] * 2
-    # The directory of a run of the API has no data and no rewards.
-    with pytest.raises(SystemExit, match="data: is missing"):
-        run("evaluate", folder / "by_api")
 
 
 @pytest.mark.quick
