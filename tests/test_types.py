@@ -8,6 +8,8 @@ from tiny import tiny_model
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.types import as_argument, is_cached
 
+pytestmark = pytest.mark.quick
+
 
 def traces_of(models, params, tokens):
     count = []
@@ -20,7 +22,6 @@ def traces_of(models, params, tokens):
     return [apply(as_argument(model), params, tokens) for model in models], len(count)
 
 
-@pytest.mark.quick
 def test_equal_models_are_compiled_once_and_other_ones_again():
     model, params = tiny_model()
     same = type(model)(model.config)
@@ -30,7 +31,6 @@ def test_equal_models_are_compiled_once_and_other_ones_again():
     assert traces_of([model, other], params, tokens)[1] == 2
 
 
-@pytest.mark.quick
 def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
     model, base = tiny_model()
     adapters = init_adapters(jax.random.key(0), base, rank=2)
@@ -41,7 +41,6 @@ def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
     assert not jnp.array_equal(one, other)
 
 
-@pytest.mark.quick
 def test_which_models_have_a_cache():
     model, base = tiny_model()
     lora = LoraModel(base, model)
@@ -51,7 +50,6 @@ def test_which_models_have_a_cache():
     assert [is_cached(some) for some in (own, as_argument(own))] == [False] * 2
 
 
-@pytest.mark.quick
 def test_a_model_of_ones_own_keeps_its_attributes():
     class Own:
         width = 3
