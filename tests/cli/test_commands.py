@@ -98,7 +98,7 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
 
 def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, state):
     assert "the policy of step 2" in run("export", trained, folder / "adapters")
-    exported = load_lora(from_pretrained(folder / "model"), folder / "adapters")
+    exported = load_lora(folder / "adapters", from_pretrained(folder / "model"))
     assert same(exported.params, state.params)
     run("export", trained, folder / "merged", "--merge")
     merged = merge_lora(adapted(folder).replace(params=state.params))
