@@ -8,8 +8,6 @@ from tiny import tiny_model
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.types import as_argument, is_cached
 
-pytestmark = pytest.mark.quick
-
 
 def traces_of(models, params, tokens):
     count = []
@@ -41,6 +39,7 @@ def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
     assert not jnp.array_equal(one, other)
 
 
+@pytest.mark.quick
 def test_which_models_have_a_cache():
     model, base = tiny_model()
     lora = LoraModel(base, model)
@@ -50,6 +49,7 @@ def test_which_models_have_a_cache():
     assert [is_cached(some) for some in (own, as_argument(own))] == [False] * 2
 
 
+@pytest.mark.quick
 def test_a_model_of_ones_own_keeps_its_attributes():
     class Own:
         width = 3
