@@ -16,11 +16,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 sys.path[:] = [str(TESTS), *(path for path in sys.path if Path(path or ".").resolve() != TESTS.parent)]
 
-from tiny import tiny_policy, tiny_tokenizer  # noqa: E402
+from tiny import chat_checkpoint  # noqa: E402
 
 import grpo_jax  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
 RUN = """
 data: rows.jsonl
 rewards: [judging.py:right]
@@ -42,14 +41,10 @@ def main() -> None:
     assert "train" in help_text
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tiny_tokenizer().chat_template = TEMPLATE
-        tiny_tokenizer().save_pretrained(folder / "tokenizer")
-        files = {path.name: path.read_bytes() for path in (folder / "tokenizer").iterdir()}
-        grpo_jax.save_pretrained(folder / "model", tiny_policy().replace(files=files))
         readme = (TESTS.parent / "README.md").read_text(encoding="utf-8")
         (code,) = re.findall(r"## Quick start.*?```python\n(.*?)```", readme, flags=re.S)
         (names,) = [set(re.findall(r'from_pretrained\("([^"]+)"\)', code))]
-        code = code.replace(names.pop(), str(folder / "model")).replace("max_steps=50", "max_steps=2")
+        code = code.replace(names.pop(), chat_checkpoint(folder)).replace("max_steps=50", "max_steps=2")
         subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
         assert (folder / "runs/sums/report.html").is_file()
         prompt = [{"role": "user", "content": "What is 9 * 8?"}]

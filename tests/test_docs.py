@@ -1,5 +1,6 @@
 """The documentation names what is there: tests, files, links and fields; public names have a docstring in form."""
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -149,45 +150,37 @@ def test_the_algorithm_of_ones_own_runs_as_it_stands():
     assert seen["rewards"].max() > 1, "it has run"
 
 
-@pytest.fixture
-def small_judge(tmp_path, monkeypatch):
-    """The module of the recipe for a reward model, on a checkpoint for sequence classification made on the spot."""
+def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt(tmp_path, monkeypatch):
+    """On a checkpoint for sequence classification made on the spot, in this process and in a worker."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, initializer_range=0.3, **sizes)
     torch.manual_seed(0)
-    Qwen2ForSequenceClassification(
-        Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, initializer_range=0.3, **sizes)
-    ).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-    )
+    for part in (tokenizer, Qwen2ForSequenceClassification(config)):
+        part.save_pretrained(tmp_path / "model")
     (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "MODEL = " in block)
     code = re.sub(r"^MODEL = .*$", f"MODEL = {str(tmp_path / 'model')!r}", code, flags=re.M)
     (tmp_path / "judge.py").write_text(code.replace("BATCH = 16", "BATCH = 3"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "judge", raising=False)
-    return importlib.import_module("judge")
+    judge = importlib.import_module("judge").judge
 
-
-def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt(small_judge):
     prompts = [f"{i} and {i} is" for i in range(7)]
     completions = [" x" * length for length in (5, 1, 9, 2, 2, 7, 3)]
-    scores = small_judge.judge(prompts, completions)
+    scores = judge(prompts, completions)
     # One at a time there is neither padding nor an order.
-    alone = [small_judge.judge([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    alone = [judge([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
     assert scores == pytest.approx(alone, abs=1e-5)
     assert len({round(score, 4) for score in scores}) == len(scores)
-
     # Messages go through the model's own template.
     chats = [[{"role": "user", "content": p}] for p in prompts], [[{"role": "me", "content": c}] for c in completions]
-    as_text = small_judge.judge([f"user: {p}\n" for p in prompts], [f"me: {c}\n" for c in completions])
-    assert small_judge.judge(*chats) == pytest.approx(as_text, abs=1e-5)
-
-    isolated = importlib.import_module("grpo_jax.rewards.workers").isolated(small_judge.judge, timeout=120.0)
+    as_text = judge([f"user: {p}\n" for p in prompts], [f"me: {c}\n" for c in completions])
+    assert judge(*chats) == pytest.approx(as_text, abs=1e-5)
+    isolated = importlib.import_module("grpo_jax.rewards.workers").isolated(judge, timeout=120.0)
     assert isolated(prompts=prompts, completions=completions) == pytest.approx(scores, abs=1e-5)
 
 

@@ -4,33 +4,30 @@ import pytest
 
 from grpo_jax.messages import Faults, nearest, one_line, problems_of, raise_all, show, some
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_a_value_is_shown_whole_up_to_the_limit_and_cut_beyond_it():
     assert show("abc", limit=5) == "'abc'"
     assert show("abcd", limit=5) == "'abcd…"
     assert len(show(list(range(1000)))) == 101
 
 
-@pytest.mark.quick
 def test_an_error_is_told_in_one_line():
     assert one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert one_line(ValueError("first"), limit=7) == "ValueEr"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("most", "text"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])
 def test_a_list_ends_with_how_many_are_left(most, text):
     assert some(["a", "b", "c"], most) == text
 
 
-@pytest.mark.quick
 def test_the_nearest_name_is_the_one_with_the_fewest_letters_changed():
     assert nearest("betta", ["beta", "delta"]) == "beta"
     assert nearest(7, ["beta"]) is None
 
 
-@pytest.mark.quick
 def test_faults_are_raised_together_and_a_single_one_as_it_is():
     def refuse(text):
         raise OSError(text)
@@ -46,7 +43,6 @@ def test_faults_are_raised_together_and_a_single_one_as_it_is():
     assert problems_of(raised.value) == ["no disk", "a = 1: no", "b = 2: no", "c = 3: no"]
 
 
-@pytest.mark.quick
 def test_what_is_no_fault_of_the_arguments_is_not_kept():
     def broken():
         raise KeyError("bug")
@@ -55,7 +51,6 @@ def test_what_is_no_fault_of_the_arguments_is_not_kept():
         Faults().of(broken)
 
 
-@pytest.mark.quick
 def test_headings_are_no_errors():
     def nested(what, problems):
         with pytest.raises(ValueError, match="has") as caught:

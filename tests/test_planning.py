@@ -60,7 +60,6 @@ def test_a_plan_is_what_was_counted_by_hand():
     assert lines[-1].startswith("fits in ")
 
 
-@pytest.mark.quick
 def test_what_is_held_follows_the_settings():
     config = config_of(beta=0.1)
     plain = abstract_run(config).held(donate=False)
@@ -106,12 +105,11 @@ def test_activations_are_kept_where_they_fit(memory):
 def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
     """Of eight groups, two at a time take a quarter of the keys and values that all take."""
     found = []
-    for at_once in (None, 2 * 8, 100 * 8):
+    for at_once in (None, 2 * 8):
         config = config_of(max_completion_length=64, gradient_accumulation_steps=8, rollout_batch_size=at_once)
         run = abstract_run(config)
         size = run.lowered()["rollout"].compile().memory_analysis().argument_size_in_bytes
         found.append(run.added("rollout", ProgramCost(size, 0, 0, 0.0, 0.0, {}, {})))
-    assert found[0] == found[2]
     assert found[1] < 0.3 * found[0]
 
 

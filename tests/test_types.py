@@ -20,7 +20,6 @@ def traces_of(models, params, tokens):
     return [apply(as_argument(model), params, tokens) for model in models], len(count)
 
 
-@pytest.mark.quick
 def test_equal_models_are_compiled_once_and_other_ones_again():
     model, params = tiny_model()
     same = type(model)(model.config)
@@ -30,7 +29,6 @@ def test_equal_models_are_compiled_once_and_other_ones_again():
     assert traces_of([model, other], params, tokens)[1] == 2
 
 
-@pytest.mark.quick
 def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
     model, base = tiny_model()
     adapters = init_adapters(jax.random.key(0), base, rank=2)

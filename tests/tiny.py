@@ -1,5 +1,6 @@
 """Small real things that several tests share: a byte-level BPE tokenizer and a decoder of a few thousand parameters."""
 
+import copy
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from grpo_jax import Policy, completion_log_probs, init_policy
+from grpo_jax import Policy, completion_log_probs, init_policy, save_pretrained
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
@@ -31,6 +32,19 @@ def tiny_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
+
+
+def chat_checkpoint(directory):
+    """Save the policy with a chat template, and return the name of its directory."""
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory / "tokenizer")
+    files = {path.name: path.read_bytes() for path in (directory / "tokenizer").iterdir()}
+    save_pretrained(directory / "model", tiny_policy().replace(files=files))
+    return str(directory / "model")
 
 
 @functools.cache

@@ -11,12 +11,23 @@ import yaml
 from cli_files import lines_of, run, write_run
 from tiny import tiny_policy
 
-from grpo_jax import add_lora, from_pretrained, generate, make_prompts, train
+from grpo_jax import (
+    GRPOConfig,
+    add_lora,
+    from_pretrained,
+    generate,
+    load_lora,
+    make_prompts,
+    merge_lora,
+    save_pretrained,
+    train,
+)
 from grpo_jax.cli import chat, commands
 from grpo_jax.cli.runfile import read_run
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.types import as_argument
 from grpo_jax.watch.display import escape_controls
+from grpo_jax.watch.writer import RunWriter
 
 ALL = ("model", "data", "rewards")
 
@@ -37,8 +48,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """The directory of a run of `grpo-jax train`."""
-    printed = run("train", write_run(folder))
+    """The directory of a run of `grpo-jax train`, with adapters."""
+    printed = run("train", write_run(folder, lora=2))
     assert f"grpo-jax export {folder / 'run'} OUT writes the model" in printed
     return folder / "run"
 
@@ -47,14 +58,17 @@ def trained(folder):
 def state(folder, trained):
     """The state after the same run of the API, in the directory `by_api`."""
     asked = read_run(trained / "run.yaml", wanted=ALL)
-    policy = from_pretrained(folder / "model")
     how = {"eval_dataset": asked.eval_rows, "run_dir": folder / "by_api"}
-    return train(policy, asked.rows, asked.rewards, asked.config, **how)
+    return train(adapted(folder), asked.rows, asked.rewards, asked.config, **how)
+
+
+def adapted(folder, **how):
+    return add_lora(from_pretrained(folder / "model", **how), jax.random.key(0), rank=2, alpha=4.0)
 
 
 def test_training_is_that_of_the_api(folder, trained, state):
     """`grpo-jax train` is `train` with the same arguments, `resume` goes on to the same numbers, and `export` writes
-    the same params.
+    the same params, the adapters alone or merged.
     """
     assert metrics_of(trained) == metrics_of(folder / "by_api")
     assert len(metrics_of(trained)) > 2
@@ -75,7 +89,7 @@ def test_a_run_is_resumed_by_its_directory(folder, trained, monkeypatch):
 def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
     before = (trained / "run.yaml").read_text()
     with pytest.raises(SystemExit, match="was begun otherwise"):
-        run("train", write_run(folder), "--learning_rate", "0.5")
+        run("train", write_run(folder, lora=2), "--learning_rate", "0.5")
     assert (trained / "run.yaml").read_text() == before
     with pytest.raises(SystemExit, match="max_completion_length = 400"):
         run("train", write_run(folder, run_dir=str(folder / "new"), max_completion_length=400))
@@ -84,18 +98,30 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
         run("resume", folder / "by_api")
 
 
-def test_a_run_of_the_command_or_of_the_api_is_exported_and_completes_prompts(folder, trained, state):
-    texts = []
-    for name in ("run", "by_api"):
-        assert "the policy of step 2" in run("export", folder / name, folder / f"out_{name}")
-        exported = from_pretrained(folder / f"out_{name}")
-        assert same(exported.params, state.params)
-        assert exported.eos_token_ids == from_pretrained(folder / "model").eos_token_ids
-        texts.append(run("chat", folder / name, "--say", "ab", "--seed", "3", "--max_completion_length", 8))
-    assert texts[0] == texts[1]
-    for command, said in (("--merge", "the run has no adapters"), ("--checkpoint=1", "holds no checkpoint of step 1")):
-        with pytest.raises(SystemExit, match=said):
-            run("export", trained, folder / "out2", command)
+def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, state):
+    assert "the policy of step 2" in run("export", trained, folder / "adapters")
+    exported = load_lora(folder / "adapters", from_pretrained(folder / "model"))
+    assert same(exported.params, state.params)
+    run("export", trained, folder / "merged", "--merge")
+    merged = merge_lora(adapted(folder).replace(params=state.params))
+    assert same(from_pretrained(folder / "merged").params, merged.params)
+    with pytest.raises(SystemExit, match="holds no checkpoint of step 1"):
+        run("export", trained, folder / "out", "--checkpoint=1")
+
+
+@pytest.mark.quick
+def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_samples(tmp_path):
+    save_pretrained(tmp_path / "policy", tiny_policy())
+    RunWriter(tmp_path).config(GRPOConfig(temperature=0.5, learning_rate=0.5), param_dtype="bfloat16")
+    found = commands._run_at(tmp_path, {"top_k": "5"}, ("model",))
+    assert (found.config.temperature, found.config.top_k, found.config.learning_rate) == (0.5, 5, 1e-6)
+    policy = commands.load_policy(found)
+    assert policy.eos_token_ids == tiny_policy().eos_token_ids
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)} == {"bfloat16"}
+    with pytest.raises(SystemExit, match="the run has no adapters"):
+        run("export", tmp_path, tmp_path / "out", "--merge")
+    with pytest.raises(SystemExit, match="data: is missing"):
+        run("evaluate", tmp_path)
 
 
 def test_evaluation_is_that_of_the_run(folder, trained, state):
@@ -106,9 +132,6 @@ def test_evaluation_is_that_of_the_run(folder, trained, state):
     means = {f"eval/{name}": found[name] for name in ("early", "accuracy", "mean_length")}
     assert means.items() <= evaluations[-1].items()
     assert [row["prompt"] for row in lines_of(out.read_text().splitlines())] == ["say a: "] * 2 + ["say aa: "] * 2
-    # The directory of a run of the API has no data and no rewards.
-    with pytest.raises(SystemExit, match="data: is missing"):
-        run("evaluate", folder / "by_api")
 
 
 @pytest.mark.quick
@@ -132,7 +155,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
 
 
 def test_chat_prints_what_generate_draws(folder, trained, state):
-    policy, letters = tiny_policy().replace(params=state.params), [*"abcdefghijklm", "."]
+    policy, letters = adapted(folder).replace(params=state.params), [*"abcdefghijklm", "."]
     how = {"max_completion_length": 40, "stop": letters, "stop_token_ids": 9, "max_turn_length": 30}
     printed = ""
     for number, prompt in enumerate(["ab", "ab", "c", "c"]):
@@ -186,7 +209,7 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
 def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_path):
     path = write_run(tmp_path, lora=2, quantize="int8")
     policy = commands.load_policy(read_run(path, wanted=("model",)))
-    wanted = add_lora(from_pretrained(tmp_path / "model", quantize="int8"), jax.random.key(0), rank=2, alpha=4.0)
+    wanted = adapted(tmp_path, quantize="int8")
     assert same((policy.params, as_argument(policy.model)), (wanted.params, as_argument(wanted.model)))
     assert is_quantized(as_argument(policy.model))
     with pytest.raises(SystemExit, match="quantized params cannot be trained; give lora"):

@@ -31,13 +31,8 @@ def test_answers_are_those_of_their_expressions_and_differ():
 
 @pytest.mark.quick
 def test_the_tool_works_out_expressions_and_refuses_all_else():
-    assert [calculate(text) for text in ("37 * 48", "7 - 9", "(1+2)*3", "9 / 2", "2*2")] == [
-        "1776",
-        "-2",
-        "9",
-        "9/2",
-        "4",
-    ]
+    for text, value in (("37 * 48", "1776"), ("7 - 9", "-2"), ("(1+2)*3", "9"), ("9 / 2", "9/2"), ("2*2", "4")):
+        assert calculate(text) == value
     for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
         with pytest.raises(ValueError, match="is no expression of whole numbers"):
             calculate(text)

@@ -21,11 +21,8 @@ def test_a_problem_is_a_conversation_or_text():
     assert chat["prompt"][1]["content"] == PROBLEMS[0]["question"] in text["prompt"]
     assert gsm8k.INSTRUCTION in text["prompt"] == text["prompt"].strip()
     for row in (chat, text):
-        assert gsm8k.accuracy(completions=["He has 3.", "#### 3", "#### 4"], answer=[row["answer"]] * 3) == [
-            1.0,
-            1.0,
-            0.0,
-        ]
+        found = gsm8k.accuracy(completions=["He has 3.", "#### 3", "#### 4"], answer=[row["answer"]] * 3)
+        assert found == [1.0, 1.0, 0.0]
 
 
 def test_the_format_is_a_last_line_with_the_answer():

@@ -7,8 +7,9 @@ import pytest
 from experiments import guess
 from experiments.guess import Game, bisection, random_play
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.quick
+
 def test_the_game_tells_higher_from_lower_until_the_number_is_found():
     game = Game()
     game.reset(target=5, prompt="guess: ")
@@ -20,7 +21,6 @@ def test_the_game_tells_higher_from_lower_until_the_number_is_found():
     assert by_turn == pytest.approx([0, -1 / guess.LIMIT, 1 - 1 / guess.LIMIT])
 
 
-@pytest.mark.quick
 def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
     slow, wild = Game(), Game()
     slow.reset(target=5)
@@ -54,7 +54,6 @@ def mean_of_the_best_play(numbers):
     return total(numbers) / numbers
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("numbers", [1, 2, 3, 7, 50, 64])
 def test_bounds_are_those_of_all_games(numbers):
     assert random_play(numbers) == pytest.approx(mean_of_uniform_play(numbers))

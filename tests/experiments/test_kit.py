@@ -20,9 +20,7 @@ def read(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_says_what_its_machines_compiler_found(name):
-    """A session of the kit for notebook machines that is killed goes on to the same bytes; its notebooks say what
-    their machines' compilers found.
-    """
+    """The notebooks of the kit for notebook machines say what their machines' compilers found."""
     figures = json.loads(kit.FIGURES.read_text(encoding="utf-8"))[name]
     assert kit.table(name, figures) in read(name).cells[0].source
     assert all(one["peak_bytes"] < one["memory_bytes"] and not one["note"] for one in figures.values())

@@ -112,6 +112,21 @@ def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
         assert completed(tokenizer, text, ids, unfinished) == "\ufffd", "as ever, where the completion ends in one"
 
 
+def test_reward_inputs_of_a_group_join_to_the_conversation():
+    """In prompt-major order; padding is left out, and so is the prefill from the prompt."""
+    tokenizer = byte_level()
+    user, parts = {"role": "user", "content": "a"}, [{"type": "text", "text": "So"}]
+    rows = [{"prompt": [user]}, {"prompt": [user, {"role": "assistant", "content": parts}]}]
+    tokens, mask = np.full((2, 2, 6), 7), np.zeros((2, 2, 6), bool)
+    for (b, g), text in zip(np.ndindex(2, 2), ["one", "two!", "", "four"], strict=True):
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        tokens[b, g, : len(ids)], mask[b, g, : len(ids)] = ids, True
+    found = reward_inputs(tokenizer, rows, tokens, mask)
+    assert [said["content"] for (said,) in found.completions] == ["one", "two!", "So", "Sofour"]
+    assert found.prompts == [[user]] * 4
+    assert rows[1]["prompt"][1]["content"] is parts, "the dataset is unchanged"
+
+
 @pytest.mark.parametrize("prefill", ["Once upon a", "Once upon a "], ids=["", "with a space that is trimmed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefill_goes_on_as_it_began(family, prefill):

@@ -1,8 +1,8 @@
-"""Rows of tables of other packages, and what no tokenizer could encode."""
+"""Rows of tables of other packages, columns under other names, prompts from templates, and half characters."""
 
 import pytest
 
-from grpo_jax.text.rows import load_rows
+from grpo_jax.text.rows import check_templates, load_rows
 
 pytestmark = pytest.mark.quick
 
@@ -10,6 +10,7 @@ ROWS = [
     {"prompt": [{"role": "user", "content": "1+1"}], "tests": ["a", "b"], "score": 0.5, "images": []},
     {"prompt": [{"role": "user", "content": "2+2"}], "tests": [], "score": 1.5, "images": None},
 ]
+SUMS = [{"question": "1+1", "solution": "2"}, {"question": "2+2", "solution": "4"}]
 
 
 def test_a_pandas_frame_is_its_rows_with_lists_for_arrays_and_none_for_nan(tmp_path):
@@ -19,7 +20,6 @@ def test_a_pandas_frame_is_its_rows_with_lists_for_arrays_and_none_for_nan(tmp_p
     frame = pandas.read_parquet(tmp_path / "rows.parquet")
     assert type(frame["tests"][0]).__name__ == "ndarray"
     assert load_rows(frame) == load_rows(frame.to_dict("records")) == ROWS
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     rows = [{"prompt": "1+1", "n": 2, "answer": "2", "x": 0.5}, {"prompt": "2+2", "n": None, "answer": None, "x": None}]
     for frame in (pandas.DataFrame(rows), pandas.DataFrame(rows).convert_dtypes()):
         assert load_rows(frame) == rows, "and not NaN or NA, which no reward function takes for 'no score'"
@@ -32,3 +32,34 @@ def test_half_of_a_character_is_refused_with_its_row_and_column(column):
     with pytest.raises(ValueError, match=rf"rows row 1 has half of a character .* in its column '{column}'"):
         load_rows([ROWS[0], {**ROWS[1], column: value}], argument="rows")
     assert load_rows([{"prompt": "😀"}]) == [{"prompt": "😀"}], "a whole one is text"
+
+
+def test_a_template_of_messages():
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{question}"}]
+    (row, _) = load_rows(SUMS, prompt=prompt)
+    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    assert load_rows(SUMS, columns={"prompt": "question"})[1] == {"prompt": "2+2", "solution": "4"}
+    assert SUMS[0] == {"question": "1+1", "solution": "2"}, "the rows that were given stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"columns": {"answer": "soluton"}}, r"columns: there is no column 'soluton' in data row 0; its"),
+        ({"columns": ["answer"]}, r"columns = \['answer'\]: give new names with the present ones"),
+        ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is no column of data row 0, which has \['question'"),
+        ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is no column"),
+        ({"prompt": "{question!r}"}, r"prompt: \{question\} is no column"),
+    ],
+)
+def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
+    with pytest.raises(ValueError, match=said):
+        load_rows(SUMS, argument="data", **shape)
+
+
+@pytest.mark.parametrize(
+    "template", [7, [], [{"role": "user"}], [{"role": "user", "content": 7}], "{question", "a } b"]
+)
+def test_templates_that_are_none(template):
+    with pytest.raises(ValueError, match=r"^prompt = "):
+        check_templates(None, template)

@@ -1,9 +1,12 @@
 """Rows from every kind of source, for Python and the command line alike."""
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 
+from grpo_jax.text import sources
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import is_hub_name
 
@@ -20,16 +23,66 @@ SHAPE = {"columns": {"answer": "solution"}, "prompt": "Q: {question} {{A}}:"}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n")
     (tmp_path / "rows.csv").write_text("question,solution\n1+1,2\n2+2,4\n")
     return tmp_path
 
 
-@pytest.mark.parametrize("source", ["rows.jsonl", "rows.csv", "./rows.csv", ROWS, {"path": ROWS}])
+class ByNumber:
+    """A length and rows by index, as grain's sources have; it cannot be iterated over."""
+
+    __iter__ = None
+    __len__ = lambda self: len(ROWS)
+    __getitem__ = lambda self, index: ROWS[index]
+
+
+SOURCES = ["rows.jsonl", "rows.csv", Path("rows.csv"), ROWS, tuple(ROWS), ByNumber(), {"path": ROWS}]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
 def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows(source, **SHAPE) == WANTED
     described = source if isinstance(source, dict) else {"path": source}
     assert load_rows({**described, "rows": 1}, **SHAPE) == WANTED[:1]
+
+
+def test_load_rows_reads_datasets_of_hugging_face_the_same():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    stored = datasets.Dataset.from_list(ROWS)
+    assert load_rows(stored, **SHAPE) == load_rows(stored.to_iterable_dataset(), **SHAPE) == WANTED
+    with pytest.raises(ValueError, match=r"choose one: dataset\['train'\]"):
+        load_rows(datasets.DatasetDict({"train": stored}))
+
+
+def test_load_rows_reads_sources_of_grain_the_same():
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    source = grain.MapDataset.source(ROWS)
+    assert load_rows(source, **SHAPE) == load_rows(source.to_iter_dataset(), **SHAPE) == WANTED
+    assert load_rows(source.filter(lambda row: row["solution"] != "2"), **SHAPE) == WANTED[1:]
+    with pytest.raises(ValueError, match="repeats for ever: give it without its repetition"):
+        load_rows(source.repeat())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([{"prompt": "a", "image": "b.png"}], "row 0 has a column 'image': models read text alone"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}],
+            "as message 0 of its 'prompt': it has a part of type 'image'; models read text alone",
+        ),
+    ],
+)
+def test_rows_with_pictures_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(dataset)
+
+
+def test_a_stream_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(sources, "_MOST_READ", 100)
+    with pytest.raises(ValueError, match="dataset goes on after 100 rows, as a stream does that has no end"):
+        load_rows({"prompt": str(n)} for n in itertools.count())
+    assert len(load_rows({"prompt": "p"} for _ in range(100))) == 100
 
 
 def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monkeypatch):
@@ -82,21 +135,13 @@ VERL = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["rows.parquet", "rows.jsonl", "me/verl", "frame"])
-def test_rows_of_verl_are_read_as_they_are(folder, monkeypatch, kind):
+@pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
+def test_rows_of_verl_are_read_as_they_are(folder, source):
     """Rows of verl are read as they are."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(VERL), folder / "rows.parquet")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in VERL))
-    source = kind
-    if kind == "me/verl":
-        datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-        found = datasets.Dataset.from_list(VERL)
-        monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: found)
-    if kind == "frame":
-        pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-        source = pandas.read_parquet(folder / "rows.parquet")
     rows = load_rows(source, columns={"answer": "reward_model.ground_truth"})
     assert rows == [{**row, "answer": row["reward_model"]["ground_truth"]} for row in VERL]
     (row, _) = load_rows(source, prompt="{extra_info.index} of {reward_model.style}")

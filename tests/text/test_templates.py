@@ -200,20 +200,14 @@ def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
     with pytest.raises(ValueError, match="not iterable"):
         lib.opens_thinking(alone)
     named = tokenizer_of({"default": PLAIN, "tool_use": strict})
-    other = tokenizer_of(PLAIN)
-    for tokenizer, kwargs in (
-        (alone, {}),
-        (named, {}),
-        (other, {"chat_template": strict}),
-        (named, {"chat_template": "tool_use"}),
-    ):
+    for tokenizer, kwargs in ((alone, {}), (named, {}), (tokenizer_of(PLAIN), {"chat_template": strict})):
         how = {"chat_template_kwargs": kwargs, "tools": TOOLS}
         assert lib.template_of(tokenizer, **how) == strict
         lib.check_template(tokenizer, **how)
         assert not lib.opens_thinking(tokenizer, **how)
         text = tokenizer.decode(lib.observation_ids(tokenizer, [tool_message("add", "3")], **how))
         assert text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert lib.template_of(named) == lib.template_of(other) == PLAIN
+    assert lib.template_of(named) == PLAIN
     assert lib.template_of(tokenizer_of(None)) is None
     with pytest.raises(ValueError, match=r"no chat template for this: .*multiple chat templates"):
         lib.template_of(tokenizer_of({"tool_use": strict}))

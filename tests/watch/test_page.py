@@ -1,15 +1,19 @@
 """The page of a run: what it embeds is what the files hold, nothing that a model writes breaks it, and it works."""
 
+import html
 import html.parser
 import json
+import re
+import shutil
+import subprocess
 
 import pytest
-from browsing import browser, no_browser
 
 from grpo_jax import GRPOConfig
 from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report, write_pictures
 from grpo_jax.watch.writer import RunWriter, read_lines
 
+BROWSERS = ("chromium", "google-chrome", "chrome")
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
 SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "␀").replace("\u202e", "\\u202e")
 
@@ -180,74 +184,75 @@ def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
     assert data["kept"] == "completions.jsonl has all 5,806 of 30 steps"
 
 
+no_browser = not any(map(shutil.which, BROWSERS))
+COLUMN = """const column = name => {
+  const at = [...document.querySelectorAll("#rows th")].findIndex(th => th.dataset.column === name);
+  return [...document.querySelectorAll("#rows tbody tr")].map(tr => tr.cells[at].textContent);
+};
+const texts = query => [...document.querySelectorAll(query)].map(node => node.textContent);
+const click = name => document.querySelector(`#rows th[data-column="${name}"]`).click();
+"""
+
+
 @pytest.fixture
-def chrome(tmp_path):
-    """`open(page, fragment)` writes HTML to a file and shows it in a browser; `run(script)` returns a value from it."""
+def browse(tmp_path):
+    """`browse(page, code, fragment)`: what JavaScript returns in a page that Chromium shows, without an error in it."""
     if no_browser:
-        pytest.skip("no Chromium with its driver (Debian: chromium, chromium-driver)")
-    with browser(tmp_path) as session:
-        run = lambda script: session("POST", "execute/sync", script=f"return {script}", args=[])
+        pytest.skip("no Chromium (Debian: chromium)")
 
-        def show(page, fragment=""):
-            path = tmp_path / "report.html"
-            path.write_bytes(page.encode("utf-8", "backslashreplace"))
-            session("POST", "url", url="about:blank")
-            session("POST", "url", url=path.as_uri() + fragment)
+    def browse(page, code, fragment=""):
+        path, faults = tmp_path / "report.html", "<script>faults = []; onerror = text => faults.push(text)</script>"
+        asked = f"<script>document.title = JSON.stringify([faults, (() => {{ {COLUMN}{code} }})()])</script>"
+        path.write_bytes((faults + page + asked).encode("utf-8", "backslashreplace"))
+        command = [next(filter(None, map(shutil.which, BROWSERS))), "--headless", "--no-sandbox", "--disable-gpu"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri() + fragment]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        errors, found = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, flags=re.S)[1]))
+        assert errors == []
+        return found
 
-        yield show, run
-        assert [entry for entry in session("POST", "se/log", type="browser") if entry["level"] != "INFO"] == []
-        events = [json.loads(e["message"])["message"] for e in session("POST", "se/log", type="performance")]
-        sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        ours = {e["request"]["url"].split("#")[0] for e in sent if e["documentURL"].startswith(tmp_path.as_uri())}
-        assert ours == {(tmp_path / "report.html").as_uri()}, "the page requests nothing but itself"
+    return browse
 
 
-def test_the_page_in_a_real_browser(run_dir, played, chrome):
-    """Compared runs stand at the steps, tokens and seconds of their files, and their levels are those at what all have
-    reached.
-    """
-    show, run = chrome
-
-    def column(name):
-        at = run(f"[...document.querySelectorAll('#rows th')].findIndex(th => th.dataset.column === {name!r})")
-        return run(f"[...document.querySelectorAll('#rows tbody tr')].map(tr => tr.cells[{at}].textContent)")
-
-    show(html_report(run_dir))
-    assert run("document.title") == "run <i>& · GRPO run"
-    titles = run("[...document.querySelectorAll('.panel h3')].map(node => node.firstChild.data)")
-    assert titles == ["Reward", "Held-out prompts", "KL divergence"]
-    assert run("document.querySelectorAll('.panel path.curve').length") == 2 + 1 + 1
-    # The reward rises from step to step (y grows downwards).
-    path = run("document.querySelector('.panel path.curve').getAttribute('d')")
-    heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+def test_the_page_in_a_real_browser(run_dir, played, browse):
+    """The page of a run draws its curves, sorts and filters its completions, and shows untrusted text as text."""
+    found = browse(
+        html_report(run_dir),
+        """const found = {titles: [...document.querySelectorAll(".panel h3")].map(node => node.firstChild.data)};
+        found.curves = [...document.querySelectorAll(".panel path.curve")].map(node => node.getAttribute("d"));
+        found.times = texts("#times td");
+        found.advantages = [column("advantage")];
+        for (let i = 0; i < 3; i++) { click("advantage"); found.advantages.push(column("advantage")); }
+        click("rewards/short");
+        return {...found, short: column("rewards/short")};""",
+    )
+    assert found["titles"] == ["Reward", "Held-out prompts", "KL divergence"]
+    assert len(found["curves"]) == 2 + 1 + 1
+    assert "NaN" not in "".join(found["curves"])
+    heights = [float(point.split(",")[1]) for point in found["curves"][0][1:].split("L")]
     assert len(heights) == 3
-    assert heights[0] > heights[1] > heights[2]
-    assert "NaN" not in run("document.body.innerHTML")
-    cells = run("[...document.querySelectorAll('#times td')].map(cell => cell.textContent)")
-    assert cells == ["rollout", "12.0 s", "72.7 %", "update", "3.0 s", "18.2 %", "other", "1.5 s", "9.1 %"]
-    # The table: in the order of the run, then sorted by clicks, descending and ascending, missing values last.
-    before = column("advantage")
-    assert before == ["-0.5", "0.5"] * 6
-    assert column("prompt")[:4] == ["prompt 0", "", "prompt 1", ""]
-    for expected in (["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, before):
-        run("document.querySelector('#rows th[data-column=advantage]').click()")
-        assert column("advantage") == expected
-    run("document.querySelector('#rows th[data-column=\"rewards/short\"]').click()")
-    assert column("rewards/short") == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
-    # Untrusted text is shown as text; filters work by the address.
-    show(html_report(run_dir))
-    assert column("completion")[2] == SHOWN
-    assert SHOWN in run("document.querySelector('.warning').textContent")
-    show(html_report(run_dir), "#step=2&by=rewards/right&min=1")
-    assert (column("step"), column("rewards/right")) == (["2", "2"], ["1", "1"])
-    # A completion of several turns.
-    show(html_report(played))
-    turns = "[...document.querySelectorAll('#rows tbody tr')].map(tr => [...tr.querySelectorAll('.turn')]"
-    texts = run(f"{turns}.map(turn => turn.lastChild.data))")
+    assert heights[0] > heights[1] > heights[2], "the reward rises from step to step, and y grows downwards"
+    assert found["times"] == ["rollout", "12.0 s", "72.7 %", "update", "3.0 s", "18.2 %", "other", "1.5 s", "9.1 %"]
+    # In the order of the run, then descending, ascending and as before; missing values are last.
+    as_run = ["-0.5", "0.5"] * 6
+    assert found["advantages"] == [as_run, ["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, as_run]
+    assert found["short"] == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
+    code = 'return [column("prompt").slice(0, 4), column("completion")[2], texts(".warning")[0]]'
+    prompts, third, warning = browse(html_report(run_dir), code)
+    assert (prompts, third) == (["prompt 0", "", "prompt 1", ""], SHOWN)
+    assert SHOWN in warning
+    code = 'return [column("step"), column("rewards/right")]'
+    assert browse(html_report(run_dir), code, "#step=2&by=rewards/right&min=1") == [["2", "2"], ["1", "1"]]
+    turns = browse(
+        html_report(played),
+        """return [...document.querySelectorAll("#rows tbody tr")].map(tr => [...tr.querySelectorAll(".turn")].map(
+          turn => [turn.className, turn.querySelector("b").textContent, turn.lastChild.data]))""",
+    )
+    texts = [[text for *_, text in row] for row in turns]
     assert texts == [[f"{i} is first", SHOWN, "the last"] for i in range(3)] + [["alone"]]
-    kinds = run(f"{turns}.map(turn => [turn.className, turn.querySelector('b').textContent]))")
-    assert kinds[0] == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
-    assert [name for _, name in kinds[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
+    kinds = [[kind, name] for kind, name, _ in turns[0]]
+    assert kinds == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+    assert [name for _, name, _ in turns[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
 
 
 @pytest.mark.quick

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import struct
 import sys
 import types
 
@@ -118,28 +117,6 @@ def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_p
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     with pytest.raises(ImportError, match=r"IPython.display cannot be imported .*: pip install 'grpo_jax\[notebook\]'"):
         trackers.live_plot()
-
-
-def scalars(path):
-    """{(step, tag): value} of an event file, by TensorBoard's own reader of protocol buffers."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    data, found = path.read_bytes(), {}
-    while data:  # 8 bytes of length, 4 of its checksum, the message, 4 of its checksum
-        (size,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + size])
-        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
-        data = data[12 + size + 4 :]
-    return found
-
-
-def test_a_real_event_file_of_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    with open_tracker("tensorboard", logdir=str(tmp_path)) as tracker:
-        notify([tracker], 10, {"reward": 0.25, "kl": math.nan})
-        notify([tracker], 20, {"reward": 0.5, "kl": 0.125})
-    (path,) = tmp_path.glob("events.out.tfevents.*")
-    assert scalars(path) == {(10, "reward"): 0.25, (20, "reward"): 0.5, (20, "kl"): 0.125}
 
 
 def test_callbacks_get_plain_numbers_and_copies_of_their_own():
