@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from test_generate import Bare
 from test_packed import OPTIMIZER, G, T, batch
-from test_updater import Bare
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
@@ -17,7 +17,7 @@ from grpo_jax.update.state import create_state
 
 def case(kind):
     """An updater and its state."""
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     if kind == "padded":
         model = Bare(model)
     if kind == "dropout":
