@@ -240,3 +240,11 @@ def test_scores_are_the_log_probs():
     expected = scored(model, params, b.prompts, completions, temperature=0.8)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~np.asarray(b.mask)], 0)
+
+
+@pytest.mark.quick
+def test_a_packed_sequence_is_made_for_a_micro_batch_and_for_the_device():
+    """Sixteen tokens on these CPUs; on an accelerator as many as keep it busy, and the longest completion."""
+    size = packed.sequence_tokens
+    assert [size(10, 5, cpu=True), size(99, 5, cpu=True), size(99, 50, cpu=True, wide=True)] == [10, 16, 16]
+    assert [size(99, 5, cpu=False), size(10**6, 5, cpu=False), size(10**6, 50_000, cpu=False)] == [99, 2**15, 50_000]
