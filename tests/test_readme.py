@@ -34,9 +34,16 @@ def test_quick_start(tmp_path, monkeypatch):
     assert (tmp_path / "runs/sums/report.html").exists()
 
 
+def test_your_own_loop():
+    """The README's loop over a Flax module learns what its reward function asks for."""
+    names = {}
+    exec(compile(blocks(README)[1], "README.md", "exec"), names)
+    assert float(names["rewards"].mean()) > 0.9
+
+
 @pytest.mark.quick
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 170
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.quick
@@ -73,8 +80,8 @@ def run_code(page, model, part, **names):
 
 
 def test_several_turns(small_model, tmp_path):
-    """The examples of several turns run on a small model whose template has tools."""
-    names = run_code(README, small_model, "environment_factory=")
+    """The recipe's environment runs on a small model whose template has tools."""
+    names = run_code(RECIPES, small_model, "class Guess")
     (line,) = read_lines(tmp_path / "runs/guess/metrics.jsonl")
     assert "rewards/Guess/mean" in line
     assert line["turns/mean"] >= 1

@@ -104,7 +104,6 @@ def test_the_weights_of_every_step_are_what_it_samples_from(server, policy, tmp_
     assert not kept.exists()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("part", ["head", "mlp"])
 def test_a_tensor_that_stays_behind_is_named(server, part):
     """After a sync both sides score a probe: a completion by weights of the version before ends the batch."""
@@ -334,7 +333,6 @@ class Game:
 STOP = [*"acegikmoqsuwy", "d\u00e9", "f "]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("late", [0, 2])
 def test_texts_end_a_turn_with_the_very_token_that_a_search_in_its_bytes_names(server, late):
     server.late = late

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from stand_in import StandIn
 from test_engine import nth
-from tiny import tiny_policy
+from tiny import scored, tiny_policy
 
-from grpo_jax import Completions, GRPOConfig, Prompts, completion_log_probs, train
+from grpo_jax import Completions, GRPOConfig, Prompts, train
 from grpo_jax.engines import EngineError, vllm_scorer
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -48,15 +48,18 @@ def texts():
 
 
 def whole(prompts, completions):
-    """[B, G, T, V] log-probs of every place that is present, one text at a time."""
+    """[B, G, T, V] log-probs of every place, each text written out behind its prompt."""
     b, g, t = completions.tokens.shape
-    found = np.zeros((b, g, t, POLICY.config["vocab_size"]), np.float32)
+    rows, found = np.zeros((b, g, 4 + t), np.int32), []
     for i, j in np.ndindex(b, g):
-        n = int(completions.present[i, j].sum())
-        ids = [*prompts.tokens[i, : prompts.lengths[i]], *completions.tokens[i, j, :n]]
-        logits = TEACHER.model.apply({"params": TEACHER.params}, np.array([ids]))[0]
-        found[i, j, :n] = jax.nn.log_softmax(logits)[prompts.lengths[i] - 1 : -1]
-    return found
+        n = int(prompts.lengths[i])
+        rows[i, j, : n + t] = [*prompts.tokens[i, :n], *completions.tokens[i, j]]
+    log_probs = jax.jit(lambda x: jax.nn.log_softmax(TEACHER.model.apply({"params": TEACHER.params}, x)))
+    for n, texts in zip(
+        prompts.lengths, np.asarray(log_probs(rows.reshape(b * g, -1))).reshape(b, g, 4 + t, -1), strict=True
+    ):
+        found.append(texts[:, n - 1 : n - 1 + t])
+    return np.stack(found)
 
 
 # What it tells --------------------------------------------------------------------------------------------------------
@@ -76,7 +79,7 @@ def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
         np.testing.assert_allclose(one.log_probs[mask], own[mask], atol=1e-5)
     np.testing.assert_array_equal(told.top_ids[mask], np.argsort(-l, -1)[mask][:, :5])
     np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-5)
-    other = completion_log_probs(TEACHER.model, TEACHER.params, prompts, completions)
+    other = scored(TEACHER.model, TEACHER.params, prompts, completions)
     np.testing.assert_allclose(alone.log_probs[mask], np.asarray(other)[mask], atol=1e-5)
 
 

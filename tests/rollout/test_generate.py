@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from tiny import scored, tiny_model
 
 from experiments.bounds import Work
@@ -29,7 +28,7 @@ EOS = (7, 13)
 
 @functools.cache
 def model_and_params():
-    return tiny_model(seed=2)
+    return tiny_model(layers=1, seed=2)
 
 
 def sample(prompts=PROMPTS, *, num_generations=8, max_completion_length=70, key=7, **settings):
@@ -76,7 +75,6 @@ def test_mask_ends_with_the_first_eos_and_nothing_stands_behind_it():
     np.testing.assert_array_equal(c.mask.sum(-1)[first], 1)
 
 
-@pytest.mark.quick
 def test_log_probs_are_those_of_scoring_the_same_tokens():
     """The sampler's log-probs are those of scoring the same tokens, to 1e-5, under every sampling setting."""
     model, params = model_and_params()
@@ -84,7 +82,7 @@ def test_log_probs_are_those_of_scoring_the_same_tokens():
     np.testing.assert_allclose(found, sampled().log_probs, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 9}])
+@pytest.mark.parametrize("settings", [{"temperature": 0.7, "top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 9}])
 def test_log_probs_agree_under_every_sampling_setting(settings):
     model, params = model_and_params()
     completions = sample(max_completion_length=12, **settings)
@@ -104,11 +102,11 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
     settings = dict(settings)
     rank = settings.pop("rank", None)
     if "num_experts" in settings:
-        settings.update(num_experts_per_token=2, expert_size=16, expert_layers=(True, False))
-    model, params = tiny_model(**settings)
+        settings.update(num_experts_per_token=2, expert_size=16, expert_layers=(True,))
+    model, params = tiny_model(layers=1, **settings)
     if rank:
-        adapters = init_adapters(jax.random.key(1), params, rank=rank)
-        adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) * 0.1, adapters)
+        adapters, rng = init_adapters(jax.random.key(1), params, rank=rank), np.random.default_rng(2)
+        adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), jnp.float32), adapters)
         model, params = LoraModel(params, model), adapters
     variables = decode_variables(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
@@ -139,11 +137,6 @@ def test_a_model_without_a_cache_gives_the_same_completions():
     assert_same(generate(Bare(model), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
 
 
-def test_the_length_of_a_burst_changes_nothing(monkeypatch):
-    monkeypatch.setattr(ladder_module, "BURST", 3)
-    assert_same(sample(), sampled())
-
-
 MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
 
 
@@ -170,7 +163,6 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(places, mon
     assert places == 1 or any(np.unique(start).size > 1 for _, start in steps), "no group came later than another"
 
 
-@pytest.mark.quick
 def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
     happened, plain = [], decode_module.decode
     monkeypatch.setattr(rollout_module, "decode", lambda *args, **how: happened.append("decode") or plain(*args, **how))
@@ -189,13 +181,10 @@ def test_an_interrupt_ends_the_sampling_between_two_bursts(monkeypatch):
 
 def test_a_row_does_not_depend_on_the_batch_around_it():
     """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
-    alone = make_prompts([PROMPTS[2]], length=9)
-    mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]])
-    assert_same(sample(alone, prompt_indices=jnp.array([2])), pick(sampled(), slice(2, 3)))
+    mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]], length=9)
     assert_same(pick(sample(mixed, prompt_indices=jnp.array([17, 2, 0])), slice(1, 2)), pick(sampled(), slice(2, 3)))
 
 
-@pytest.mark.quick
 def test_another_key_gives_other_samples_and_rows_of_a_group_differ():
     assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
     first = np.asarray(sampled().tokens)[:, :, :3]
@@ -206,9 +195,13 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     model, params = model_and_params()
     completions = sample(num_generations=2, max_completion_length=9, temperature=0, eos_token_ids=())
     np.testing.assert_array_equal(completions.tokens[:, 0], completions.tokens[:, 1])
-    for prompt, row in zip(PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
-        logits = model.apply({"params": params}, jnp.array([[*prompt, *row]]))[0]
-        np.testing.assert_array_equal(row, logits[len(prompt) - 1 : -1].argmax(-1))
+    whole = np.zeros((len(PROMPTS), 14), np.int32)
+    for row, prompt, own in zip(whole, PROMPTS, np.asarray(completions.tokens[:, 0]), strict=True):
+        row[: len(prompt) + 9] = [*prompt, *own]
+    following = np.asarray(jax.jit(model.apply)({"params": params}, whole)).argmax(-1)
+    for row, found, prompt in zip(whole, following, PROMPTS, strict=True):
+        at = slice(len(prompt), len(prompt) + 9)
+        np.testing.assert_array_equal(row[at], found[len(prompt) - 1 : len(prompt) + 8])
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():
@@ -232,6 +225,7 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -263,8 +257,8 @@ def assert_same(one: Completions, other: Completions):
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
 
 
-class Variants(chex.TestCase, parameterized.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+class Variants(chex.TestCase):
+    @chex.variants(with_pmap=True)
     def test_generate(self):
         model, params = model_and_params()
         settings = {"num_generations": 4, "max_completion_length": 8, "eos_token_ids": EOS}

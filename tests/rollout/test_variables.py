@@ -26,15 +26,15 @@ rollout_module = importlib.import_module("grpo_jax.rollout.rollout")
 @functools.cache
 def on_two_devices(**shape):
     """A model that computes in bfloat16, with params in float32, cut over two devices as an accelerator holds them."""
-    model, params = tiny_model(**shape)
+    model, params = tiny_model(layers=1, **shape)
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
     return Transformer(dataclasses.replace(model.config, dtype="bfloat16", mesh=mesh)), place(params, mesh)
 
 
-SPARSE = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True, False)}
+SPARSE = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)}
 
 
-@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": False, "qkv_bias": True}, SPARSE])
+@pytest.mark.parametrize("shape", [{"tie_word_embeddings": False, "qkv_bias": True}, SPARSE])
 def test_rounded_kernels_sample_the_same_bits(shape, monkeypatch):
     model, params = on_two_devices(**shape)
     prompts = make_prompts([[3, 4, 5], [6], [7, 8], [9]])

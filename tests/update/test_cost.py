@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import random_params
 
 from grpo_jax import Batch, GRPOConfig, Prompts
 from grpo_jax.devices.sharding import lower_call
@@ -22,6 +23,7 @@ from grpo_jax.update.state import create_state
 
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
+SMALL = Transformer(TransformerConfig(32, 16, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
 P = 64
 MODULES = {
     "read_some": prompts_module,
@@ -33,8 +35,12 @@ MODULES = {
 PROGRAMS = {name: getattr(module, name) for name, module in MODULES.items()}
 
 
-def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=512):
-    """Compiled programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
+def config_of(beta, t):
+    return GRPOConfig(beta=beta, max_completion_length=t)
+
+
+def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODEL, optimizer=None, beta=0.1):
+    """Programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
@@ -48,9 +54,8 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=
             return program(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
-    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    optimizer = optax.adamw(1e-6)
-    state = create_state(params, optimizer, jax.random.key(0), keep_reference=True)
+    optimizer = optax.adamw(1e-6) if optimizer is None else optimizer
+    state = create_state(random_params(model), optimizer, jax.random.key(0), keep_reference=beta > 0)
     shape = (b, g, t)
     batch = Batch(
         prompts=Prompts(jnp.ones((b, P), jnp.int32), jnp.full(b, P)),
@@ -59,10 +64,11 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, micro_rows=16, tokens=
         advantages=jnp.ones(shape[:2]),
         sampling_log_probs=-jnp.ones(shape),
     )
-    config = GRPOConfig(beta=0.1, max_completion_length=t)
-    updater = choose_updater(MODEL, config, micro=(micro_rows // g, g), optimizer=optimizer)
-    ref = updater.score(state.ref_params, batch.prompts, batch.tokens, batch.mask)
-    updater.update(state, batch.replace(ref_log_probs=ref))
+    updater = choose_updater(model, config_of(beta, t), micro=(16 // g, g), optimizer=optimizer)
+    if beta:
+        ref = updater.score(state.ref_params, batch.prompts, batch.tokens, batch.mask)
+        batch = batch.replace(ref_log_probs=ref)
+    updater.update(state, batch)
     return {kind: (lowered[kind], n) for kind, n in runs.items()}
 
 
@@ -102,9 +108,9 @@ def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
     assert many - one < whole_logits / 8, "eight times the rows: what grows is [B, G, T], not its logits"
 
 
-@pytest.mark.parametrize(("b", "g"), [(2, 4), (4, 8)])
-def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
-    programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128)
+def test_every_packed_sequence_runs_one_program(monkeypatch):
+    b, g = 4, 8
+    programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128, model=SMALL)
     sequences = int(np.ceil(b * g * 64 / 128))
     assert {kind: runs for kind, (_, runs) in programs.items()} == {
         "read_someFalse": b // 2,
@@ -116,29 +122,14 @@ def test_every_packed_sequence_runs_one_program(monkeypatch, b, g):
     }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_an_update_holds_the_policy_once(beta, monkeypatch):
     """Params, two moments and gradients, and with beta the reference: no further copy, by XLA's account."""
     shape = TransformerConfig(8192, 64, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
-    model = Transformer(shape)
-    config = GRPOConfig(beta=beta, max_completion_length=8, per_device_train_batch_size=8)
-    optimizer = make_optimizer(config, 10)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    state = create_state(params, optimizer, jax.random.key(0), keep_old=False, keep_reference=beta > 0)
-    batch = Batch(
-        prompts=Prompts(jnp.ones((1, 8), jnp.int32), jnp.full(1, 8)),
-        tokens=jnp.ones((1, 8, 8), jnp.int32),
-        mask=jnp.ones((1, 8, 8), bool),
-        advantages=jnp.ones((1, 8)),
-        sampling_log_probs=-jnp.ones((1, 8, 8)),
-        ref_log_probs=-jnp.ones((1, 8, 8)) if beta else None,
-    )
-    lowered, plain = [], packed.apply_sums
-    monkeypatch.setattr(packed, "apply_sums", lambda *x, **y: (lowered.append(plain.lower(*x, **y)), plain(*x, **y))[1])
-    choose_updater(model, config, micro=(1, 8), optimizer=optimizer).update(state, batch)
-    memory = lowered[0].compile().memory_analysis()
-    policy = sum(x.nbytes for x in jax.tree.leaves(params))
+    model, optimizer = Transformer(shape), make_optimizer(config_of(beta, 8), 10)
+    programs = programs_of_an_iteration(monkeypatch, b=1, g=8, t=8, model=model, optimizer=optimizer, beta=beta)
+    memory = programs["apply_sums"][0].compile().memory_analysis()
+    policy = sum(x.nbytes for x in jax.tree.leaves(random_params(model)))
     copies = 5 if beta else 4
     given, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert copies * policy <= given <= (copies + 0.05) * policy
@@ -146,13 +137,16 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
     assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 8, 2), (8, 1, 2), (4, 2, 1), (4, 2, 2)])
+QUICK = pytest.param((1, 8, 2), marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), QUICK, (8, 1, 2), (4, 2, 1), (4, 2, 2)])
 def test_a_decode_writes_its_cache_where_it_stands(layout):
     """Keys and values are written in place at every step, in layouts [prompts, rows] with heads, also of one."""
     prompts, rows, heads = layout
     shape = TransformerConfig(32, 16, 16, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=8)
     model = Transformer(shape)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = random_params(model)
     slots = 4096 // (prompts * rows)
     sizes = {"num_generations": rows, "max_completion_length": slots + 1}
     compiled = lower_call(decode_call(model, params, prompts, 4, **sizes, settings=DecodeSettings())).compile()

@@ -16,36 +16,36 @@ from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_c
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import apply_gradients
 
-pytestmark = pytest.mark.quick
-
 B, G, T = 3, 4, 5
 OPTIMIZER = optax.sgd(1.0)
 
 
 def case(**changes):
     """A batch, log-probs and entropies [B, G, T]."""
-    keys = jax.random.split(jax.random.key(0), 6)
-    noise = [0.3 * jax.random.normal(key, (B, G, T)) - 2 for key in keys[:4]]
+    rng = np.random.default_rng(0)
+    noise = jnp.asarray(rng.normal(-2, 0.3, (4, B, G, T)), jnp.float32)
     given = {
         "prompts": None,
-        "tokens": jnp.zeros((B, G, T), jnp.int32),
-        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[4], (B, G, 1), 1, T + 1),
-        "advantages": jax.random.normal(keys[5], (B, G)),
+        "tokens": np.zeros((B, G, T), np.int32),
+        "mask": np.arange(T) < rng.integers(1, T + 1, (B, G, 1)),
+        "advantages": rng.normal(size=(B, G)).astype(np.float32),
         "sampling_log_probs": noise[1],
         "ref_log_probs": noise[2],
     }
-    return Batch(**{**given, **changes}), noise[0], -noise[3]
+    return jax.tree.map(jnp.asarray, Batch(**{**given, **changes})), noise[0], -noise[3]
 
 
 def state_of(**settings):
     return create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
 
 
+@pytest.mark.quick
 def test_without_a_reference_there_is_no_kl():
     batch, *scores = case(ref_log_probs=None)
     config = GRPOConfig(max_completion_length=T)
-    _, metrics = loss_of(Scores(*scores), batch, state_of(), count_totals(batch), config=config, on_policy=True)
-    assert not [name for name in finalize_metrics(metrics) if name.startswith("kl")]
+    how = {"config": config, "on_policy": True}
+    of = lambda scores: finalize_metrics(loss_of(scores, batch, state_of(), count_totals(batch), **how)[1])
+    assert not [name for name in jax.eval_shape(of, Scores(*scores)) if name.startswith("kl")]
 
 
 def test_the_load_balancing_loss_is_weighed_by_tokens():
@@ -57,6 +57,7 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
     config, state = GRPOConfig(max_completion_length=T), state_of()
     totals = count_totals(batch)
 
+    @jax.jit
     def of(rows, router_loss=None):
         scores, part = (
             Scores(one(log_probs)[rows], one(entropies)[rows], router_loss),
@@ -75,6 +76,7 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
     np.testing.assert_allclose(metrics["loss"], without + 0.35, rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_the_factor_on_it_is_the_checkpoints_own_unless_it_is_given():
     experts = TransformerConfig(24, 16, 32, 2, 2, 1, 8, num_experts=4, num_experts_per_token=2, router_loss_coef=0.001)
     dense = TransformerConfig(24, 16, 32, 2, 2, 1, 8)
@@ -95,17 +97,44 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
     assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
 
 
+@pytest.mark.quick
+def test_groups_that_only_fill_the_batch_are_not_counted():
+    """Groups that only fill the batch have no share in what the losses divide by."""
+    batch, *_ = case()
+    counted = jnp.array([True, True, False])
+    filled = batch.replace(mask=batch.mask & counted[:, None, None], counted=counted)
+    two = jax.tree.map(lambda x: x[:2], batch)
+    assert jax.tree.map(int, count_totals(filled)) == jax.tree.map(int, count_totals(two))
+
+
+def test_the_selected_tokens_are_given_and_not_found_again_by_their_entropies():
+    """Two programs that compute one entropy may differ by an ulp: a threshold would select nothing, or two tokens."""
+    batch, log_probs, entropies = case()
+    selected = jnp.zeros(batch.mask.shape, bool).at[0, 0, 0].set(True)
+    config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0)
+    scores, totals = Scores(log_probs, entropies.at[0, 0, 0].set(0.0)), count_totals(batch, selected)
+    how = {"config": config, "on_policy": True, "selected": selected}
+    of = lambda l: loss_of(scores._replace(log_probs=l), batch, state_of(), totals, **how)
+    moves, metrics = jax.grad(of, has_aux=True)(log_probs)
+    np.testing.assert_array_equal(moves != 0, selected)
+    assert float(finalize_metrics(metrics)["selected_tokens"]) == 1
+
+
+@pytest.mark.quick
 def test_sampler_and_scorer_share_their_settings():
     config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
     assert sampling_of(config) == Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
 
 
-@pytest.mark.parametrize(("gradient", "after"), [(0.1, (0.105, 0.105)), (np.nan, (0.1, 0.0))])
-def test_a_skipped_update_leaves_the_adaptive_coefficient(gradient, after):
-    config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=10.0)
+@pytest.mark.parametrize(
+    ("gradient", "target", "after"), [(0.1, 10.0, (0.105, 0.105)), (0.1, 0.0, (0.095, 0.0)), (np.nan, 10.0, (0.1, 0.0))]
+)
+def test_the_adaptive_coefficient_follows_the_entropy_unless_the_update_is_skipped(gradient, target, after):
+    config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=target)
     batch, *scores = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch)
     _, sums = loss_of(Scores(*scores), batch, state, totals, config=config, on_policy=True)
-    state, _ = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
+    state, metrics = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
+    assert float(metrics["entropy_bonus"]) == 0, "the first update has no bonus"
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import scored, tiny_model, tiny_policy
+from tiny import random_params, scored, tiny_model, tiny_policy
 
 from grpo_jax import Batch, Completions, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
@@ -41,33 +41,32 @@ def small_blocks(monkeypatch):
 
 
 def batch(seed=0, **changes) -> Batch:
-    keys = jax.random.split(jax.random.key(seed), 5)
-    shape = (4, G, T)
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     given = {
         "prompts": make_prompts(LISTS),
-        "tokens": jax.random.randint(keys[1], shape, 0, 24),
-        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[0], (4, G, 1), 0, T + 1),
-        "advantages": jax.random.normal(keys[2], (4, G)),
-        "sampling_log_probs": -3 + 0.3 * jax.random.normal(keys[3], shape),
-        "ref_log_probs": -3 + 0.3 * jax.random.normal(keys[4], shape),
+        "tokens": rng.integers(0, 24, (4, G, T)).astype(np.int32),
+        "mask": np.arange(T) < rng.integers(0, T + 1, (4, G, 1)),
+        "advantages": normal(4, G),
+        "sampling_log_probs": -3 + 0.3 * normal(4, G, T),
+        "ref_log_probs": -3 + 0.3 * normal(4, G, T),
     }
-    return Batch(**{**given, **changes})
+    return jax.tree.map(jnp.asarray, Batch(**{**given, **changes}))
 
 
-def both(model, params, b, config, *, on_policy=False, entropy_coef=0.1):
-    """(params, metrics) after a step of either kind."""
-    results = []
-    for packs in (False, True):
-        state = create_state(
-            jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=entropy_coef
-        )
-        how = {"optimizer": OPTIMIZER, "on_policy": on_policy, "micro": (4, G)}
-        if packs:
-            state, metrics = choose_updater(model, config, **how).update(state, b)
-        else:
-            state, metrics = JITTED(state, b, model=as_argument(model), config=config, **how)
-        results.append((state.params, dict(metrics)))
-    return results
+def step(model, params, b, config, *, packs, on_policy=False):
+    """(params, metrics) after an optimizer step, of packed sequences or of padded rows."""
+    state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=0.1)
+    how = {"optimizer": OPTIMIZER, "on_policy": on_policy, "micro": (4, G)}
+    if packs:
+        state, metrics = choose_updater(model, config, **how).update(state, b)
+    else:
+        state, metrics = JITTED(state, b, model=as_argument(model), config=config, **how)
+    return state.params, dict(metrics)
+
+
+def both(*given, **how):
+    return [step(*given, **how, packs=packs) for packs in (False, True)]
 
 
 def assert_same_step(plain, packed_step):
@@ -91,45 +90,49 @@ def assert_same_step(plain, packed_step):
     ids=lambda settings: settings["loss_type"],
 )
 def test_an_update_is_that_of_train_step(monkeypatch, settings):
-    """The packed update is the plain one, for every kind of layer."""
+    """The packed update is the padded one, for every kind of objective."""
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1 + ("top_p" in settings))
-    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings)
-    assert_same_step(*both(*tiny_model(), batch(), config))
+    config, b = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings), batch()
+    if settings["loss_type"] == "grpo":  # a group that only fills the batch, and a metric of the initial policy
+        mask, counted = b.mask.at[1].set(False), jnp.array([True, False, True, True])
+        b = b.replace(mask=mask, counted=counted, initial_log_probs=-3 * jnp.ones(mask.shape))
+    plain, packed_step = both(*tiny_model(layers=1), b, config)
+    assert ("kl_initial" in plain[1]) == (settings["loss_type"] == "grpo")
+    assert_same_step(plain, packed_step)
+
+
+BIASES = {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich", "tie_word_embeddings": False}
+# The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
+RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate": True, "rms_norm_eps": 1e-2}
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"windows": (5, None), "attention_sinks": True},
-        {"windows": (3, 20), "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
-        {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich"},
-        {"tie_word_embeddings": False, "remat": True, "rotary_layers": (True, False)},
+        {"windows": (5, None), "attention_sinks": True, "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
+        {"rotary_layers": (True, False), "remat": True, **BIASES},
         {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
-        # The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
-        {"mixers": ("delta", "attention"), "delta": DELTA, "attention_gate": True, "rms_norm_eps": 1e-2},
-        {"mixers": ("conv", "attention"), "conv": ConvShape(16, bias=True)},
+        {"mixers": ("delta", "conv", "attention"), "layers": 3, **RECURRENT},
     ],
     ids=lambda shape: next(iter(shape)),
 )
 def test_every_kind_of_layer_is_packed(shape):
-    """On one CPU, updates of large models are called layer by layer: the same numbers, each kind of layer compiled
-    once, and what is compiled ahead is what is called.
-    """
+    """The packed update is the padded one, for every kind of layer."""
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, True)}
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 
 
-@pytest.mark.parametrize("shape", [{}, {"remat": True, "loop_layers": True}], ids=str)
+@pytest.mark.parametrize("shape", [{"layers": 1}, {"layers": 2, "remat": True, "loop_layers": True}], ids=str)
 def test_experts_are_balanced_over_the_tokens_of_completions(monkeypatch, shape):
     """Two roads to what the loss adds to the gradient: the update, and `router_loss` of whole rows read alone."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, as in one micro-batch
-    model, params = tiny_model(**EXPERTS, **shape)
+    model, params = tiny_model(**EXPERTS, expert_layers=(True,) * shape["layers"], **shape)
     b, coef = batch(), 0.7
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
-    (params_without, _), _ = both(model, params, b, config)
+    params_without, _ = step(model, params, b, config, packs=False)
     plain, packed_step = both(model, params, b, dataclasses.replace(config, router_aux_loss_coef=coef))
     assert_same_step(plain, packed_step)
 
@@ -141,21 +144,11 @@ def test_experts_are_balanced_over_the_tokens_of_completions(monkeypatch, shape)
         _, written = model.apply({"params": params}, rows, mutable=["router"])
         return router_loss(written, counted, num_experts_per_token=2)
 
-    value, gradient = jax.value_and_grad(alone)(params)
+    value, gradient = jax.jit(jax.value_and_grad(alone))(params)
     assert float(plain[1]["aux_loss"]) == pytest.approx(float(value), rel=1e-5)
     moved = jax.tree.map(jnp.subtract, params_without, plain[0])
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(moved)) > 1e-3
     chex.assert_trees_all_close(moved, jax.tree.map(lambda x: coef * x, gradient), atol=1e-5)
-
-
-def test_rows_that_do_not_count_are_left_out():
-    """Groups that only fill the batch, and the initial policy's log-probs, which are a metric."""
-    mask = batch().mask.at[1].set(False)
-    b = batch(mask=mask, counted=jnp.array([True, False, True, True]), initial_log_probs=-3 * jnp.ones(mask.shape))
-    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, loss_type="grpo")
-    plain, packed_step = both(*tiny_model(), b, config)
-    assert "kl_initial" in plain[1]
-    assert_same_step(plain, packed_step)
 
 
 def test_adapters_are_packed():
@@ -171,20 +164,16 @@ FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "half", "lengths", "reach", "padding"),
-    [(24, None, FULL, 0, 0), (16, None, FULL, 2, 1 - T / 16), (24, 12, SHORT, 5, 1 - 22 / 24)],
+    ("tokens", "half", "lengths", "padding"),
+    [(24, None, FULL, 0), (16, None, FULL, 1 - T / 16), (24, 12, SHORT, 1 - 22 / 24)],
     ids=["full", "a row each", "halves"],
 )
-def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half, lengths, reach, padding):
+def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half, lengths, padding):
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     if half is not None:
         monkeypatch.setattr(packing, "HALF", half)
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
-    updater = choose_updater(tiny_model()[0], GRPOConfig(), micro=(4, G))
-    sequences = packing.pack_best(np.asarray(b.tokens), np.asarray(b.mask), updater.shapes({}, b.mask.shape))
-    assert {sequence.tokens.shape[1] for sequence in sequences} == {half or tokens}
-    assert {sequence.segments.reach for sequence in sequences} == {reach}
-    plain, packed_step = both(*tiny_model(), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
+    plain, packed_step = both(*tiny_model(layers=1), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
     assert float(packed_step[1].pop("padding_share")) == pytest.approx(padding)
     chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
     chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
@@ -202,11 +191,15 @@ def grown(monkeypatch, model, params, config, b):
 
     monkeypatch.setattr(packed, "add_gradients", stop)
     monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)  # each has its own sums of gradients
-    one = batch()
-    repeat = lambda x: jnp.repeat(x[:1], b, axis=0)
-    one = one.replace(mask=jnp.zeros(one.mask.shape, bool).at[:, 0, 0].set(True))  # all in one sequence
-    prompts = Prompts(jnp.ones((b, 16), jnp.int32), jnp.full(b, 16))
-    given = jax.tree.map(repeat, one.replace(prompts=None)).replace(prompts=prompts)
+    ones = np.ones((b, G, T), np.float32)
+    given = Batch(
+        prompts=Prompts(np.ones((b, 16), np.int32), np.full(b, 16)),
+        tokens=ones.astype(np.int32),
+        mask=np.arange(G * T).reshape(G, T) < np.ones((b, 1, 1)),  # one token each, so that all are in one sequence
+        advantages=ones[..., 0],
+        sampling_log_probs=-ones,
+    )
+    given = jax.tree.map(jnp.asarray, given)
     state = create_state(params, OPTIMIZER, jax.random.key(0))
     updater = choose_updater(model, config, micro=(b, G))
     gc.collect()
@@ -218,15 +211,14 @@ def grown(monkeypatch, model, params, config, b):
     return after - before, kept_bytes(updater, state, given)
 
 
-@pytest.mark.parametrize("case", ["bfloat16", "remat", "experts", "lora"])
+@pytest.mark.parametrize("case", ["remat", "experts", "lora"])
 def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(monkeypatch, case):
     """What each further prompt keeps is what `kept_bytes` counts, and far less than a copy or a cast of the weights."""
     shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 512, "expert_layers": (True,)}
     shape = shape if case == "experts" else {"remat": case == "remat"}
-    dtype = "float32" if case == "float32" else "bfloat16"
-    settings = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": dtype, **shape}
+    settings = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "bfloat16", **shape}
     model = Transformer(TransformerConfig(24, 64, 2048, num_layers=1, **settings))
-    params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = random_params(model)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if case == "lora":
         adapters = init_adapters(jax.random.key(1), params, rank=2)
@@ -239,9 +231,8 @@ def test_between_reading_the_prompts_and_the_way_back_only_activations_are_kept(
     assert (four - two) / 2 < weights / 4
 
 
-@pytest.mark.quick
 def test_scores_are_the_log_probs():
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     b = batch()
     config = GRPOConfig(max_completion_length=T, temperature=0.8)
     got = choose_updater(model, config, micro=(4, G)).score(params, b.prompts, b.tokens, b.mask)
@@ -249,3 +240,11 @@ def test_scores_are_the_log_probs():
     expected = scored(model, params, b.prompts, completions, temperature=0.8)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~np.asarray(b.mask)], 0)
+
+
+@pytest.mark.quick
+def test_a_packed_sequence_is_made_for_a_micro_batch_and_for_the_device():
+    """Sixteen tokens on these CPUs; on an accelerator as many as keep it busy, and the longest completion."""
+    size = packed.sequence_tokens
+    assert [size(10, 5, cpu=True), size(99, 5, cpu=True), size(99, 50, cpu=True, wide=True)] == [10, 16, 16]
+    assert [size(99, 5, cpu=False), size(10**6, 5, cpu=False), size(10**6, 50_000, cpu=False)] == [99, 2**15, 50_000]

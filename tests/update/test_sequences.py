@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both
+from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both, small_blocks  # noqa: F401
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
-from grpo_jax.models import packing
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update import prompts as prompts_module
@@ -19,19 +18,14 @@ from grpo_jax.update.objective import learns_by_advantages, loss_settings
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Sequences of 16 tokens, and each prompt is read alone."""
-    monkeypatch.setattr(packing, "BLOCK", 4)
-    monkeypatch.setattr(packed, "CPU_TOKENS", 16)
+MODEL, PARAMS = tiny_model(layers=1)
 
 
 def with_signal(*prompts, by_token=False):
     """A batch whose other groups have no advantages."""
     b = batch(prompts=make_prompts([[3 + i, 4, 5] * 3 for i in range(4)]))
-    advantages = jnp.where(jnp.isin(jnp.arange(4), jnp.array(prompts, int))[:, None], b.advantages, 0.0)
-    return b.replace(advantages=jnp.repeat(advantages[..., None], T, axis=-1) if by_token else advantages)
+    advantages = np.where(np.isin(np.arange(4), prompts)[:, None], b.advantages, np.float32(0))
+    return b.replace(advantages=jnp.asarray(np.repeat(advantages[..., None], T, axis=-1) if by_token else advantages))
 
 
 @pytest.fixture
@@ -61,36 +55,30 @@ def count(calls, name):
     return len(calls.get(name, ()))
 
 
+VESPO = {"loss_type": "vespo", "temperature": 0.7, "top_k": 5}
+BNPO = {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5}
+
+
 @pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("learnt", [(), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
-def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, streams):
+@pytest.mark.parametrize(
+    ("learnt", "settings"),
+    [((), {}), ((2,), {}), ((0, 1, 2, 3), {}), ((0, 3), VESPO), ((1, 2), BNPO)],
+    ids=["none", "one", "all", "vespo", "bnpo"],
+)
+def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, settings, streams):
     """Params and metrics, where none, some and all of the groups learn; back only through the prompts that do."""
     monkeypatch.setattr(prompts_module, "count_streams", lambda _, parts: min(streams, parts))
-    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
-    b = with_signal(*learnt)
-    plain, packed_step = both(*tiny_model(), b, config)
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
+    b = with_signal(*learnt, by_token=bool(settings))
+    plain, packed_step = both(MODEL, PARAMS, b, config)
     assert_same_step(plain, packed_step)
-    moved = optax.tree.norm(optax.tree.sub(plain[0], tiny_model()[1]))
+    moved = optax.tree.norm(optax.tree.sub(plain[0], PARAMS))
     assert (moved > 1e-3) == (len(learnt) > 0)
     assert count(calls, "add_prompts") == count(calls, "read_some") == len(learnt)
-    assert count(calls, "read_some forward") == 4 - len(learnt), "activations are kept of what is gone back through"
+    scored = 4 * ("top_entropy_quantile" in settings)  # by a pass before, for the quantile
+    assert count(calls, "read_some forward") - scored == 4 - len(learnt), "activations are kept for the way back only"
     assert (count(calls, "measure") > 0) == (len(learnt) < 4)
     assert (count(calls, "add_gradients") > 0) == (len(learnt) > 0)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"loss_type": "vespo", "temperature": 0.7, "top_k": 5},
-        {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
-    ],
-    ids=lambda settings: settings["loss_type"],
-)
-def test_so_it_is_for_other_objectives(calls, settings):
-    config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
-    assert_same_step(*both(*tiny_model(), with_signal(1, 2, by_token=True), config))
-    assert count(calls, "add_prompts") == 2
 
 
 @pytest.mark.parametrize("learnt", [(0,), (0, 1)], ids=str)
@@ -99,7 +87,7 @@ def test_groups_without_a_trained_token_cost_nothing(calls, learnt):
     b = with_signal(*learnt)
     b = b.replace(mask=b.mask.at[jnp.array([1, 3])].set(False))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
-    assert_same_step(*both(*tiny_model(), b, config))
+    assert_same_step(*both(MODEL, PARAMS, b, config))
     assert (count(calls, "read_some"), count(calls, "read_some forward")) == (1, 1)
 
 
@@ -108,7 +96,7 @@ def test_all_are_packed_together_where_two_kinds_would_cost_more(monkeypatch, ca
     monkeypatch.setattr(packed, "CPU_TOKENS", 64)
     b = with_signal(0, 1, 2)
     b = b.replace(mask=jnp.zeros_like(b.mask).at[..., 0].set(True))
-    assert_same_step(*both(*tiny_model(), b, GRPOConfig(max_completion_length=T, max_grad_norm=0)))
+    assert_same_step(*both(MODEL, PARAMS, b, GRPOConfig(max_completion_length=T, max_grad_norm=0)))
     assert (count(calls, "add_gradients"), count(calls, "measure")) == (1, 0)
 
 
@@ -119,7 +107,7 @@ def test_dropout_falls_on_what_is_measured_too(calls):
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
     entropies = []
     for seed in (0, 0, 1):
-        state = create_state(jax.tree.map(jnp.copy, params), OPTIMIZER, jax.random.key(seed))
+        state = create_state(params, OPTIMIZER, jax.random.key(seed))
         updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
         entropies.append(float(updater.update(state, with_signal(0, 1))[1]["entropy"]))
         assert sorted(calls["numbers"]) == [*range(len(calls["numbers"]))]
@@ -127,23 +115,25 @@ def test_dropout_falls_on_what_is_measured_too(calls):
     assert entropies[0] == entropies[1] != entropies[2]
 
 
-@pytest.mark.parametrize("kind", ["beta", "bonus", "adaptive bonus", "surrogate", "experts"])
-def test_where_the_loss_has_other_terms_all_is_gone_back_through(calls, kind):
-    """A group without advantages does have a gradient there."""
-    settings = {
-        "beta": {"beta": 0.1},
-        "bonus": {"entropy_coef": 0.1},
-        "adaptive bonus": {"use_adaptive_entropy": True},
-        "experts": {"router_aux_loss_coef": 0.1},
-    }
-    shape = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)}
-    model, params = tiny_model(**shape) if kind == "experts" else tiny_model()
-    config = GRPOConfig(max_completion_length=T, **settings.get(kind, {}))
+OTHER_TERMS = {
+    "none": {},
+    "beta": {"beta": 0.1},
+    "bonus": {"entropy_coef": 0.1},
+    "adaptive bonus": {"use_adaptive_entropy": True},
+    "experts": {"router_aux_loss_coef": 0.1},
+    "surrogate": {},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", OTHER_TERMS)
+def test_where_the_loss_has_other_terms_every_group_has_a_gradient(kind):
+    experts = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True,)}
+    model = tiny_model(layers=1, **experts)[0] if kind == "experts" else MODEL
+    config = GRPOConfig(max_completion_length=T, **OTHER_TERMS[kind])
     surrogate = (lambda tokens, settings: tokens.ratio) if kind == "surrogate" else None
     updater = choose_updater(model, config, micro=(4, G), surrogate=surrogate)
-    updater.gradients(create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True), with_signal(0))
-    assert count(calls, "add_prompts") == 4
-    assert "measure" not in calls
+    assert updater.learns(with_signal(0)).tolist() == [True] + 3 * [kind != "none"]
 
 
 MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
@@ -173,9 +163,9 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
 
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
-    assert without == 0 or not learns_by_advantages(as_argument(tiny_model()[0]), config)
+    assert without == 0 or not learns_by_advantages(as_argument(MODEL), config)
 
 
 @pytest.mark.quick
 def test_the_lessons_of_sft_have_no_advantages():
-    assert not learns_by_advantages(as_argument(tiny_model()[0]), SFTConfig())
+    assert not learns_by_advantages(as_argument(MODEL), SFTConfig())

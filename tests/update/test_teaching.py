@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_generate import Bare
+from test_packed import small_blocks  # noqa: F401
 from tiny import tiny_model
 
 from grpo_jax import Batch, GRPOConfig, make_prompts
 from grpo_jax.devices.sharding import make_mesh, place
-from grpo_jax.models import packing
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
-from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
@@ -27,44 +28,16 @@ SGD = optax.sgd(1.0)  # params move by minus the gradient, which makes it visibl
 CONFIG = GRPOConfig(max_completion_length=T, max_grad_norm=0, distillation_coef=0.7, temperature=0.8)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
-    monkeypatch.setattr(packing, "BLOCK", 4)
-    monkeypatch.setattr(packed, "CPU_TOKENS", 16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bare:
-    """A model without a cache."""
-
-    model: object
-
-    def apply(self, variables, tokens):
-        return self.model.apply(variables, tokens)
-
-
 def batch(**changes) -> Batch:
-    keys = jax.random.split(jax.random.key(0))
+    rng = np.random.default_rng(0)
     given = {
         "prompts": make_prompts(LISTS),
-        "tokens": jax.random.randint(keys[1], (B, G, T), 0, V),
-        "mask": jnp.arange(T).reshape(1, 1, T) < jax.random.randint(keys[0], (B, G, 1), 0, T + 1),
+        "tokens": jnp.asarray(rng.integers(0, V, (B, G, T)), jnp.int32),
+        "mask": jnp.asarray(np.arange(T) < rng.integers(0, T + 1, (B, G, 1))),
         "advantages": jnp.zeros((B, G)),
         "sampling_log_probs": jnp.full((B, G, T), -3.0),
     }
     return Batch(**{**given, **changes})
-
-
-def distributions(model, params, prompts, tokens):
-    """[B, G, T, V] probabilities by whole logits, each completion written out behind its prompt."""
-    rows = np.zeros((B * G, 4 + T), np.int32)
-    for i, prompt in enumerate(prompts):
-        rows[i, : len(prompt) + T] = [*prompt, *tokens[i]]
-    logits = model.apply({"params": params}, rows)[..., :V] / CONFIG.temperature
-    starts = jnp.array([len(prompt) - 1 for prompt in prompts])
-    own = jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, T))(logits, starts)
-    return jax.nn.softmax(own).reshape(B, G, T, V)
 
 
 FORMULAS = {
@@ -78,29 +51,36 @@ FORMULAS = {
 
 
 BASE = batch()
+STUDENT, PARAMS = tiny_model(layers=1)
 
 
 def by_whole_logits(model, params):
-    """Distributions [B, G, T, V], row by row."""
-    asked = [prompt for prompt in LISTS for _ in range(G)]
-    return distributions(model, params, asked, np.asarray(BASE.tokens).reshape(-1, T))
+    """[B, G, T, V] probabilities by whole logits, each completion written out behind its prompt."""
+    prompts = [prompt for prompt in LISTS for _ in range(G)]
+    rows = np.zeros((B * G, 4 + T), np.int32)
+    for row, prompt, tokens in zip(rows, prompts, np.asarray(BASE.tokens).reshape(-1, T), strict=True):
+        row[: len(prompt) + T] = [*prompt, *tokens]
+    logits = model.apply({"params": params}, rows)[..., :V] / CONFIG.temperature
+    starts = jnp.array([len(prompt) - 1 for prompt in prompts])
+    own = jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, T))(logits, starts)
+    return jax.nn.softmax(own).reshape(B, G, T, V)
 
 
 def reduced(far):
     return 0.7 * jnp.sum(jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
 
 
-def expected(kind, teacher):
+@functools.cache
+def expected(kind):
     """Loss and gradient by whole logits."""
-    model, params = tiny_model()
-    loss = lambda params: reduced(FORMULAS[kind](by_whole_logits(model, params), by_whole_logits(*teacher)))
-    return jax.jit(jax.value_and_grad(loss))(params)
+    loss = lambda params: reduced(FORMULAS[kind](by_whole_logits(STUDENT, params), by_whole_logits(*larger())))
+    return jax.jit(jax.value_and_grad(loss))(PARAMS)
 
 
 @functools.cache
 def larger():
     """A teacher of another shape, whose vocabulary is padded by more."""
-    return tiny_model(vocab=V + 8, layers=3, seed=3)
+    return tiny_model(vocab=V + 8, layers=2, seed=3)
 
 
 # The divergences differ in the loss alone, and the layouts in the forward pass alone.
@@ -113,20 +93,19 @@ def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions
     """An update follows the divergence of whole logits: packed and padded, larger teachers, prompts of their own,
     quantized, log-probs that were told, on a mesh.
     """
-    model, params = tiny_model()
     alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
     theirs, held = larger()
     teacher = Teacher(as_argument(Bare(theirs) if layout == "padded teacher" else theirs), held)
     micro = (2, G)
     if layout == "packed" or "teacher" in layout:
-        updater = choose_updater(model, config, micro=micro, optimizer=SGD, teacher=teacher)
+        updater = choose_updater(STUDENT, config, micro=micro, optimizer=SGD, teacher=teacher)
     else:
-        student = as_argument(Bare(model) if "student" in layout else model)
+        student = as_argument(Bare(STUDENT) if "student" in layout else STUDENT)
         updater = PaddedUpdater(student, config, micro, SGD, teacher=teacher)
     assert isinstance(updater, PackedUpdater if layout == "packed" else PaddedUpdater)
-    grads, sums = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch())
-    loss, gradient = expected(kind, (theirs, held))
+    grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch())
+    loss, gradient = expected(kind)
     np.testing.assert_allclose(sums.sums["distillation_loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(sums.sums["loss"], loss, rtol=1e-5)
     chex.assert_trees_all_close(grads, gradient, atol=1e-5)
@@ -136,19 +115,19 @@ def drawn(p):
     return jnp.log(jnp.take_along_axis(p, BASE.tokens[..., None], -1)[..., 0])
 
 
-TOLD = -2 - jnp.abs(jax.random.normal(jax.random.key(7), (B, G, T)))
-TOP = jax.random.split(jax.random.key(8), B * G * T)
-TOP_IDS = jax.vmap(lambda key: jax.random.permutation(key, V)[:3])(TOP).reshape(B, G, T, 3)
-TOP_LOG_PROBS = jnp.log(jnp.broadcast_to(jnp.array([0.5, 0.2, 0.1]), (B, G, T, 3)))
+RNG = np.random.default_rng(7)
+TOLD = jnp.asarray(-2 - np.abs(RNG.normal(size=(B, G, T))), jnp.float32)
+TOP_IDS = jnp.asarray(RNG.permuted(np.tile(np.arange(V), (B, G, T, 1)), axis=-1)[..., :3], jnp.int32)
+TOP_LOG_PROBS = jnp.asarray(np.log(np.tile([0.5, 0.2, 0.1], (B, G, T, 1))), jnp.float32)
 
 
 def by_drawn_token(params):
-    p = by_whole_logits(tiny_model()[0], params)
+    p = by_whole_logits(STUDENT, params)
     return reduced(jax.lax.stop_gradient(drawn(p) - TOLD) * drawn(p))
 
 
 def by_top_tokens(params):
-    p = jnp.take_along_axis(by_whole_logits(tiny_model()[0], params), TOP_IDS, -1)
+    p = jnp.take_along_axis(by_whole_logits(STUDENT, params), TOP_IDS, -1)
     p, q = (jnp.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, jnp.exp(TOP_LOG_PROBS)))
     return reduced(jnp.sum(q * jnp.log(q / p), -1))
 
@@ -166,11 +145,10 @@ TELLERS = {
 @pytest.mark.parametrize(("mode", "packs"), [("sampled_token", True), ("topk_logits", True), ("topk_logits", False)])
 def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
     loss, settings, told = TELLERS[mode]
-    model, params = tiny_model()
     config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
-    updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(model), config, (2, G), SGD)
-    grads, _ = updater.gradients(create_state(params, SGD, jax.random.key(0)), batch(**told))
-    chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(params), atol=1e-5)
+    updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(STUDENT), config, (2, G), SGD)
+    grads, _ = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch(**told))
+    chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(PARAMS), atol=1e-5)
 
 
 @pytest.mark.quick
@@ -179,15 +157,12 @@ def test_without_a_teacher_nothing_is_compared():
 
 
 def test_on_a_mesh_the_gradient_is_that_of_one_device():
-    model, params = tiny_model()
-    theirs, held = larger()
     mesh = make_mesh({"data": 2, "fsdp": 2})
     grads = []
     for here in (None, mesh):
-        model_there = as_argument(model if here is None else tiny_model(mesh=mesh)[0])
-        teacher_there = theirs if here is None else tiny_model(vocab=V + 8, layers=3, seed=3, mesh=mesh)[0]
-        teacher = Teacher(as_argument(teacher_there), place(held, here))
-        updater = PackedUpdater(model_there, CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
-        state = place(create_state(params, SGD, jax.random.key(0)), here)
+        student, teacher = (Transformer(dataclasses.replace(x.config, mesh=here)) for x in (STUDENT, larger()[0]))
+        teacher = Teacher(as_argument(teacher), place(larger()[1], here))
+        updater = PackedUpdater(as_argument(student), CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
+        state = place(create_state(PARAMS, SGD, jax.random.key(0)), here)
         grads.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)

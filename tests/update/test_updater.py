@@ -6,26 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_packed import OPTIMIZER, G, T, batch
+from test_generate import Bare
+from test_packed import G, T, batch
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
-from grpo_jax.update import step
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
 
 CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
-
-
-class Bare:
-    """A model that has `apply` and nothing else."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def apply(self, variables, tokens):
-        return self.model.apply(variables, tokens)
 
 
 @pytest.mark.quick
@@ -34,7 +24,7 @@ class Bare:
     [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PackedUpdater), (True, 0, PaddedUpdater)],
 )
 def test_what_is_packed(bare, devices, kind):
-    model = tiny_model()[0]
+    model = tiny_model(layers=1)[0]
     mesh = jax.make_mesh((devices,), ("data",)) if devices else None
     updater = choose_updater(Bare(model) if bare else model, CONFIG, micro=(4, G), mesh=mesh)
     assert type(updater) is kind
@@ -46,7 +36,7 @@ def test_what_is_packed(bare, devices, kind):
 @pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
 def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
     """As if it had not been there, but for the steps: no momentum, no decay, no step of the entropy's controller."""
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     adamw = optax.adamw(0.01, weight_decay=0.1)
     config = GRPOConfig(
         beta=0.1, max_completion_length=T, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=9
@@ -75,34 +65,6 @@ def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
         counts = {"tokens", "rows", "selected_tokens", "kl_bounded_tokens", "update_skipped"}
         assert measured == counts | {"entropy_coef"}
     assert not any(np.isnan(list(found[3].values())))
-
-
-@pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
-def test_the_token_of_the_highest_entropy_is_kept_though_two_programs_compute_it(monkeypatch, bare):
-    """The pass that finds the quantile is made to find entropies that are one bit higher than those of the loss."""
-
-    packed_score, padded_score = PackedUpdater._score, step.score_completions
-
-    def packed_higher(*args, **how):
-        log_probs, entropies = packed_score(*args, **how)
-        return log_probs, jnp.nextafter(entropies, jnp.inf)
-
-    def padded_higher(*args, **how):
-        scores = padded_score(*args, **how)
-        if "with_router" in how:  # the pass of the loss
-            return scores
-        return scores._replace(entropies=jnp.nextafter(scores.entropies, jnp.inf))
-
-    monkeypatch.setattr(PackedUpdater, "_score", packed_higher)
-    monkeypatch.setattr(step, "score_completions", padded_higher)
-    model, params = tiny_model()
-    config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0, max_grad_norm=0)
-    how = {"micro": (1, 1), "optimizer": OPTIMIZER, "on_policy": True}
-    updater = choose_updater(Bare(model) if bare else model, config, **how)
-    state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
-    _, metrics = updater.update(state, batch(ref_log_probs=None))
-    assert float(metrics["selected_tokens"]) == 1
-    assert float(metrics["grad_norm"]) > 0
 
 
 @pytest.mark.quick
