@@ -9,6 +9,7 @@ import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, generate, init_policy, make_prompts, save_pretrained, train
+from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
@@ -113,7 +114,8 @@ def test_a_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
 
 def test_adapters_are_donated_and_their_base_stays():
     policy = add_lora(fresh(), jax.random.key(0), rank=2)
-    train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
+    with pytest.raises(RewardError):
+        train(policy, ROWS, lambda completions: 1 / 0, config_of(), donate=True)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.model.base))
     with pytest.raises(ValueError, match=EMPTY):
         jax.tree.leaves(policy.params)

@@ -77,7 +77,8 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
     assert np.isfinite(report.metrics["grad_norm"])
 
 
-def test_what_looks_wrong_is_said():
+def test_what_looks_wrong_is_said(monkeypatch):
+    monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(
         **SMALL | {"max_completion_length": 1, "learning_rate": 0, "per_device_train_batch_size": 24},
         max_steps=50,
