@@ -21,15 +21,9 @@ from grpo_jax.update.programs import update_calls
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 4,
-    "learning_rate": 3e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "seed": 0,
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "gradient_checkpointing": False, "seed": 0,
+}  # fmt: skip
 
 
 def lengths(completions):
