@@ -1,5 +1,6 @@
 """An engine that samples beside the update: from which weights, what is learned, what waits for what, the resume."""
 
+import dataclasses
 import functools
 import threading
 import warnings
@@ -12,6 +13,8 @@ from test_engine import ADAPTED, POLICY, ROWS, SMALL, Game, rewards
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
+from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.watch.trackers import StopRun
 from grpo_jax.watch.writer import read_lines
 
@@ -53,6 +56,17 @@ def same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found.params, expected.params)
 
 
+@pytest.mark.quick
+def test_an_engine_samples_ahead_by_itself_in_one_process_alone(monkeypatch):
+    """Several processes would have to agree on the order in which their threads communicate."""
+    config = GRPOConfig(**SMALL | {"rollout_ahead": True})
+    found = prepare(Arguments(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1")))
+    assert found.samples_beside
+    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_beside
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not found.samples_beside
+
+
 def test_completions_are_stale_by_exactly_one_version():
     """Those of the iterations 1, 2, 3, 4 are drawn by the weights of 1, 1, 2, 3."""
     asked = undisturbed()[1]
@@ -84,7 +98,6 @@ def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, h
     assert lines[-1]["ratio_max"] > 1.001, "which is not the one that learns"
 
 
-@pytest.mark.quick
 def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, tmp_path):
     """Their requests are held until the update is done: a run that waited for them before it would not end."""
     updated, held = threading.Event(), []

@@ -35,7 +35,6 @@ def run(run_dir=None, **settings):
     return train(POLICY, ROWS, [], config, run_dir=run_dir, **how), lines
 
 
-@pytest.mark.quick
 def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
     HEARD.clear()
     _, lines = run()
@@ -61,7 +60,6 @@ def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, messa
         train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
 
 
-@pytest.mark.quick
 def test_a_policy_without_an_eos_has_ends_of_its_own():
     policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=_without_eos())
     settings = GRPOConfig(**SMALL | {"stop": None, "max_turn_length": None})
