@@ -62,7 +62,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The same run of two processes, and in them a run of an engine that an exception in the second process ends."""
+    """The same run of two processes, and one that an exception in the second process ends."""
     run_dir = tmp_path_factory.mktemp("together")
     ended = ended_by_the_second(start(run_dir, "raise"), run_dir, "raise")
     return run_dir, ended
@@ -88,9 +88,9 @@ def test_two_processes_train_what_one_does(alone, together):
     assert [line["step"] for line in others] == [0, 1, 2, 3, 3], "one process logs"
     for line, other in zip(lines, others, strict=True):
         names = [name for name in line if re.fullmatch("rewards/.+/(mean|std|missing|errors)|(turns|eval)/.+", name)]
-        for name in [*names, "completions/observation_tokens", "reward"]:
-            assert line.get(name) == pytest.approx(other.get(name), rel=1e-6), name
-        assert line.get("loss") == pytest.approx(other.get("loss"), abs=1e-6)
+        assert line.keys() == other.keys()
+        for name in {*names, "completions/observation_tokens", "reward", "loss"} & {*line}:
+            assert line[name] == pytest.approx(other[name], rel=1e-6, abs=1e-6), name
     assert max(line.get("turns/mean", 0) for line in lines) > 1.5
     rows, other_rows = (list(read_lines(where / "completions.jsonl")) for where in (one, run_dir / "turns"))
     assert len(rows) == 3 * 32
@@ -106,15 +106,15 @@ def test_an_exception_in_one_or_its_loss_ends_both_and_one_process_resumes_the_r
     assert status == 1
     assert "of one process alone" in reason
     ended_by_the_second(start(run_dir, "kill"), run_dir, "kill")
-    state = two_processes.learn(run_dir / "engine", 6)
-    two_processes.learn(tmp_path, 6)
-    assert int(state.step) == 6
+    state = two_processes.learn(run_dir / "engine", 4)
+    two_processes.learn(tmp_path, 4)
+    assert int(state.step) == 4
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (run_dir / "engine", tmp_path))
-    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line, other in zip(lines, others, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
         for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
             assert line.get(name) == (pytest.approx(other[name], rel=1e-4) if name in other else None)
     rows, others = (list(read_lines(where / "completions.jsonl")) for where in (run_dir / "engine", tmp_path))
-    assert len(others) == 3 * 32
+    assert len(others) == 2 * 32
     assert [row["completion"] for row in rows] == [row["completion"] for row in others]

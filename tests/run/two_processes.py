@@ -33,9 +33,19 @@ CALLS = collections.Counter()
 """Completions scored and episodes played in this process."""
 
 
-def lower_case(prompts, completions):
-    CALLS["evaluation" if prompts[0].startswith("held out") else "training"] += len(completions)
-    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+def lower_case(fault):
+    """A reward function that calls `fault` in the second process before its second rewards of a run."""
+    called = []
+
+    def lower_case(prompts, completions):
+        held_out = prompts[0].startswith("held out")
+        CALLS["evaluation" if held_out else "training"] += len(completions)
+        called.append(held_out)
+        if jax.process_index() == 1 and called.count(False) == 2:
+            fault()
+        return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
+
+    return lower_case
 
 
 class Game:
@@ -54,41 +64,29 @@ class Game:
         return np.float32(sum(map(len, self.heard)) % 5)
 
 
-def play(run_dir):
+def play(run_dir, fault=lambda: None):
     """Three iterations of several turns with a rollout ahead, whose collectives run in a thread beside the rewards."""
     # A quarter of the bytes end a turn, so that most completions have several.
     policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
     config = GRPOConfig(**SETTINGS | {"max_completion_length": 40}, max_steps=3, rollout_ahead=True)
-    return train(policy, ROWS, lower_case, config, eval_dataset=HELD_OUT, run_dir=run_dir, environment_factory=Game)
+    how = {"eval_dataset": HELD_OUT, "run_dir": run_dir, "environment_factory": Game}
+    return train(policy, ROWS, lower_case(fault), config, **how)
 
 
 def learn(run_dir, steps, fault=lambda: None):
-    """Iterations of two updates with an engine that draws other tokens in the second process.
-
-    `fault` is called in that process before its second rewards.
-    """
-    calls = []
+    """Iterations of two updates with an engine that draws other tokens in the second process."""
 
     def engine(**how):
         made = fetch(generate(**how))
         tokens = (made.tokens + 7 * jax.process_index()) % 200
         return made.replace(tokens=tokens, log_probs=made.log_probs - 0.1 - jax.process_index())
 
-    def reward(prompts, completions):
-        calls.append(len(completions))
-        if jax.process_index() == 1 and len(calls) == 2:
-            fault()
-        return lower_case(prompts, completions)
-
     config = GRPOConfig(**SETTINGS, num_iterations=2, max_steps=steps)
-    return train(tiny_policy(), ROWS, reward, config, run_dir=run_dir, sampler=engine)
+    return train(tiny_policy(), ROWS, lower_case(fault), config, run_dir=run_dir, sampler=engine)
 
 
 def fail():
     raise KeyError("of one process alone")
-
-
-FAULTS = {"raise": fail, "kill": lambda: os.kill(os.getpid(), signal.SIGKILL)}
 
 
 def main():
@@ -96,20 +94,21 @@ def main():
     monitor.write_pictures = lambda writer, **_: None
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("fault", choices=["raise", "kill"])
     distributed.add_flags(parser)
     arguments = parser.parse_args()
     # The last of a flag counts: the settings of the tests, but for the number of devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
-    if arguments.fault == "raise":
-        state = play(arguments.run_dir / "turns")
-        whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
-        if jax.process_index() == 0:
-            np.savez(arguments.run_dir / "turns.npz", *whole)
-        print("CALLS " + json.dumps(CALLS), flush=True)
-    learn(arguments.run_dir / "engine", 6, FAULTS[arguments.fault])
+    if arguments.fault == "kill":
+        learn(arguments.run_dir / "engine", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    state = play(arguments.run_dir / "turns")
+    whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
+    if jax.process_index() == 0:
+        np.savez(arguments.run_dir / "turns.npz", *whole)
+    print("CALLS " + json.dumps(CALLS), flush=True)
+    play(arguments.run_dir / "failing", fail)
 
 
 if __name__ == "__main__":
