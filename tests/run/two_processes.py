@@ -27,7 +27,7 @@ HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-3,
     "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "seed": 0, "save_steps": 1,
-    "per_device_eval_batch_size": 4, "mesh": {"data": 2, "fsdp": 2},
+    "per_device_eval_batch_size": 8, "mesh": {"data": 2, "fsdp": 2},
 }  # fmt: skip
 CALLS = collections.Counter()
 """Completions scored and episodes played in this process."""
@@ -68,7 +68,7 @@ def play(run_dir, fault=lambda: None):
     """Three iterations of several turns with a rollout ahead, whose collectives run in a thread beside the rewards."""
     # A quarter of the bytes end a turn, so that most completions have several.
     policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
-    config = GRPOConfig(**SETTINGS | {"max_completion_length": 40}, max_steps=3, rollout_ahead=True)
+    config = GRPOConfig(**SETTINGS | {"max_completion_length": 24}, max_steps=3, rollout_ahead=True)
     how = {"eval_dataset": HELD_OUT, "run_dir": run_dir, "environment_factory": Game}
     return train(policy, ROWS, lower_case(fault), config, **how)
 
