@@ -27,7 +27,7 @@ HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
 SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-3,
     "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "seed": 0, "save_steps": 1,
-    "per_device_eval_batch_size": 8, "mesh": {"data": 2, "fsdp": 2},
+    "per_device_eval_batch_size": 4, "mesh": {"data": 2, "fsdp": 2},
 }  # fmt: skip
 CALLS = collections.Counter()
 """Completions scored and episodes played in this process."""
