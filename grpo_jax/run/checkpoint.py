@@ -321,14 +321,10 @@ class Checkpoints:
             self._checkpointer.reload()
 
     def _know_metrics(self, progress: Progress | None, about: Json) -> None:
-        """Leave out metrics of another name; those of an earlier version's run stand beside its checkpoints."""
-        assert self._checkpointer is not None
+        """Leave out metrics of another name than that of the best model."""
         assert progress is not None
         name = self._config.metric_for_best_model
-        if "metrics" not in about["progress"]:
-            saved = [(at.step, at.metrics or {}) for at in self._checkpointer.checkpoints]
-            progress.metrics = {str(step): metrics[name] for step, metrics in saved if name in metrics}
-        elif about["run"] is not None and about["run"]["config"].get("metric_for_best_model") != name:
+        if about["run"] is not None and about["run"]["config"].get("metric_for_best_model") != name:
             progress.metric, progress.metrics = None, {}
 
     @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
 from grpo_jax.run.beginning import FILLED, abstract_batch, decide_checkpointing, new_state, peak_bytes
 from grpo_jax.run.prepare import prepare
+from grpo_jax.run.resume import as_begun
 from grpo_jax.run.run import Arguments
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
@@ -29,7 +29,7 @@ def lengths(completions):
     return [float(len(text)) for text in completions]
 
 
-def run_of(layers=3, memory=None, **settings):
+def run_of(layers=2, memory=None, **settings):
     """A run as `prepare` derives it; `memory` as if the device had so much."""
     config = GRPOConfig(**{"num_generations": 4, "max_completion_length": 16, "compute_dtype": "float32"} | settings)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,24 +101,14 @@ def test_what_is_counted_is_what_a_forward_pass_keeps(recompute):
     assert held == sum(x.nbytes for x in jax.tree.leaves(state)) + params, "the state, and the caller's params"
 
 
-def test_a_run_goes_on_as_it_was_begun_and_says_so(tmp_path, monkeypatch, capsys):
-    settings = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 8, "logging_steps": 1}
-    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
-
-    def go_on(steps, memory, **more):
-        monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
-        config = GRPOConfig(max_steps=steps, **settings, **more)
-        train(tiny_policy(), ROWS, lengths, config, run_dir=tmp_path)
-        kept = json.loads((tmp_path / "run.json").read_text())["config"]["gradient_checkpointing"]
-        return kept, "".join(capsys.readouterr())
-
-    kept, said = go_on(1, 1)
-    assert kept
-    assert "activations recomputed" in said
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert go_on(2, 1e15)[0], "on a larger machine too"
-    with pytest.warns(UserWarning, match="gradient_checkpointing True → False"):
-        kept, said = go_on(3, 1e15, gradient_checkpointing=False)
-    assert not kept
-    assert "activations kept" in said
+def test_a_run_goes_on_as_it_was_begun(tmp_path, monkeypatch, capsys):
+    """Whatever memory the resumed run has: a run that recomputes activations does so to its end."""
+    monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: 1)
+    config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
+    train(tiny_policy(), ROWS, lengths, config, run_dir=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["gradient_checkpointing"]
+    assert "activations recomputed" in "".join(capsys.readouterr())
+    monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: 1e15)
+    for asked, found in ((None, True), (False, False)):
+        given = as_begun(dataclasses.replace(config, gradient_checkpointing=asked), tmp_path)
+        assert recomputes(prepare(Arguments(tiny_policy(), ROWS, lengths, given))) is found

@@ -1,5 +1,6 @@
 """An engine that samples beside the update: from which weights, what is learned, what waits for what, the resume."""
 
+import dataclasses
 import functools
 import threading
 import warnings
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from stand_in import StandIn
 from test_engine import ADAPTED, POLICY, ROWS, SMALL, Game, rewards
-from test_resume import Cut, cut_at
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
+from grpo_jax.run.prepare import prepare
+from grpo_jax.run.run import Arguments
 from grpo_jax.watch.trackers import StopRun
 from grpo_jax.watch.writer import read_lines
 
@@ -25,11 +27,11 @@ def server():
         yield one
 
 
-def run(sampler, policy=POLICY, run_dir=None, callbacks=(), fns=rewards, environment_factory=None, **settings):
+def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=None, **settings):
     lines, config = [], GRPOConfig(**SMALL | {"rollout_ahead": True, "max_steps": 4} | settings)
     keep = lambda step, metrics: lines.append(metrics)
     how = {"run_dir": run_dir, "callbacks": [keep, *callbacks], "environment_factory": environment_factory}
-    state = train(policy, ROWS, fns if environment_factory is None else [], config, sampler=sampler, **how)
+    state = train(policy, ROWS, rewards if environment_factory is None else [], config, sampler=sampler, **how)
     return state, lines
 
 
@@ -43,14 +45,11 @@ def waited_for(engine):
     return sampler
 
 
-PASSES = {1: {"max_steps": 4}, 2: {"num_iterations": 2, "max_steps": 6}}
-
-
 @functools.cache
-def undisturbed(passes):
-    """(state, lines, what the server was asked for) of a run that nothing happens to."""
+def undisturbed():
+    """(state, what the server was asked for) of a run that nothing happens to."""
     with StandIn(POLICY) as one:
-        return *run(vllm(one.url), **PASSES[passes]), one.drawn
+        return run(vllm(one.url))[0], one.drawn
 
 
 def same(found, expected):
@@ -58,9 +57,19 @@ def same(found, expected):
 
 
 @pytest.mark.quick
+def test_an_engine_samples_ahead_by_itself_in_one_process_alone(monkeypatch):
+    """Several processes would have to agree on the order in which their threads communicate."""
+    config = GRPOConfig(**SMALL | {"rollout_ahead": True})
+    found = prepare(Arguments(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1")))
+    assert found.samples_beside
+    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_beside
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not found.samples_beside
+
+
 def test_completions_are_stale_by_exactly_one_version():
     """Those of the iterations 1, 2, 3, 4 are drawn by the weights of 1, 1, 2, 3."""
-    asked = undisturbed(1)[2]
+    asked = undisturbed()[1]
     drawn = [version for version, body in asked if body["max_tokens"] == T]
     assert len(drawn) == 4 * 2 * G
     of_iteration = [set(drawn[i : i + 2 * G]) for i in range(0, len(drawn), 2 * G)]
@@ -71,10 +80,8 @@ def test_completions_are_stale_by_exactly_one_version():
 
 AT_ODDS = {
     "two updates of adapters": {"policy": ADAPTED, "num_iterations": 2, "beta": 0.1},
-    "refills": {"dynamic_sampling": True, "max_steps": 3, "fns": lambda completion_ids: [i[0] % 2 for i in
-        completion_ids]},
     "several turns": {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", AT_ODDS.values(), ids=AT_ODDS)
@@ -91,7 +98,6 @@ def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, h
     assert lines[-1]["ratio_max"] > 1.001, "which is not the one that learns"
 
 
-@pytest.mark.quick
 def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, tmp_path):
     """Their requests are held until the update is done: a run that waited for them before it would not end."""
     updated, held = threading.Event(), []
@@ -112,22 +118,15 @@ def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, t
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize(("passes", "end"), [(1, "by the server"), (2, "cut")])
-def test_a_run_goes_on_to_the_same_params(server, tmp_path, passes, end):
+def test_a_run_goes_on_to_the_same_params(server, tmp_path):
     """What the engine was at when a checkpoint was written is asked for again, from the policy of then."""
-    settings = PASSES[passes] | {"save_steps": 1}
-
-    if end == "cut":
-        with pytest.raises(Cut):
-            run(vllm(server.url), run_dir=tmp_path, callbacks=[cut_at(3)], **settings)
-    else:
-        server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > 2 else None
-        with pytest.raises(EngineError, match="told to answer 400"):
-            run(vllm(server.url), run_dir=tmp_path, **settings)
-        server.fault = lambda *_: None
-    found, lines = run(vllm(server.url), run_dir=tmp_path, **settings)
-    assert 0 < len(lines) < settings["max_steps"]
-    same(found, undisturbed(passes)[0])
+    server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > 2 else None
+    with pytest.raises(EngineError, match="told to answer 400"):
+        run(vllm(server.url), run_dir=tmp_path, save_steps=1)
+    server.fault = lambda *_: None
+    found, lines = run(vllm(server.url), run_dir=tmp_path, save_steps=1)
+    assert 0 < len(lines) < 4
+    same(found, undisturbed()[0])
 
 
 def test_a_run_that_is_stopped_does_not_wait_for_completions_on_their_way(server, tmp_path):

@@ -69,11 +69,7 @@ def test_arguments_that_datasets_has_filled_in():
     assert said([{"prompt": [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
-MARK, TAG = re.compile(r"<think>.*?</think>", re.DOTALL), "<think>"
-
-
-def starts(text):
-    return float(text.startswith(TAG))
+MARK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def by_constant(completions):
@@ -97,7 +93,7 @@ def without(completions):
 
 
 ASKING = [lambda completions: [float(MARK.match(text) is not None) for text in completions], by_closure("<think>")]
-ASKING += [lambda completions: [starts(text) for text in completions], by_constant, ByMethod(), ByMethod().__call__]
+ASKING += [by_constant, ByMethod(), ByMethod().__call__]
 ASKING += [format_reward(r"<think>.*</think>.*"), weighted(by_constant, 2.0)]
 
 

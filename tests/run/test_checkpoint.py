@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 import resource
-import shutil
 import time
 
 import chex
@@ -89,14 +88,12 @@ class OlderBatch(Batch):
     older_weights: jax.Array | None = None
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_fields_that_only_an_earlier_version_had_are_left_out(tmp_path, used):
+def test_fields_that_only_an_earlier_version_had_are_left_out(tmp_path):
     state, pending = state_at(3), filled(Batch)
     older = OlderState(**{name: getattr(state, name) for name in TrainState.__dataclass_fields__})
     waiting = OlderBatch(**{name: getattr(pending, name) for name in Batch.__dataclass_fields__})
-    if used:
-        older = older.replace(older_params={"w": jnp.ones(2)})
-        waiting = waiting.replace(older_prompts=pending.prompts, older_weights=jnp.ones((2, 2)))
+    older = older.replace(older_params={"w": jnp.ones(2)})
+    waiting = waiting.replace(older_prompts=pending.prompts, older_weights=jnp.ones((2, 2)))
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         checkpoints.save(older, Progress(step=3), waiting)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
@@ -266,10 +263,9 @@ def damage(path, how):
     "how",
     [
         lambda path: damage(path, lambda file: os.truncate(file, file.stat().st_size // 2)),
-        lambda path: shutil.rmtree(path / "rest"),
         lambda path: (path / "_CHECKPOINT_METADATA").write_text("{}"),
     ],
-    ids=["torn", "a part is missing", "no metadata"],
+    ids=["torn", "no metadata"],
 )
 def test_the_run_goes_on_from_the_last_checkpoint_that_can_be_read(tmp_path, how):
     """A torn checkpoint is put aside and the last good one taken; the newest and the best are kept."""

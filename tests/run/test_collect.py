@@ -134,15 +134,6 @@ def test_after_the_last_refill_silent_groups_fill_the_batch_and_count_nowhere(mo
     assert experience.cursor == 8
 
 
-@pytest.mark.quick
-def test_scores_that_are_missing_leave_the_mean_alone():
-    half = lambda completions: [None if i % 2 else float(i) for i in range(len(completions))]
-    advantages = np.asarray(collected(run_of(half)).batch.advantages)
-    np.testing.assert_array_equal(advantages[:, 1::2], 0)
-    np.testing.assert_allclose(advantages[:, 0], -advantages[:, 2], atol=1e-6)
-
-
-@pytest.mark.quick
 def test_the_reference_is_at_work_before_the_rewards_and_all_is_on_the_host(monkeypatch):
     """Nothing has to come back from the device to be packed, for the reference's scores or for an update."""
     events, scored, score = [], [], PackedUpdater.score

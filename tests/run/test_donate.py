@@ -9,6 +9,7 @@ import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, generate, init_policy, make_prompts, save_pretrained, train
+from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
@@ -23,7 +24,8 @@ def fresh():
 
 def config_of(**settings):
     small = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 2}
-    small |= {"learning_rate": 1e-2, "logging_steps": 1, "gradient_checkpointing": False, "compute_dtype": "float32"}
+    small |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+    small |= {"gradient_checkpointing": False, "compute_dtype": "float32"}
     return GRPOConfig(**small | settings)
 
 
@@ -39,28 +41,29 @@ def live_bytes():
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
-def copies_held(policy, **arguments):
-    """How often what is held while rewards are computed is the policy, beyond what this process held before it."""
+def run(policy, **how):
+    """The final state, and how often what is held while rewards are computed is the policy, beyond what was before."""
     one, before, held = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes(), []
 
     def reward(completions):
         held.append((live_bytes() - before) / one + 1)  # the policy itself is part of `before`
         return lengths(completions)
 
-    train(policy, ROWS, reward, config_of(**arguments.pop("settings", {})), **arguments)
-    return max(held)
+    return train(policy, ROWS, reward, config_of(), **how), max(held)
 
 
-def test_a_donated_run_holds_one_policy_less_and_is_the_same_run():
-    assert 3.9 < copies_held(fresh()) < 4.2, "the caller's, the run's and two moments"
-    assert 2.9 < copies_held(fresh(), donate=True) < 3.2
-    given, kept = fresh(), fresh()
-    state = train(given, ROWS, lengths, config_of(), donate=True)
-    chex.assert_trees_all_equal(state, train(kept, ROWS, lengths, config_of()))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept.params))
+@pytest.fixture(scope="module")
+def kept():
+    return run(fresh())
 
 
-@pytest.mark.quick
+def test_a_donated_run_holds_one_policy_less_and_is_the_same_run(kept):
+    assert 3.9 < kept[1] < 4.2, "the caller's, the run's and two moments"
+    state, held = run(fresh(), donate=True)
+    assert 2.9 < held < 3.2
+    chex.assert_trees_all_equal(state, kept[0])
+
+
 def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
     policy = fresh()
     state = train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
@@ -83,22 +86,19 @@ def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
     assert trained.model.apply({"params": trained.params}, tokens).shape == (1, 2, len(tiny_tokenizer()))
 
 
+@pytest.mark.quick
 def test_a_run_that_is_refused_takes_nothing(tmp_path):
     policy = fresh()
-    with pytest.raises(ValueError, match="mesh"):
-        train(policy, ROWS, lengths, config_of(mesh={"fsdp": 64}), donate=True)
-    train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
-    with pytest.raises(ValueError, match="learning_rate"):
-        train(policy, ROWS, lengths, config_of(learning_rate=2e-2), run_dir=tmp_path, donate=True)
+    (tmp_path / "metrics.jsonl").touch()
+    for refused, message in (({"resume": "never", "run_dir": tmp_path}, "holds a run"), ({"resume": "yes"}, "choose")):
+        with pytest.raises(ValueError, match=message):
+            train(policy, ROWS, lengths, config_of(), donate=True, **refused)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
-    policy.model.apply({"params": policy.params}, jnp.ones((1, 2), jnp.int32))
 
 
-def test_a_resumed_run_holds_one_state(tmp_path, monkeypatch):
+def test_a_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
     """A run that kept its policy is resumed by one that donates it."""
-    alone = train(fresh(), ROWS, lengths, config_of(max_steps=3, lr_scheduler_type="constant"))
-    settings = config_of(max_steps=1, lr_scheduler_type="constant")
-    train(fresh(), ROWS, lengths, settings, run_dir=tmp_path)
+    train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
     load, held, policy = Checkpoints._load, [], fresh()
     one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
 
@@ -107,15 +107,15 @@ def test_a_resumed_run_holds_one_state(tmp_path, monkeypatch):
         return load(*arguments)
 
     monkeypatch.setattr(Checkpoints, "_load", measured)
-    settings = config_of(max_steps=3, lr_scheduler_type="constant")
-    state = train(policy, ROWS, lengths, settings, run_dir=tmp_path, donate=True)
-    chex.assert_trees_all_equal(state.params, alone.params)
+    state = train(policy, ROWS, lengths, config_of(), run_dir=tmp_path, donate=True)
+    chex.assert_trees_all_equal(state.params, kept[0].params)
     assert held[0] < 0.1, "nothing of the state at step 0 is held while another is read"
 
 
 def test_adapters_are_donated_and_their_base_stays():
     policy = add_lora(fresh(), jax.random.key(0), rank=2)
-    train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
+    with pytest.raises(RewardError):
+        train(policy, ROWS, lambda completions: 1 / 0, config_of(), donate=True)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.model.base))
     with pytest.raises(ValueError, match=EMPTY):
         jax.tree.leaves(policy.params)

@@ -26,7 +26,6 @@ def length(completion_ids):
     return [float(len(ids)) for ids in completion_ids]
 
 
-@pytest.mark.quick
 def test_the_reward_of_an_evaluation_is_that_of_training():
     """Functions that abstain on part of the rows: the mean of the rows' sums, and not a sum of the functions' means."""
 

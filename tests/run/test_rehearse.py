@@ -21,15 +21,9 @@ from grpo_jax.update.programs import update_calls
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 4,
-    "learning_rate": 3e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "seed": 0,
-}
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant", "logging_steps": 1, "gradient_checkpointing": False, "seed": 0,
+}  # fmt: skip
 
 
 def lengths(completions):
@@ -77,7 +71,8 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
     assert np.isfinite(report.metrics["grad_norm"])
 
 
-def test_what_looks_wrong_is_said():
+def test_what_looks_wrong_is_said(monkeypatch):
+    monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(
         **SMALL | {"max_completion_length": 1, "learning_rate": 0, "per_device_train_batch_size": 24},
         max_steps=50,

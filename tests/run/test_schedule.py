@@ -1,7 +1,5 @@
 """The best checkpoint, and those that are kept, do not depend on where a run was interrupted."""
 
-import json
-
 import pytest
 from test_checkpoint import state_at
 from test_resume import about
@@ -45,23 +43,6 @@ def restored(run_dir, config):
     with Checkpoints(run_dir, config, about(config=config)) as checkpoints:
         progress = checkpoints.restore(state_at(0))[1]
         return progress.metric, progress.metrics, checkpoints.best(progress)
-
-
-@pytest.mark.filterwarnings("ignore:the run goes on otherwise")
-def test_metrics_of_an_earlier_version_are_read(tmp_path):
-    """They stood in a file of orbax beside each checkpoint, and not among the counters."""
-    with Checkpoints(tmp_path, REWARD, about(config=REWARD)) as checkpoints:
-        save = checkpoints._checkpointer.save_checkpointables_async
-
-        def as_before(step, arrays, custom_metadata, **how):
-            told = json.loads(custom_metadata["about"])
-            del told["progress"]["metrics"]
-            return save(step, arrays, custom_metadata={"about": json.dumps(told)}, metrics={"reward": 1 / step}, **how)
-
-        checkpoints._checkpointer.save_checkpointables_async = as_before
-        for step in (1, 2):
-            checkpoints.save(state_at(step), Progress(step=step, metric=1 / step), None)
-    assert restored(tmp_path, REWARD) == (0.5, {"1": 1.0, "2": 0.5}, (1, 1.0))
 
 
 def test_metrics_of_another_name_are_not_compared(tmp_path):

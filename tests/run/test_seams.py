@@ -47,7 +47,6 @@ def learn(config=CONFIG, **keywords):
     return train(POLICY, ROWS, length, config, **keywords).params
 
 
-@pytest.mark.quick
 def test_the_tables_written_as_functions_of_ones_own_learn_the_same():
     """The same bytes; an advantage of each token makes another program, and the same numbers to rounding."""
     plain = learn()
@@ -59,7 +58,7 @@ def test_the_tables_written_as_functions_of_ones_own_learn_the_same():
 @pytest.mark.parametrize(("bare", "devices"), [(False, 2), (True, 0)])
 def test_the_gradient_weighs_each_token_by_its_own_advantage(bare, devices):
     """−Σ m A ∇l / Σ m, packed and padded, in micro-batches and on a mesh."""
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, G, T)).astype(np.float32))
     b = batch().replace(advantages=weights, ref_log_probs=None)
     completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])

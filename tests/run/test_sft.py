@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -23,6 +24,7 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.beginning import abstract_batch, new_state
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.sft import prepare_sft
+from grpo_jax.run.stored import load_params
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.watch.writer import read_lines
 
@@ -43,15 +45,21 @@ def settings(**more):
     return SFTConfig(**small | {"lr_scheduler_type": "constant", "logging_steps": 1} | more)
 
 
-def loss_by_logits(policy, params, examples):
+@functools.partial(jax.jit, static_argnames="model")
+def loss_by_logits(params, tokens, masks, *, model):
     """The mean −log p of the learned tokens, by whole rows and the model's logits."""
-    total = count = 0
-    for ids, mask in examples:
-        logits = policy.model.apply({"params": params}, jnp.asarray([ids]))[0]
-        l = jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])]
-        kept = jnp.asarray(mask[1:])
-        total, count = total - jnp.where(kept, l, 0).sum(), count + kept.sum()
-    return total / count
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, tokens)[:, :-1])
+    l = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
+    return -jnp.where(masks[:, 1:], l, 0).sum() / masks.sum()
+
+
+def rows_of(data, numbers=None, size=(6, 48)):
+    """Tokens and masks of examples, padded to one shape for all tests."""
+    tokens, masks = np.zeros(size, np.int32), np.zeros(size, bool)
+    for row, i in enumerate(range(len(data.token_ids)) if numbers is None else numbers):
+        tokens[row, : len(data.token_ids[i])] = data.token_ids[i]
+        masks[row, : len(data.masks[i])] = data.masks[i]
+    return tokens, masks
 
 
 def gradient(policy, config, rows=ROWS, **changes):
@@ -71,8 +79,8 @@ def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing, rows):
     loss, grads, run = gradient(policy, config, rows)
     numbers = [i for block in run.data.blocks[:size] for i in block]
     assert len(numbers) > size if packing else len(numbers) == size
-    examples = [(run.data.token_ids[i], run.data.masks[i]) for i in numbers]
-    want, wanted = jax.value_and_grad(lambda params: loss_by_logits(policy, params, examples))(policy.params)
+    given = rows_of(run.data, numbers)
+    want, wanted = jax.value_and_grad(loss_by_logits)(policy.params, *given, model=policy.model)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-6)
 
@@ -96,28 +104,24 @@ def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
 def test_held_out_examples_may_begin_otherwise():
     policy = tiny_policy()
     config = settings(per_device_eval_batch_size=4)
-    for held_out in (ALIKE, ROWS, [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]):
+    for held_out in (ROWS, [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]):
         run = prepare_sft(policy, ALIKE, config, eval_dataset=held_out)
-        examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
-        want = loss_by_logits(policy, policy.params, examples)
+        want = loss_by_logits(policy.params, *rows_of(run.eval_data), model=policy.model)
         np.testing.assert_allclose(evaluate_examples(run, policy.params)["loss"], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro": (2, 1)}], ids=["packed", "padded"])
-def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(changes):
+def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(learned):
     """As TRL's `mean_token_accuracy`; by the model's logits of whole rows, of a policy that has learned some."""
     policy = tiny_policy()
-    policy = policy.replace(params=sft(policy, ROWS, settings(max_steps=15)).params)
+    policy = policy.replace(params=load_params(learned[0], policy.params, step=10)[1])
     run = prepare_sft(policy, ROWS, settings(per_device_train_batch_size=6, train_sampling_strategy="sequential"))
-    batch, *_ = next_examples(run, 0)
-    updater = run.updater if not changes else PaddedUpdater(run.updater.model, run.updater.config, **changes)
-    _, sums = updater.gradients(new_state(run), batch)
-    right = []
-    for ids, mask in zip(run.data.token_ids, run.data.masks, strict=True):
-        likeliest = policy.model.apply({"params": policy.params}, jnp.asarray([ids]))[0].argmax(axis=-1)
-        right += (np.asarray(likeliest)[:-1] == ids[1:])[np.asarray(mask[1:], bool)].tolist()
-    assert 0 < np.mean(right) < 1
-    np.testing.assert_allclose(finalize_metrics(sums)["mean_token_accuracy"], np.mean(right), rtol=1e-6)
+    tokens, masks = rows_of(run.data)
+    likeliest = np.asarray(jax.jit(policy.model.apply)({"params": policy.params}, tokens).argmax(axis=-1))
+    right = np.mean((likeliest[:, :-1] == tokens[:, 1:])[masks[:, 1:]])
+    assert 0 < right < 1
+    for updater in (run.updater, PaddedUpdater(run.updater.model, run.updater.config, micro=(2, 1))):
+        _, sums = updater.gradients(new_state(run), next_examples(run, 0)[0])
+        np.testing.assert_allclose(finalize_metrics(sums)["mean_token_accuracy"], right, rtol=1e-6)
 
 
 def trl_gradient(policy, case, directory):
@@ -170,33 +174,39 @@ def test_a_completion_learned_is_one_that_grpo_rewards():
     chex.assert_trees_all_close(state.params, other.params, rtol=1e-5, atol=1e-7)
 
 
-def test_it_learns_evaluates_and_keeps_its_best(tmp_path):
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The directory of a run of 30 steps, its config and its state."""
     best = {"metric_for_best_model": "eval/loss", "load_best_model_at_end": True}
-    config, policy = settings(max_steps=30, eval_steps=10, save_steps=10, **best), tiny_policy()
-    state = sft(policy, ROWS, config, eval_dataset=ROWS[:3], run_dir=tmp_path)
-    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    config = settings(max_steps=30, eval_steps=10, save_steps=10, **best)
+    run_dir = tmp_path_factory.mktemp("learned")
+    return run_dir, config, sft(tiny_policy(), ROWS, config, eval_dataset=ROWS[:3], run_dir=run_dir)
+
+
+def test_it_learns_evaluates_and_keeps_its_best(learned):
+    run_dir, config, state = learned
+    policy = tiny_policy()
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]
     run = prepare_sft(policy, ROWS, config, eval_dataset=ROWS[:3])
-    examples = list(zip(run.eval_data.token_ids, run.eval_data.masks, strict=True))
-    np.testing.assert_allclose(losses[0], loss_by_logits(policy, policy.params, examples), rtol=1e-5)
+    want = loss_by_logits(policy.params, *rows_of(run.eval_data), model=policy.model)
+    np.testing.assert_allclose(losses[0], want, rtol=1e-5)
     np.testing.assert_allclose(evaluate_examples(run, state.params)["loss"], min(losses), rtol=1e-5)
     wanted = {"loss", "entropy", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens", "seconds/update"}
     assert wanted <= lines[1].keys()
-    assert not (tmp_path / "completions.jsonl").exists()
-    assert json.loads((tmp_path / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
+    assert not (run_dir / "completions.jsonl").exists()
+    assert json.loads((run_dir / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
     for changed, message in (
         ({"completion_only_loss": False}, "completion_only_loss = False: the run has None"),
         ({"seed": 0}, "dataset: its 6 prompts are not those of the run"),
     ):
         rows = [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}] if "seed" in changed else ROWS
         with pytest.raises(ValueError, match=message):
-            sft(policy, rows, dataclasses.replace(config, **changed), eval_dataset=ROWS[:3], run_dir=tmp_path)
+            sft(policy, rows, dataclasses.replace(config, **changed), eval_dataset=ROWS[:3], run_dir=run_dir)
     with pytest.raises(ValueError, match="config: a GRPOConfig, the run has a SFTConfig"):
-        train(
-            policy, [{"prompt": "a"}], lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=tmp_path
-        )
+        train(policy, ROWS, lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=run_dir)
 
 
 def test_a_mesh_of_two_devices_is_one_device():

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from test_turns_run import ROWS, Game
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, train
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
-ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
 # Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
 STOP = [*"abcdefghijklmnop", "é", "Q", "R"]
 SMALL = {
@@ -20,29 +20,21 @@ SMALL = {
 HEARD = []
 
 
-class Game:
-    """Says something with a stop string in it, three times; what it was told decides the reward."""
-
-    def reset(self, target, **row):
-        self.target, self.heard = target, []
+class Says(Game):
+    """Begins what it says with a stop string."""
 
     def respond(self, text):
-        self.heard.append(text)
         HEARD.append(text)
-        return None if len(self.heard) == 4 else f" {self.target}a: "
-
-    def get_reward(self):
-        return float(sum(map(len, self.heard)) % 5)
+        said = super().respond(text)
+        return said and f"a{said}"
 
 
-def run(factory=Game, rows=ROWS, policy=POLICY, run_dir=None, fns=(), **settings):
-    lines = []
-    keep = lambda step, metrics: lines.append(metrics)
-    config = GRPOConfig(**SMALL | settings)
-    return train(policy, rows, list(fns), config, environment_factory=factory, callbacks=[keep], run_dir=run_dir), lines
+def run(run_dir=None, **settings):
+    lines, config = [], GRPOConfig(**SMALL | settings)
+    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics)]}
+    return train(POLICY, ROWS, [], config, run_dir=run_dir, **how), lines
 
 
-@pytest.mark.quick
 def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
     HEARD.clear()
     _, lines = run()
@@ -68,7 +60,6 @@ def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, messa
         train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
 
 
-@pytest.mark.quick
 def test_a_policy_without_an_eos_has_ends_of_its_own():
     policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=_without_eos())
     settings = GRPOConfig(**SMALL | {"stop": None, "max_turn_length": None})
