@@ -1,7 +1,5 @@
 """Schedules at hand-computed points, the clip in front of AdamW, and what decays."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -31,18 +29,6 @@ pytestmark = pytest.mark.quick
 def test_schedules(settings, expected):
     schedule = make_schedule(GRPOConfig(learning_rate=2.0, **settings), total_steps=4)
     np.testing.assert_allclose([schedule(step) for step in range(6)], expected, atol=1e-6)
-
-
-def test_the_gradient_is_clipped_by_its_global_norm_before_adam():
-    config = GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=1.0, adam_epsilon=1.0)
-    optimizer = make_optimizer(config, 10)
-    params = {"w": jnp.zeros(2)}
-    updates, _ = optimizer.update({"w": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
-    # clipped to (0.6, 0.8); Adam's first step is lr·g/(|g| + eps)
-    np.testing.assert_allclose(updates["w"], [-0.1 * 0.6 / 1.6, -0.1 * 0.8 / 1.8], rtol=1e-5)
-    free = make_optimizer(dataclasses.replace(config, max_grad_norm=0), 10)
-    updates, _ = free.update({"w": jnp.array([30.0, 40.0])}, free.init(params), params)
-    np.testing.assert_allclose(updates["w"], [-0.1 * 30 / 31, -0.1 * 40 / 41], rtol=1e-5)
 
 
 def test_norms_and_biases_do_not_decay():
@@ -94,11 +80,12 @@ def test_a_skipped_update_does_not_make_the_schedule_lag():
     np.testing.assert_allclose(moved, [float(schedule(step)) * ok for step, ok in enumerate(oks)], atol=1e-5)
 
 
-def test_updates_and_state_are_those_of_optax_adamw():
-    """By which checkpoints of earlier versions, whose state is that of `optax.adamw`, are read."""
-    config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=0.5, adam_beta2=0.9)
-    adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.0)
-    ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(0.5), adamw)
+@pytest.mark.parametrize("bound", [0.5, 0])
+def test_updates_and_state_are_those_of_optax_adamw(bound):
+    """The gradient is clipped by its global norm, and checkpoints with the state of `optax.adamw` can be read."""
+    config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=bound, adam_beta2=0.9, adam_epsilon=1e-3)
+    adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-3, weight_decay=0.0)
+    ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(bound or np.inf), adamw)
     params = {"w": jnp.array([0.3, -2.0]), "b": jnp.ones(3)}
     mine, other = ours.init(params), theirs.init(params)
     for step in range(5):  # with norms below and above the bound
