@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_platform import H100, T4, TPU
 from tiny import tiny_model
 
 from grpo_jax import Completions, completion_log_probs, make_prompts
@@ -66,9 +67,10 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sink
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 4])
-def test_packed_sequences(kind, window):
-    """Segments of several prompts, and padding between and behind them."""
+@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, fused.LEAST_PART)])
+def test_packed_sequences(kind, window, least_part, monkeypatch):
+    """Segments of several prompts, and padding between and behind them; also where programs share the queries."""
+    monkeypatch.setattr(fused, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     sequence = pack(np.ones(mask.shape, int), mask, size=size, block=4)[0]
@@ -87,22 +89,6 @@ def test_packed_sequences(kind, window):
         return there * attend(q, k, v, (pk, pv, LENGTHS), sight, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tiles"])
-def test_several_programs_share_the_queries_that_see_a_prompt(kind, monkeypatch):
-    """All completions of a group see each key of their prompt: one program would go through all of their tiles."""
-    shared, plain = [], fused._call
-
-    def seen(body, *args, **how):
-        shared.append((how.get("first", 0), how.get("count"), how.get("parts", 1)))
-        return plain(body, *args, **how)
-
-    monkeypatch.setattr(fused, "_call", seen)
-    monkeypatch.setattr(fused, "LEAST_PART", 2)
-    test_packed_sequences(kind, None)
-    # 96 rows of queries are six tiles; 14 keys of two prompts, and 48 of their completions, are one tile and three.
-    assert {(0, 1, 3), (1, 3, 1)} < set(shared)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
@@ -162,20 +148,14 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
     assert "__gpu$xla.gpu.triton" in text
 
 
-class Device:
-    def __init__(self, platform, **capability):
-        vars(self).update(platform=platform, **capability)
-
-
 @pytest.mark.quick
 def test_the_devices_choose_the_implementation():
     """An H100 has the kernel's instructions and a T4 has not."""
-    h100, t4, tpu = Device("gpu", compute_capability="9.0"), Device("gpu", compute_capability="7.5"), Device("tpu")
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
-    assert [implementation("auto", [device]) for device in (h100, t4, tpu)] == ["triton", "tiles", "tiles"]
-    assert implementation("auto", [h100, h100]) == "triton"
+    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "tiles"]
+    assert implementation("auto", [H100, H100]) == "triton"
     assert implementation("auto", jax.devices("cpu")) == "einsum"
-    assert implementation("tiles", [h100]) == "tiles"
+    assert implementation("tiles", [H100]) == "tiles"
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}])
