@@ -62,18 +62,6 @@ def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeyp
     jax.tree.map(close, grads, expected_grads)
 
 
-def test_a_model_of_ones_own_is_scored_the_same():
-    model, params = tiny_model()
-
-    class Bare:
-        def apply(self, variables, tokens):
-            return model.apply(variables, tokens)
-
-    rows = completions()
-    one, other = (jax.jit(lambda params, x=x: completion_log_probs(x, params, PROMPTS, rows)) for x in (model, Bare()))
-    np.testing.assert_allclose(other(params), one(params), atol=1e-5)
-
-
 def test_log_probs_can_be_differentiated_forwards(monkeypatch):
     """The tangent is the gradient's product, and a tangent of the gradient is that of the tangent; also in chunks."""
     monkeypatch.setattr(module, "CHUNK", 16)
