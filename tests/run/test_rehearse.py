@@ -1,5 +1,6 @@
 """A dry run touches everything once, says what it found, and leaves no trace."""
 
+import dataclasses
 import importlib
 import os
 from unittest import mock
@@ -149,6 +150,10 @@ def test_numbers_that_look_wrong(monkeypatch):
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
         "and without a cache",
     ]
+    engine = dataclasses.replace(seen["run"], sampler=print)
+    experience.metrics["sampler/importance_weight_mean"] = 0.2
+    *_, last = _of_the_group(engine, experience, metrics)
+    assert last.startswith("the mean importance weight of the sampler's completions is 0.2")
 
 
 @pytest.mark.quick
