@@ -80,7 +80,7 @@ def assert_same_step(plain, packed_step):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "dapo"},
+        {"loss_type": "dapo", "sampler_correction": "sequence_mask"},
         {"loss_type": "grpo", "entropy_coef": 0.1},
         {"loss_type": "bnpo", "top_entropy_quantile": 0.5},
         {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.7, "top_k": 5},
@@ -96,6 +96,8 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings):
     if settings["loss_type"] == "grpo":  # a group that only fills the batch, and a metric of the initial policy
         mask, counted = b.mask.at[1].set(False), jnp.array([True, False, True, True])
         b = b.replace(mask=mask, counted=counted, initial_log_probs=-3 * jnp.ones(mask.shape))
+    if "sampler_correction" in settings:
+        b = b.replace(old_log_probs=b.ref_log_probs + 0.1)
     plain, packed_step = both(*tiny_model(layers=1), b, config)
     assert ("kl_initial" in plain[1]) == (settings["loss_type"] == "grpo")
     assert_same_step(plain, packed_step)
