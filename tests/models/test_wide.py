@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_platform import H100
 
 from grpo_jax import GRPOConfig
 from grpo_jax.devices.platform import has_wide_sums
@@ -127,11 +128,7 @@ def test_cpus_ask_for_them_and_others_do_not():
     assert SHAPE.asks_for_wide_sums == has_wide_sums()
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
     assert not dataclasses.replace(SHAPE, wide_sums=True, mesh=mesh).asks_for_wide_sums
-
-    class Gpu:
-        platform, compute_capability = "gpu", "9.0"
-
-    assert not has_wide_sums([Gpu()])
+    assert not has_wide_sums([H100])
 
 
 @pytest.mark.quick
