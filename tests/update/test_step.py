@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_packed import JITTED, LISTS, OPTIMIZER, G, T, batch
+from test_packed import JITTED, LISTS, OPTIMIZER, T, batch
+from test_scoring import whole_logits
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig, grpo_loss
@@ -40,14 +41,7 @@ def step(batch, config, micro=None, on_policy=False, **keep):
 
 @jax.jit
 def plain_log_probs(params, tokens):
-    """Each row by itself, prompt and completion in one sequence, whole logits: nothing shared and nothing chunked."""
-    model, _ = model_and_params()
-    rows = []
-    for prompt, group in zip(LISTS, tokens, strict=True):
-        row = jnp.concatenate([jnp.broadcast_to(jnp.array(prompt), (G, len(prompt))), group], axis=1)
-        log_p = jax.nn.log_softmax(model.apply({"params": params}, row))[:, len(prompt) - 1 : -1]
-        rows.append(jnp.take_along_axis(log_p, group[..., None], axis=-1)[..., 0])
-    return jnp.stack(rows)
+    return whole_logits(model_and_params()[0], params, tokens, lists=LISTS)
 
 
 @pytest.mark.parametrize(("loss_type", "corrects"), [("grpo", False), ("dapo", True)])
