@@ -69,10 +69,10 @@ def both(*given, **how):
     return [step(*given, **how, packs=packs) for packs in (False, True)]
 
 
-def assert_same_step(plain, packed_step):
+def assert_same_step(plain, packed_step, padding=None):
     chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
     share = float(packed_step[1].pop("padding_share"))
-    assert 0 < share < 1
+    assert 0 < share < 1 if padding is None else share == pytest.approx(padding)
     assert set(plain[1]) == set(packed_step[1])
     chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 
@@ -175,10 +175,8 @@ def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half
     if half is not None:
         monkeypatch.setattr(packing, "HALF", half)
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
-    plain, packed_step = both(*tiny_model(layers=1), b, GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0))
-    assert float(packed_step[1].pop("padding_share")) == pytest.approx(padding)
-    chex.assert_trees_all_close(plain[0], packed_step[0], atol=1e-5)
-    chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
+    config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
+    assert_same_step(*both(*tiny_model(layers=1), b, config), padding)
 
 
 class _PromptsAreRead(Exception):
