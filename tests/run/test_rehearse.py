@@ -27,10 +27,6 @@ SMALL = {
 }  # fmt: skip
 
 
-def lengths(completions):
-    return [float(len(text)) for text in completions]
-
-
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
 
@@ -46,7 +42,7 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
 
     def reward(completions):
         seen.append(len(completions))
-        return lengths(completions)
+        return [float(len(text)) for text in completions]
 
     monkeypatch.chdir(tmp_path)
     report = rehearse(policy, ROWS, reward, config)
