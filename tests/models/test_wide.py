@@ -93,21 +93,11 @@ def operands(text):
     return found
 
 
-def takes_bfloat16():
-    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `wide_sums` asks for is given.
-
-    An older one does so for some forms, and is not asked to.
-    """
-    if not has_wide_sums():
-        return False
-    x = jnp.ones((64, 64), BF16)
-    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
-    return operands(text) == [{"bf16"}]
-
-
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
     """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
-    if not takes_bfloat16():
+    x = jnp.ones((64, 64), BF16)
+    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
+    if not has_wide_sums() or operands(text) != [{"bf16"}]:
         pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
     tokens, params = np.zeros((2, 16), np.int32), abstract_params(SHAPE)
     counts = []
