@@ -8,15 +8,11 @@ from grpo_jax.update.order import plan_order
 pytestmark = pytest.mark.quick
 
 
-def random_needs(seed):
-    rng = np.random.default_rng(seed)
-    return [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
-    needs = random_needs(seed)
+    rng = np.random.default_rng(seed)
+    needs = [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
     legs, kept = plan_order(needs, at_once=at_once), set()
     for leg in legs:
         assert not kept & set(leg.reads)
