@@ -12,10 +12,8 @@ from grpo_jax.run import kept_programs
 from grpo_jax.run.kept_programs import keep_programs, user_cache
 
 COMPILE = """
-import json, sys
+import json
 import jax
-if len(sys.argv) > 1:
-    jax.config.update(*json.loads(sys.argv[1]))
 from grpo_jax.run.kept_programs import keep_programs
 
 counts = {"compile_requests_use_cache": 0, "cache_hits": 0}
@@ -35,13 +33,11 @@ print(json.dumps([str(directory), jax.config.jax_compilation_cache_max_size, cou
 """
 
 
-def compile_in(cache, *arguments, **environment):
+def compile_in(cache):
     """(directory, bound, programs found) of a process that compiles, with that cache of the user."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
-    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2]), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *arguments], env=env, capture_output=True, text=True, check=True
-    )
+    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout), done.stderr
 
 
