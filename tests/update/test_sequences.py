@@ -8,7 +8,7 @@ import pytest
 from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both, small_blocks  # noqa: F401
 from tiny import tiny_model, tiny_policy
 
-from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
+from grpo_jax import GRPOConfig, add_lora, make_prompts
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.types import as_argument
@@ -155,8 +155,3 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
     assert without == 0 or not learns_by_advantages(as_argument(MODEL), config)
-
-
-@pytest.mark.quick
-def test_the_lessons_of_sft_have_no_advantages():
-    assert not learns_by_advantages(as_argument(MODEL), SFTConfig())
