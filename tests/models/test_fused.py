@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_platform import H100, T4, TPU
+from test_scoring import PROMPTS, completions
 from tiny import tiny_model
 
-from grpo_jax import Completions, completion_log_probs, make_prompts
+from grpo_jax import completion_log_probs
 from grpo_jax.devices.sharding import constrained_sharding, make_mesh
 from grpo_jax.models import fused
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
@@ -109,14 +110,11 @@ RICH = {"windows": (3, 20), "attention_soft_cap": 5.0, "remat": True, "qk_norm":
 def test_log_probs_and_gradients_of_a_model(kind):
     model, params = tiny_model(**RICH)
     fused = Transformer(dataclasses.replace(model.config, attention=kind))
-    tokens = np.random.default_rng(0).integers(0, 24, (3, 4, 6))
-    mask = np.broadcast_to(np.arange(6) < np.array([[6], [2], [5], [1]]), tokens.shape)
-    rows = Completions(tokens, mask, np.zeros(tokens.shape), np.ones((3, 4), bool))
-    prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
+    rows = completions()
 
     @functools.partial(jax.jit, static_argnums=0)
     def of(model, params):
-        return jax.value_and_grad(lambda params: completion_log_probs(model, params, prompts, rows).sum() / 100)(params)
+        return jax.value_and_grad(lambda params: completion_log_probs(model, params, PROMPTS, rows).sum() / 100)(params)
 
     (value, grads), (expected, reference) = of(fused, params), of(model, params)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
