@@ -32,10 +32,7 @@ def case(kind):
     return updater, create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0), keep_reference=True)
 
 
-PADDED = pytest.param("padded", marks=pytest.mark.quick)
-
-
-@pytest.mark.parametrize("kind", ["packed", "entropy", "dropout", PADDED])
+@pytest.mark.parametrize("kind", ["packed", "entropy", "dropout", pytest.param("padded", marks=pytest.mark.quick)])
 def test_what_an_update_of_whole_completions_runs_is_described(monkeypatch, kind):
     """The text of each program, lowered from shapes before there is an update and from the arrays of one."""
     updater, state = case(kind)
