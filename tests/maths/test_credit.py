@@ -16,15 +16,6 @@ NAN = np.nan
 TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
 
 
-def at_ends(turn_rewards, turns=TURNS):
-    """[B, G, T, 1]: the rewards of turns at the last token of each."""
-    found = np.zeros((*turns.shape, 1), np.float32)
-    for (b, g), rewards in turn_rewards.items():
-        for n, reward in enumerate(rewards):
-            found[b, g, np.flatnonzero(np.asarray(turns[b, g]) == n)[-1]] = reward
-    return jnp.asarray(found)
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -35,7 +26,7 @@ def at_ends(turn_rewards, turns=TURNS):
     ],
 )
 def test_by_hand(settings, expected):
-    rewards = at_ends({(0, 0): [1, 3], (0, 1): [2, 0], (0, 2): [6]})
+    rewards = jnp.array([[[0, 1, 0, 3], [2, 0, 0, 0], [6, 0, 0, 0.0]]])[..., None]
     found = turn_advantages(rewards, TURNS, scale_rewards="none", **settings)
     np.testing.assert_allclose(found, [expected], atol=1e-6)
 
