@@ -65,13 +65,3 @@ def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
         counts = {"tokens", "rows", "selected_tokens", "kl_bounded_tokens", "update_skipped"}
         assert measured == counts | {"entropy_coef"}
     assert not any(np.isnan(list(found[3].values())))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("longest", "largest", "expected"),
-    [(64, 64, 64), (33, 64, 64), (32, 64, 32), (9, 64, 16), (3, 64, 8), (5, 96, 12), (70, 100, 100), (50, 100, 50)],
-)
-def test_buckets_hold_the_longest_and_are_few(longest, largest, expected):
-    updater = PaddedUpdater(None, GRPOConfig(max_completion_length=largest), (4, G))
-    assert updater.columns(longest) == expected
