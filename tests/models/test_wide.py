@@ -31,10 +31,6 @@ def pair(contract, dtype=BF16):
     return tuple(rng.integers(-3, 4, shape).astype(dtype) for shape in CONTRACTS[contract])
 
 
-def plain(x, y, contract):
-    return jnp.tensordot(x, y, axes=([contract[0]], [contract[1]]))
-
-
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 def test_value_and_derivatives_are_those_of_the_plain_product(contract):
     """Backwards, forwards, forwards over backwards, and mapped over either side or both; all of it exact here."""
@@ -58,7 +54,8 @@ def test_value_and_derivatives_are_those_of_the_plain_product(contract):
         )
 
     got = jax.jit(lambda *at: derivatives(lambda x, y: wide_product(x, y, contract), at))(*wide)
-    want = jax.jit(lambda *at: derivatives(lambda x, y: plain(x, y, contract), at))(*narrow)
+    plain = lambda x, y: jnp.tensordot(x, y, axes=([contract[0]], [contract[1]]))
+    want = jax.jit(lambda *at: derivatives(plain, at))(*narrow)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.float32(ours), np.float32(np.asarray(theirs, ours.dtype)))
 
