@@ -34,11 +34,6 @@ def rewards(completion_ids):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def hot(model, params, prompts, key, temperature, **others):
-    """An engine that samples at another temperature than it was asked for, and says so in its log-probs."""
-    return generate(model, params, prompts, key, temperature=1.6 * temperature, **others)
-
-
 def run(sampler=None, optimizer=None, **settings):
     """(state, lines of metrics)."""
     lines, config = [], GRPOConfig(**SMALL | settings)
@@ -172,6 +167,7 @@ def test_an_exact_engine_teaches_what_the_built_in_sampler_does():
 
 
 def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
+    hot = lambda temperature, **asked: generate(temperature=1.6 * temperature, **asked)
     other, settings = tiny_policy(seed=3).params, SMALL | {"num_iterations": 2, "temperature": 0.8}
     made = prepare(Arguments(POLICY, ROWS, rewards, GRPOConfig(**settings), sampler=hot))
     experience = collect(made, new_state(made).replace(old_params=other), 0, count=made.sizes.prompts)
