@@ -15,10 +15,6 @@ from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
 
-KINDS = {
-    "delta": {"delta": DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=4)},
-    "conv": {"conv": ConvShape(width=16, kernel=4, bias=True)},
-}
 B, G, P, T = 2, 2, 6, 5
 LENGTHS = np.array([6, 2])  # the second is shorter than what the convolution looks at
 
@@ -30,8 +26,9 @@ def hybrid():
     The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps. Gates
     multiply roundings: less of them goes on where layers add less.
     """
-    settings = {**KINDS["delta"], **KINDS["conv"], "attention_gate": True, "residual_scale": 0.5, "rms_norm_eps": 1e-2}
-    return tiny_model(layers=3, mixers=("delta", "attention", "conv"), **settings)
+    shapes = {"delta": DeltaShape(2, 4, key_dim=6, value_dim=5, kernel=4), "conv": ConvShape(16, kernel=4, bias=True)}
+    settings = {"attention_gate": True, "residual_scale": 0.5, "rms_norm_eps": 1e-2}
+    return tiny_model(layers=3, mixers=("delta", "attention", "conv"), **shapes, **settings)
 
 
 @functools.cache
