@@ -30,7 +30,6 @@ SMALL = {
     "num_generations": 4, "max_completion_length": 70, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
     "logging_steps": 1, "max_steps": 1, "beta": 0.1, "seed": 0,
 }  # fmt: skip
-"""The cache grows once."""
 
 
 def run(policy, mesh, run_dir=None, **settings):
