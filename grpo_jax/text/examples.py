@@ -8,7 +8,8 @@
 | `input_ids`, and `labels` | what `labels` does not mark by −100 |
 | `input_ids`, and `assistant_masks` or `completion_mask` | their ones (`completion_only_loss=False`: of the first) |
 
-These are TRL's. Text of the first and third kind gets an EOS at its end.
+These are TRL's. Text of the first and third kind gets an EOS at its end, and so does an assistant's last message where
+the template leaves the end of a turn to the next one's opening (GLM-4).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.pieces import common_length
+from grpo_jax.text.pieces import common_length, special_tokens
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, check_shown, readable
 from grpo_jax.text.rows import (
     Columns,
@@ -36,7 +37,8 @@ from grpo_jax.text.rows import (
     messages_fault,
 )
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
+from grpo_jax.text.templates import opening_token
+from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
 _IGNORED = -100  # PyTorch's label of what no loss looks at
@@ -275,6 +277,7 @@ def _encode_messages(
     if len(columns) == 2 and encoding.completion_only_loss is not False:
         start = common_length(template.ids(messages[: len(row["prompt"])], opens=True), ids)
         mask = [learned and i >= start for i, learned in enumerate(mask)]
+    template.learn_openings(ids, mask, messages[-1], encoding.eos_token_ids)
     return _Example(ids, mask)
 
 
@@ -298,6 +301,18 @@ class _Template:
         messages = readable(messages, keywords, self._tokenizer)
         check_shown(messages, self._tokenizer, keywords, where=self._where, seen=shown)
         return messages
+
+    def learn_openings(self, ids: list[int], mask: list[bool], last: Message, eos_token_ids: Sequence[int]) -> None:
+        """Learn tokens that end the assistant's turns by opening the next ones, and add the one after the last turn."""
+        role = "tool" if last.get("tool_calls") else "user"
+        end = opening_token(self._tokenizer, role, chat_template_kwargs=self._keywords, eos_token_ids=eos_token_ids)
+        if end is None:
+            return
+        for i in range(len(ids) - 1):
+            mask[i + 1] |= mask[i] and ids[i] not in eos_token_ids and ids[i + 1] in eos_token_ids
+        if mask[-1] and last["role"] == "assistant":
+            ids.append(end)
+            mask.append(True)
 
     def ids(self, messages: Messages, *, opens: bool = False) -> list[int]:
         """The tokens of a conversation; with `opens` those that open the assistant's turn after them."""
@@ -331,6 +346,9 @@ class _Template:
             if message["role"] != "assistant":
                 continue
             opened, closed = self.ids(messages[:i], opens=True) if i else [], self.ids(messages[: i + 1])
+            shared = common_length(closed, ids)
+            if set(closed[shared:]) <= special_tokens(self._tokenizer).keys():
+                closed = closed[:shared]  # Phi-3 writes an EOS after the last turn alone
             if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
                 raise ValueError(
                     "assistant_only_loss = True: the chat template has no generation tags, and what it writes of"

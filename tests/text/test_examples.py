@@ -1,8 +1,10 @@
 """Rows to examples: what is learned of each kind of row, by hand; the assistant's words by tags and by growing."""
 
 import copy
+import functools
 
 import pytest
+from chat_families import GLM, tokenizer_of
 from tiny import tiny_tokenizer
 
 from grpo_jax.text.examples import Encoding, encode_examples, fill_blocks, load_examples
@@ -122,6 +124,35 @@ def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
     known = chatting(CHAT.replace("in messages %}", "in messages if m['role'] in ('user', 'assistant') %}"))
     with pytest.raises(ValueError, match=f"dataset row 0: the chat template leaves out .*{said}"):
         learned([row], known)
+
+
+def spoken(template, eos, *ends, rows=({"messages": TALK},), **encoding):
+    """What is learned with a tokenizer of `chat_families`, as text."""
+    tokenizer = tokenizer_of(template, eos)
+    how = Encoding(eos_token_ids=tokenizer.convert_tokens_to_ids([eos, *ends]), **encoding)
+    found = encode_examples(load_examples(list(rows)), tokenizer, how)
+    return [
+        tokenizer.decode([x for x, m in zip(*pair, strict=True) if m])
+        for pair in zip(found.token_ids, found.masks, strict=True)
+    ]
+
+
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_a_turn_is_learned_with_the_token_that_ends_it():
+    """SFT teaches GLM-4, whose turns end with what opens the next one, to stop; Phi-3's EOS behind the last turn alone
+    is no obstacle to `assistant_only_loss`.
+    """
+    glm = functools.partial(spoken, GLM, "<|user|>", "<|observation|>")
+    assert glm(assistant_only_loss=True) == ["\nyes<|user|>\nok<|user|>"]
+    assert glm() == ["<|begin|><|user|>\nhi<|assistant|>\nyes<|user|>\nso<|assistant|>\nok<|user|>"]
+    assert glm(rows=[{"prompt": TALK[:1], "completion": TALK[1:2]}]) == ["\nyes<|user|>"]
+    assert glm(rows=[{"messages": TALK[:3]}], assistant_only_loss=True) == ["\nyes<|user|>"]
+    assert spoken(PHI, "<|return|>", "<|end|>", assistant_only_loss=True) == ["yes<|end|>ok<|end|>\n<|return|>"]
 
 
 @pytest.mark.parametrize(
