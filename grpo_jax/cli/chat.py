@@ -14,7 +14,7 @@ from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.sampler import check_ends
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
@@ -91,10 +91,11 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         chat_template_kwargs=config.chat_template_kwargs,
         argument="the prompt,",
     )
-    check_tokens(policy, data, config.max_completion_length)
+    check_tokens(policy, data, 1)
     if index == 0:
-        warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config))
-    ids = data.token_ids
+        kwargs = config.chat_template_kwargs
+        warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
+    ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
     shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
     completions = generate(
         policy.model,
@@ -102,7 +103,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding),
         jax.random.key(config.seed),
         num_generations=1,
-        max_completion_length=config.max_completion_length,
+        max_completion_length=most if shape is None else min(most, shape.max_position_embeddings - len(ids[0])),
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
