@@ -1,6 +1,7 @@
 """Completions of several turns: one row of tokens, with the numbers of a row read whole, whatever the clock."""
 
 import functools
+import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import assert_same
+from test_generate import Bare, assert_same
 from tiny import random_params, scored
 
 from grpo_jax.devices.sharding import make_mesh, place
@@ -75,27 +76,6 @@ def play(script=None, *, params=PARAMS, prompts=PROMPTS, group=4, length=T, **se
 @functools.cache
 def played():
     return play()
-
-
-@pytest.mark.quick
-def test_the_table_takes_what_was_drawn_and_no_more():
-    """Two bursts of three completions, one of them nobody's: an end, a limit, and an observation between."""
-    table = rollout.Table(2, 4, PAD)
-    at = np.array([[1, -1, 0]])
-    drawn = (np.array([[[5, 9, 6], [8, 8, 8], [7, 7, 7]]]), np.full((1, 3, 3), -0.5, np.float32))
-    ended = table.record(at, (*drawn, np.array([[[1, 1, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
-    assert ended.tolist() == [[True, False, False]]
-    table.observe(1, [3])
-    ended = table.record(at, (*drawn, np.array([[[1, 0, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
-    assert not ended.any()
-    assert table.tokens.tolist() == [[7, 7, 7, 7], [5, 9, 3, 5]]
-    assert table.mask.tolist() == [[True] * 4, [True, True, False, True]]
-    assert table.log_probs.tolist() == [[-0.5] * 4, [-0.5, -0.5, 0.0, -0.5]]
-    assert table.lengths.tolist() == [4, 4]
-    one, several = table.completions(2), table.completions(2, turns=True)
-    assert one.present is None
-    assert several.present.all()
-    assert several.tokens.shape == (2, 1, 4)
 
 
 def turns_of(completions, i):
@@ -190,13 +170,11 @@ def test_one_turn_is_generate():
 
 def test_on_a_mesh_of_several_devices():
     mesh = make_mesh({"data": 2, "tensor": 2})
-    completions, _ = play(params=place(PARAMS, mesh))
-    np.testing.assert_array_equal(completions.tokens, played()[0].tokens)
-    np.testing.assert_allclose(completions.log_probs, played()[0].log_probs, atol=1e-5)
+    assert_same(play(params=place(PARAMS, mesh))[0], played()[0])
 
 
-def test_an_answer_that_fails_ends_all_and_is_raised():
-    asked = []
+def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
+    asked, checks = [], itertools.count()
 
     def answers(completion, turn, room):
         asked.append(completion)
@@ -208,13 +186,8 @@ def test_an_answer_that_fails_ends_all_and_is_raised():
         play(answers)
     assert asked.count(5) == 1
 
-
-def test_the_interrupt_is_looked_at_while_answers_are_waited_for():
-    calls = []
-
     def interrupt():
-        calls.append(time.monotonic())
-        if len(calls) > 20:
+        if next(checks) == 20:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -235,11 +208,7 @@ def test_an_observation_is_read_in_one_program_and_one_that_just_fits_leaves_a_t
 
 @pytest.mark.quick
 def test_a_model_without_a_cache_is_refused():
-    class Foreign:
-        def apply(self, variables, tokens):
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="Foreign: several turns need a model of this package"):
-        generate_turns(Foreign(), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
+    with pytest.raises(ValueError, match="Bare: several turns need a model of this package"):
+        generate_turns(Bare(MODEL), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
     with pytest.raises(ValueError, match="batch_size must hold a group of 4 completions; got 3"):
         play(batch_size=3)

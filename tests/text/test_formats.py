@@ -120,7 +120,6 @@ F = (ToolCall("f", {}),)
     ("name", "text", "parsed"),
     [
         ("hermes", " It is 2. ", Parsed(" It is 2. ")),
-        ("hermes", "", Parsed("")),
         (
             "hermes",
             "So: " + hermes() + "\nthen " + hermes("g"),
@@ -133,34 +132,21 @@ F = (ToolCall("f", {}),)
             Parsed("", (ToolCall("f", '{"a": 1}'),)),
         ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", F)),
         ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", F)),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
-        ("llama3", 'Use {"name": "f", "parameters": {}}', Parsed('Use {"name": "f", "parameters": {}}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
         (
             "llama3",
             '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
             Parsed("<think>x</think>\nI ask", F),
         ),
-        (
-            "llama3",
-            '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
-            Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
-        ),
         ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
-        ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
         ("harmony", "just text", Parsed("just text")),
         (
             "harmony",
             "<|channel|>analysis<|message|>to=functions.f<|end|>"
             "<|start|>assistant<|channel|>final<|message|>2<|return|>",
             Parsed("<think>\nto=functions.f\n</think>\n\n2"),
-        ),
-        (
-            "harmony",
-            ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-            Parsed("", (ToolCall("f", {"a": 1}),)),
         ),
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
         (
@@ -180,8 +166,6 @@ def test_what_a_turn_says(name, text, parsed):
     [
         ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "no valid JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-        ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "no valid JSON"),
-        ("hermes", "</tool_call><tool_call>so</tool_call>", "Expecting value at character 0"),
         ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], which is no JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
         ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
@@ -198,17 +182,12 @@ def test_what_a_turn_says(name, text, parsed):
         ),
         # Calls in nearly the right way: whoever means one and is told nothing never learns it.
         ("hermes", f"<think>\n{hermes()}", "within the thought: close that by </think>, and call after it"),
-        ("hermes", f"<think>\n{hermes()}\n</think>\n", "within the thought"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
-        ("qwen_xml", "I look.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "not within <tool_call>"),
-        ("qwen_xml", "<think>\n<tool_call><function=f></function></tool_call>", "within the thought"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
-        ("llama3", '{"function": "f", "arguments": {"a": 1}}', "no 'name' of a tool"),
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
         ("llama3", '<think><|python_tag|>{"name": "f", "parameters": {}}</think><|eot_id|>', "within the thought"),
         ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
         ("llama3", "<|python_tag|>print(1)<|eot_id|>", "no valid JSON"),
-        ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "no valid JSON"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "no valid JSON"),
@@ -339,23 +318,22 @@ def test_each_family_is_recognised_by_its_template(name):
     "template",
     [
         None,
-        "",
         PLAIN,
-        {"default": PLAIN},
         # Templates that write calls in a way that is not in the table.
         "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>",
-        '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
         "{% if tools %}{{ tools }}{% endif %}<|start|>assistant<|channel|>final<|message|>",
-        "{% if tools %}{{ tools | tojson }}{% endif %}<｜tool▁call▁begin｜>",
     ],
 )
 def test_other_templates_have_none(template):
     assert format_of(template) is None
 
 
-def test_json_escaped_in_a_template_is_recognised():
-    assert (
-        format_of(r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}') is FORMATS["hermes"]
-    )
-    assert format_of(r'{{ "as {\"name\": function name, \"parameters\": its values}" }}') is FORMATS["llama3"]
-    assert format_of(r"""{{- 'as {"name": function name, "parameters": its values}.' }}""") is FORMATS["llama3"]
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}', "hermes"),
+        (r'{{ "as {\"name\": function name, \"parameters\": its values}" }}', "llama3"),
+    ],
+)
+def test_json_escaped_in_a_template_is_recognised(template, name):
+    assert format_of(template) is FORMATS[name]

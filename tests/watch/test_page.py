@@ -89,20 +89,8 @@ def test_what_is_embedded_is_what_the_files_hold(run_dir):
     ]
     assert rows == escaped(list(read_lines(run_dir / "completions.jsonl")))
     assert [[len(group["rows"]) for group in step["groups"]] for step in data["steps"]] == [[2, 2]] * 3
-    assert data["rewards"] == ["right", "short"]
-    assert data["extras"] == ["verdict"]
     assert data["warnings"] == [{"step": 2, "category": "UserWarning", "message": SHOWN}]
-    panels = {panel["title"]: panel for panel in data["panels"]}
-    assert panels["Reward"]["x"] == [1, 2, 3]
-    curves = {curve["label"]: curve["y"] for curve in panels["Reward"]["curves"]}
-    assert curves == {"weighted sum": [0.25, 0.5, 0.75], "right": [0.125, 0.25, 0.375]}
-    assert (panels["KL divergence"]["x"], panels["KL divergence"]["curves"][0]["y"]) == ([1, 3], [0.01, 0.03])
-    assert (panels["Held-out prompts"]["x"], panels["Held-out prompts"]["curves"][0]["y"]) == ([0], [0.25])
-    assert data["seconds"] == [["rollout", 12.0], ["update", 3.0], ["other", 1.5]]
-    assert [curve["colour"] for curve in panels["Reward"]["curves"]] == ["policy", data["functions"]["right"]]
-    # The headline comes first, and is in the HTML itself.
-    body = html_report(run_dir).partition("<main>")[2]
-    assert body.index("run &lt;i&gt;") < body.index("Right on held-out prompts 0.25 in 3 steps.</p>")
+    assert "Right on held-out prompts 0.25 in 3 steps.</p>" in html_report(run_dir)
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     (_, config, changed), (_, versions, _), _ = data["settings"]
     assert (config, versions) == (about["config"], about["versions"])
@@ -146,13 +134,7 @@ def played(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_turns_replace_the_text_of_their_completion(played, tmp_path):
-    data = embedded(played)
-    rows = [row for group in data["steps"][0]["groups"] for row in group["rows"]]
-    assert [row["turns"] for row in rows] == escaped([row["turns"] for row in read_lines(played / "completions.jsonl")])
-    assert not any("completion" in row for row in rows)
-    assert data["extras"] == []
-    # A column of that name of a reward function; and equal prompts in a row are groups of their own.
+def test_a_column_named_turns_is_not_a_dialogue_and_equal_prompts_are_groups_of_their_own(tmp_path):
     writer = RunWriter(tmp_path)
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
     writer.completions(1, [completion(i, prompt="same", turns=[{"by": "policy"}]) for i in range(4)])
