@@ -128,7 +128,7 @@ if not TYPE_CHECKING:  # to a type checker a module with `__getattr__` would hav
             return value
         if name == "__version__":  # pyproject.toml says it, and nothing else does
             return importlib.metadata.version(__name__)
-        # The rooms, which `import grpo_jax` alone has always given.
+        # Sub-packages, so that `import grpo_jax` is enough to use them.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
