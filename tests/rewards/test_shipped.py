@@ -4,7 +4,6 @@ import asyncio
 import functools
 import pickle
 import random
-import time
 
 import numpy as np
 import pytest
@@ -149,9 +148,7 @@ def combined(fn):
     return [weighted(fn, 1.0), clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
 
 
-@pytest.mark.parametrize(
-    "outcome", [None, 1.0, [1.0], "abc", [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]]
-)
+@pytest.mark.parametrize("outcome", [None, [1.0], [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]])
 def test_no_combinator_hides_a_bad_value_or_list(outcome):
     message = "for prompt 1 of the batch" if isinstance(outcome, list) and len(outcome) == 3 else "'lambda' returned "
     for reward in combined(lambda completions: outcome):
@@ -177,26 +174,24 @@ def test_combinators_hand_partial_scores_on():
 
 def test_combinators_of_async_functions_are_async():
     async def judge(completions):
-        await asyncio.sleep(0.4)
         return [float(len(text)) for text in completions]
 
-    @from_row
-    async def by_row(completion, row):
-        await asyncio.sleep(0.4)
-        return 1.0
+    begun, texts = [], ["a", "bb", "ccc"]
 
-    expected = [
+    async def together(completion, row):
+        begun.append(completion)
+        await asyncio.sleep(0)
+        return float(len(begun))
+
+    for reward, expected in (
         (weighted(judge, 2.0), [2, 4, 6]),
         (clipped(judge, high=2), [1, 2, 2]),
         (gated(judge, weighted(judge, -1.0), threshold=1), [0, -2, -3]),
         (gated(some([0.0, 1.0, 1.0]), judge), [0, 2, 3]),
         (gated(judge, length, threshold=2), [0, 0, 3]),
-        (by_row, [1, 1, 1]),
-    ]
-    started = time.perf_counter()
-    scores = score([fn for fn, _ in expected], ["a", "bb", "ccc"])
-    assert np.transpose(scores).tolist() == [values for _, values in expected]
-    assert time.perf_counter() - started < 2.2, "in a row they take 2.4 s"
+        (from_row(together), [3, 3, 3]),
+    ):
+        assert asyncio.run(reward(completions=texts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -208,10 +203,8 @@ def test_combinators_of_async_functions_are_async():
         (lambda: accuracy_reward(extract="("), r"extract is '\(', which is no regular expression: missing \)"),
         (lambda: format_reward("[a"), r"pattern is '\[a', which is no regular expression"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache is 11 and max_completion_len is 10"),
-        (lambda: get_soft_overlong_punishment(10, -1), "give 0 ≤ soft_punish_cache"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size is 0: give 1 or more"),
         (lambda: get_repetition_penalty_reward(2, 0.5), "max_penalty is 0.5: give a finite number ≤ 0"),
-        (lambda: get_repetition_penalty_reward(2, -np.inf), "max_penalty is -inf"),
     ],
 )
 def test_factories_refuse(make, message):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,16 +240,3 @@ def assert_same(one: Completions, other: Completions):
     np.testing.assert_array_equal(one.mask, other.mask)
     np.testing.assert_array_equal(one.ended, other.ended)
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-
-
-class Variants(chex.TestCase):
-    @chex.variants(with_pmap=True)
-    def test_generate(self):
-        model, params = model_and_params()
-        settings = {"num_generations": 4, "max_completion_length": 8, "eos_token_ids": EOS}
-
-        def one(params, prompts):
-            return generate(model, params, prompts, jax.random.key(7), **settings)
-
-        prompts = make_prompts(PROMPTS)
-        assert_same(self.variant(one)(params, prompts), one(params, prompts))

@@ -133,25 +133,6 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-def test_turns_in_step_move_no_keys(monkeypatch):
-    """Where every token ends a turn nothing is aligned; where only some do, something is."""
-
-    class InStep(Script):
-        def answer(self, completion, turn, room):
-            heard = self.heard.setdefault(completion, [])
-            heard.append(turn)
-            return None if len(heard) == 5 else [10, 11 + completion % 7]
-
-    moved, original = [], rollout.move
-    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
-    completions, _ = play(InStep(), eos_token_ids=range(SHAPE.vocab_size))
-    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
-    assert not moved
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-    play()
-    assert moved, "turns of different lengths are aligned"
-
-
 def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)

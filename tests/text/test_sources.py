@@ -8,7 +8,6 @@ import pytest
 
 from grpo_jax.text import sources
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import is_hub_name
 
 pytestmark = pytest.mark.quick
 
@@ -99,17 +98,11 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     assert len(asked) == 2, "a file of that name is read"
 
 
-def test_names_of_the_hub_are_not_like_files():
-    names = ["a/b", "squad", "rows.json", "a/b.csv", "/a", "../a", "a/b/c", "~/a", "C:/a", ""]
-    assert [name for name in names if is_hub_name(name)] == ["a/b", "squad"]
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; data has config, name, path, rows, split"),
         ({"split": "test"}, "give it a path, or the name of a dataset on the hub, and not both"),
-        ({"name": "a/b", "path": "rows.jsonl"}, "give it a path, or the name of a dataset on the hub, and not both"),
         ({}, r"data is a dict with the keys \[\]: give a list of rows"),
         ({"path": "rows.jsonl", "split": "test"}, "data.split: only a dataset on the hub has one, which is given by"),
         ({"path": "rows.jsonl", "rows": 0}, "data.rows = 0: use a whole number from 1 up"),

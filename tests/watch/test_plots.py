@@ -121,20 +121,6 @@ def test_any_name_of_a_reward_function_is_drawn():
 
 
 @pytest.mark.quick
-def test_a_long_run_is_thinned_and_keeps_its_mean():
-    noise = np.random.default_rng(0).normal(size=50_000)
-    lines = [{"step": i, "reward": i / 5e4 + x, "eval/a": 0.5 if i == 777 else None} for i, x in enumerate(noise)]
-    figure = draw_report(lines)
-    raw, smoothed = figure.axes[0].get_lines()
-    assert len(raw.get_xdata()) <= 2000
-    assert raw.get_alpha() < 0.5
-    assert np.std(smoothed.get_ydata()) < 0.6 * np.std(raw.get_ydata())
-    steps, values = drawn(figure, "Reward", "weighted sum")
-    np.testing.assert_allclose(values[500:1500], steps[500:1500] / 5e4, atol=0.12)
-    assert drawn(figure, "Held-out prompts", "a")[0] == [777]  # a single value is not thinned out
-
-
-@pytest.mark.quick
 def test_smoothing_equals_a_weighted_mean():
     values = np.random.default_rng(0).normal(size=30)
     values[[3, 4, 29]] = np.nan
