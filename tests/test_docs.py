@@ -153,7 +153,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
     torch.manual_seed(0)
     for part in (tokenizer, Qwen2ForSequenceClassification(config)):
         part.save_pretrained(tmp_path / "model")
-    (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "MODEL = " in block)
+    (code,) = blocks_of_code(DOCS / "rewards.md")
     code = re.sub(r"^MODEL = .*$", f"MODEL = {str(tmp_path / 'model')!r}", code, flags=re.M)
     (tmp_path / "judge.py").write_text(code.replace("BATCH = 16", "BATCH = 3"))
     monkeypatch.syspath_prepend(tmp_path)

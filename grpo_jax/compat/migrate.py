@@ -276,7 +276,7 @@ _NOT_NEEDED = {
     "ignore_bias_buffers": "params are an argument; a model has no buffers",
 }
 _MISSING = {
-    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/recipes.md has one",
+    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/rewards.md has one",
     "lora_modules_to_save": "only the adapters are trained",
     "use_rslora": "give alpha times the root of the rank",
     "use_dora": "plain low-rank adapters only",

@@ -44,7 +44,7 @@ _INSTEAD = {
     **dict.fromkeys(("_generate", "_generate_and_score_completions"), _SAMPLER),
 }
 _ARGUMENTS = {
-    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/recipes.md",
+    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/rewards.md",
     "quantization_config": 'load the model by from_pretrained(name, quantize="nf4") and pass the policy',
     "rollout_func": _SAMPLER,
 }

@@ -7,6 +7,7 @@ follows the arrays that it is given. A group stays on one device, since only the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -306,14 +307,24 @@ def abstract(tree: Any) -> Any:
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function, whose arguments may be shapes."""
+    """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`devices.targets`)."""
     function: Any = call.func
-    return function.lower(*call.args, **call.keywords)
+    with _lowering_for(place_of((call.args, call.keywords))):
+        return function.lower(*call.args, **call.keywords)
+
+
+def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[Any]:
+    """Name a GPU that is absent as the target: from jax 0.11 on, Pallas lowers its kernels for a GPU that it knows."""
+    device = None if at is None else min(at.device_set, key=lambda device: device.id)
+    if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
 
 
 def place_of(tree: Any) -> Any:
     """The sharding of the first of some shapes that has one; so has then what is computed from them on one device."""
-    at = next((x.sharding for x in jax.tree.leaves(tree) if x.sharding is not None), None)
+    at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 

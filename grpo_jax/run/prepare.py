@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,9 +20,6 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.quantized import is_quantized
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
@@ -36,7 +32,7 @@ from grpo_jax.rollout.interaction import (
     with_environments,
 )
 from grpo_jax.run.beginning import decide_checkpointing
-from grpo_jax.run.cautions import warn_of_prompts
+from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.resume import describe
 from grpo_jax.run.run import Arguments, Run, SFTRun
@@ -113,7 +109,7 @@ def _encoded_run(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
-    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    shape = shape_of(policy)
     longest, longest_of_eval = (max(map(len, some.token_ids)) if some else 1 for some in (data, eval_data))
     problems = run_problems(
         config,
@@ -129,7 +125,8 @@ def _encoded_run(
     assert data is not None, "what has no data has faults"
     for name, some in encoded.items():
         if some is not None:
-            warn_of_prompts(some, policy.tokenizer, reward_fns, name)
+            kwargs = config.chat_template_kwargs
+            warn_of_tokens(some, policy, name, reward_fns=reward_fns, ends=TurnEnds.of(config), template_kwargs=kwargs)
     keep_programs()  # what is compiled from here on
     teacher = arguments.teacher
     if isinstance(teacher, Policy):
@@ -208,31 +205,6 @@ def _check_config(config: Any) -> None:
         )
 
 
-def check_policy(policy: Any, ends: TurnEnds = BY_EOS) -> None:
-    """Raise unless it is a policy that can be sampled from."""
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
-    if is_quantized(policy.params):
-        raise ValueError(
-            "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
-            " `add_lora(policy, key)`, or load it without `quantize`."
-        )
-    policy.check_tokenizer()
-    if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
-        raise ValueError(
-            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
-            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...}); or stop."
-        )
-    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
-    if eos is not None and eos not in ids:
-        warnings.warn(
-            f"policy.tokenizer ends a text with {policy.tokenizer.eos_token!r} ({eos}), and completions end with"
-            f" policy.eos_token_ids = {ids} alone: if it is to end them too,"
-            f" policy.replace(generation_config={{'eos_token_id': {[eos, *ids]}}})",
-            stacklevel=2,
-        )
-
-
 def training_rows(dataset: Dataset, policy: Any, config: Any) -> list[Row]:
     """Rows to train on; of what can only be iterated over as many as the run samples."""
     if not (isinstance(policy, Policy) and isinstance(config, GRPOConfig)):
@@ -258,8 +230,7 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
     if not set(mesh.axis_names) <= set(AXES):
         raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
     axes = dict(mesh.shape) if config.mesh is None else config.mesh
-    if isinstance(policy.model, Transformer | LoraModel):
-        shape = policy.model.config
+    if (shape := shape_of(policy)) is not None:
         channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
         check_fits(axes, width=shape.hidden_size, heads=shape.num_heads, channels=channels)
     return mesh, dataclasses.replace(config, mesh=axes)
@@ -334,19 +305,8 @@ def _encode(
         chat_template_kwargs=config.chat_template_kwargs,
         argument=argument,
     )
-    check_vocabulary(policy, data)
+    check_tokens(policy, data)
     return data
-
-
-def check_vocabulary(policy: Policy, data: EncodedPrompts) -> None:
-    """Raise if there is a token that the model does not have."""
-    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
-    largest = max(max(ids) for ids in data.token_ids)
-    if shape is not None and largest >= shape.vocab_size:
-        raise ValueError(
-            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
-            "the two do not belong together."
-        )
 
 
 def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:

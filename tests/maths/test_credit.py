@@ -30,13 +30,13 @@ def at_ends(turn_rewards, turns=TURNS):
     [
         # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second
         ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
-        ({"estimator": "rloo"}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
+        ({"estimator": "rloo", "scale_rewards": None}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
         ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
     ],
 )
 def test_by_hand(settings, expected):
     rewards = at_ends({(0, 0): [1, 3], (0, 1): [2, 0], (0, 2): [6]})
-    found = turn_advantages(rewards, TURNS, scale_rewards="none", **settings)
+    found = turn_advantages(rewards, TURNS, **{"scale_rewards": "none"} | settings)
     np.testing.assert_allclose(found, [expected], atol=1e-6)
 
 

@@ -8,17 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.kl import kl_divergence
 
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
+pytestmark = pytest.mark.quick
 
 
 def value_and_derivative(d, estimator, ref=-3.0):
@@ -39,7 +33,6 @@ TABLE = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("estimator", "d"), [(name, d) for name, row in TABLE.items() for d in row])
 def test_hand_table(estimator, d):
     """The loss by hand, and what each loss type is in a special case."""
@@ -49,22 +42,11 @@ def test_hand_table(estimator, d):
     assert value_and_derivative(d, estimator) == pytest.approx(TABLE[estimator][d], rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.quick
-def test_default_is_k3():
-    l, ref = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
-    np.testing.assert_array_equal(kl_divergence(l, ref), kl_divergence(l, ref, estimator="k3"))
-
-
-@pytest.mark.quick
-def test_k3_keeps_its_digits_near_zero():
+def test_k3_is_exact_near_zero_and_bounded_where_it_would_overflow():
     # exp(−d) − 1 + d in float32 is 0 or 6e-8 here; the true value is 5e-11.
     d = 2.0**-17
     value = kl_divergence(jnp.array([-1.0 + d], jnp.float32), jnp.array([-1.0], jnp.float32))
     assert float(value[0]) == pytest.approx(d**2 / 2, rel=1e-2)
-
-
-@pytest.mark.quick
-def test_k3_is_bounded_where_it_would_overflow_and_its_gradient_lives():
     at_the_bound = math.exp(20.0) - 21.0, 1 - math.exp(20.0)
     for d in (-20.0, -25.0, -1e3, -1e30):
         assert value_and_derivative(d, "k3") == pytest.approx(at_the_bound, rel=1e-5)
@@ -73,7 +55,6 @@ def test_k3_is_bounded_where_it_would_overflow_and_its_gradient_lives():
     assert value_and_derivative(2.9e3, "k3", ref=-3e3) == pytest.approx((2899.0, 1.0), rel=1e-5)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_minus_infinity_counts_as_minus_ten_thousand(estimator):
     infinite, floor = jnp.array([-jnp.inf, -jnp.inf, -1.0]), jnp.array([-1e4, -1e4, -1.0])
@@ -87,50 +68,19 @@ def test_minus_infinity_counts_as_minus_ten_thousand(estimator):
     assert float(gradient[0]) == pytest.approx(derivative, rel=1e-5)
 
 
-@pytest.mark.quick
-def test_a_log_prob_below_the_floor_keeps_its_gradient():
+def test_the_policy_has_a_gradient_below_the_floor_too_and_the_reference_none():
     gradient = jax.grad(lambda l: kl_divergence(l, jnp.array(-1.0), estimator="k1"))(jnp.array(-2e4))
     assert float(gradient) == 1.0
-
-
-@pytest.mark.quick
-def test_reference_is_held_constant():
     gradient = jax.grad(lambda ref: kl_divergence(jnp.array([-1.0]), ref).sum())(jnp.array([-2.0]))
     assert float(gradient[0]) == 0.0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_half_precision_is_computed_in_float32(dtype):
     l, ref = jnp.array([-1.0, -2.5], dtype), jnp.array([-1.5, -0.25], dtype)
     value = kl_divergence(l, ref)
     assert value.dtype == jnp.float32
     np.testing.assert_array_equal(value, kl_divergence(l.astype(jnp.float32), ref.astype(jnp.float32)))
-
-
-@pytest.mark.quick
-def test_float64_is_computed_in_float64():
-    with x64():
-        value = kl_divergence(jnp.array([-1.0], jnp.float64), jnp.array([-1.5], jnp.float32))
-        assert value.dtype == jnp.float64
-        assert float(value[0]) == pytest.approx(math.exp(-0.5) - 0.5, abs=1e-15)
-
-
-@pytest.mark.quick
-def test_bad_arguments_are_named():
-    l = jnp.array([-1.0])
-    with pytest.raises(
-        ValueError, match=r"estimator='k33' is not known; use one of 'k1', 'k2', 'k3'. Did you mean 'k3'"
-    ):
-        kl_divergence(l, l, estimator="k33")
-    with pytest.raises(ValueError, match=r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"):
-        kl_divergence(l, l, estimator="mean")
-    with pytest.raises(ValueError, match=r"log_probs has shape \(1,\) and ref_log_probs \(1, 1\)"):
-        kl_divergence(l, l[None])
-    with pytest.raises(ValueError, match="log_probs has dtype int32"):
-        kl_divergence(jnp.array([1]), l)
-    with pytest.raises(ValueError, match="ref_log_probs has dtype int32"):
-        kl_divergence(l, jnp.array([1]))
 
 
 class VariantsTest(chex.TestCase, parameterized.TestCase):
@@ -146,9 +96,10 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         np.testing.assert_allclose(value, expected, atol=1e-6)
 
 
-@pytest.mark.quick
 def test_the_result_has_the_precision_of_the_policy():
     with x64():
-        policy, reference = jnp.zeros(3, jnp.float32), jnp.zeros(3, jnp.float64)
-        assert kl_divergence(policy, reference).dtype == jnp.float32
-        assert kl_divergence(reference, policy).dtype == jnp.float64
+        policy, reference = jnp.array([-1.0], jnp.float64), jnp.array([-1.5], jnp.float32)
+        assert kl_divergence(reference, policy).dtype == jnp.float32
+        value = kl_divergence(policy, reference)
+        assert value.dtype == jnp.float64
+        assert float(value[0]) == pytest.approx(math.exp(-0.5) - 0.5, abs=1e-15)

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.page import write_pictures
-from grpo_jax.watch.writer import RunWriter, read_lines, refuse_bucket
+from grpo_jax.watch.page import html_report, write_pictures
+from grpo_jax.watch.writer import RunWriter, read_lines, read_settings, refuse_bucket
 
 pytestmark = pytest.mark.quick
 
@@ -59,6 +59,18 @@ def test_truncate_drops_later_lines_of_all_files(tmp_path):
         writer.metrics(15, {"reward": 1.5})
     writer.truncate(-1)
     assert lines_of(writer) == lines_of(writer, "completions.jsonl") == []
+
+
+def test_a_command_line_is_kept_without_its_secrets(tmp_path, monkeypatch):
+    """`run.json` and the report page have the command line without the values of keys, tokens and passwords."""
+    argv = ["train.py", "--hf-token=hf_SEEN", "--api_key", "SEEN", "HF_TOKEN=SEEN", "--max_steps=3", "-p", "x"]
+    monkeypatch.setattr("sys.argv", [*argv, "--Password", "SEEN", "http://me:SEEN@host/a@b", "--token", "--top_k=7"])
+    writer = RunWriter(tmp_path)
+    writer.config(GRPOConfig())
+    shown = "train.py --hf-token=*** --api_key *** HF_TOKEN=*** --max_steps=3 -p x"
+    shown += " --Password *** http://***@host/a@b --token --top_k=7"
+    assert " ".join(read_settings(tmp_path)["argv"]) == shown
+    assert "SEEN" not in writer.path("run.json").read_text() + html_report(tmp_path)
 
 
 def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
