@@ -215,12 +215,11 @@ def test_factories_refuse(make, message):
 # --- shipped
 
 
-@pytest.mark.parametrize("form", [list, messages])
-def test_accuracy_compares_the_extracted_answer_with_the_column(form):
+def test_accuracy_compares_the_extracted_answer_with_the_column():
     tagged = accuracy_reward("truth", r"<answer>(.*?)</answer>")
     right = "<answer>4</answer>"
     texts = [right, "4", f"{right} no, <answer>5</answer>", "<answer>\n 4\n</answer>", "<answer></answer>", right]
-    scores = score(tagged, form(texts), truth=["4", "4", "4", " 4", "4", None])
+    scores = score(tagged, messages(texts), truth=["4", "4", "4", " 4", "4", None])
     assert scores == pytest.approx([1, 0, 0, 1, 0, np.nan], nan_ok=True)
 
 
@@ -236,11 +235,10 @@ def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
         assert score(accuracy_reward(extract=extract), texts, answer=[answer] * 4) == scores
 
 
-@pytest.mark.parametrize("form", [list, messages])
-def test_format_matches_the_whole_completion_across_lines(form):
+def test_format_matches_the_whole_completion_across_lines():
     reward = format_reward(r"<think>.*</think>\s*<answer>.*</answer>\s*")
     right = "<think>a\nb</think>\n<answer>4</answer>\n"
-    assert score(reward, form([right, f"so {right}", f"{right}done", "<think>a</think>"])) == [1, 0, 0, 0]
+    assert score(reward, messages([right, f"so {right}", f"{right}done", "<think>a</think>"])) == [1, 0, 0, 0]
 
 
 def overlong_by_the_paper(length, longest, cache):
