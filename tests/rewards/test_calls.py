@@ -37,9 +37,11 @@ def score(fns, *, columns=COLUMNS, **keywords):
 
 
 def returns(value):
-    """A reward function that returns a value whatever it is given."""
+    """A reward function that returns a value whatever it is given, or raises it."""
 
     def reward(completions):
+        if isinstance(value, BaseException):
+            raise value
         return value
 
     return reward
@@ -199,13 +201,6 @@ def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
     assert np.isnan(mean_of_scored(found[1, :1]))
 
 
-def raises(error):
-    def reward(completions):
-        raise error
-
-    return reward
-
-
 class Promise:
     """An array whose computation fails only when it is looked at."""
 
@@ -214,8 +209,8 @@ class Promise:
 
 
 WHOLE = {
-    "raise": (raises(KeyError("gold")), "raised KeyError: 'gold'"),
-    "exit": (raises(SystemExit(3)), "raised SystemExit: 3"),
+    "raise": (returns(KeyError("gold")), "raised KeyError: 'gold'"),
+    "exit": (returns(SystemExit(3)), "raised SystemExit: 3"),
     "none": (returns(None), r"returned None instead of a list \(is its `return` missing\?\)"),
     "too few": (returns([1.0] * 5), "returned 5 values for 6 completions; exactly one for each is needed"),
     "endless": (returns(iter(int, 1)), "returned more than 6 values for 6 completions"),
@@ -268,12 +263,12 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
 def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none():
     error = KeyError("gold")
     with pytest.raises(RewardError) as caught:
-        score(raises(error))
+        score(returns(error))
     assert caught.value.__cause__ is error
     with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Fix"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
     with pytest.raises(KeyboardInterrupt):
-        score(raises(KeyboardInterrupt()), on_error="none")
+        score(returns(KeyboardInterrupt()), on_error="none")
 
 
 # --- asynchronous functions
@@ -282,9 +277,7 @@ def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none
 def make_async(value, seconds=0.0):
     async def judge(completions):
         await asyncio.sleep(seconds)
-        if isinstance(value, BaseException):
-            raise value
-        return value
+        return returns(value)(completions)
 
     return judge
 
@@ -328,7 +321,7 @@ def test_async_objects_keep_clients_bound_to_their_loop():
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
 def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
     with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
-        score([make_async([1.0] * N), raises(ValueError("no"))])
+        score([make_async([1.0] * N), returns(ValueError("no"))])
     assert not recwarn.list, "nothing is left that was not awaited"
     with pytest.raises(RewardError, match=f"reward function 'judge' raised {type(error).__name__}"):
         score([make_async(error), make_async([1.0] * N)])

@@ -29,11 +29,11 @@ def messages(texts):
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def score(fns, completions, *, prompts=None, on_error="raise", **columns):
-    """Scores [N] of one function, or [N, K], through compute_rewards, without a warning about missing ones."""
+def score(fn, completions, *, on_error="raise", **columns):
+    """Scores [N] through compute_rewards, without a warning about missing ones."""
     rewards, _, _ = compute_rewards(
-        fns,
-        prompts=prompts or [f"p{index}" for index in range(len(completions))],
+        fn,
+        prompts=[f"p{index}" for index in range(len(completions))],
         completions=completions,
         completion_ids=[[1]] * len(completions),
         num_generations=1,
@@ -41,8 +41,7 @@ def score(fns, completions, *, prompts=None, on_error="raise", **columns):
         on_error=on_error,
         loud_share=1.0,
     )
-    flat = rewards.reshape(len(completions), -1)
-    return flat[:, 0].tolist() if callable(fns) else flat.tolist()
+    return rewards.ravel().tolist()
 
 
 # --- from_row
@@ -56,14 +55,11 @@ def test_from_row_sees_the_text_and_the_row_of_each_completion():
         seen.append((completion, row))
         return float(completion == row["answer"])
 
-    for completions in (["1", "2", "3"], messages(["1", "2", "3"])):
+    for completions in (["1", "2"], messages(["1", "2"])):
         seen.clear()
-        assert score(reward, completions, prompts=["a", "b", "c"], answer=["1", "2", "4"], level=[7, 8, 9]) == [1, 1, 0]
-        assert seen == [
-            ("1", {"prompt": "a", "answer": "1", "level": 7}),
-            ("2", {"prompt": "b", "answer": "2", "level": 8}),
-            ("3", {"prompt": "c", "answer": "4", "level": 9}),
-        ]
+        assert score(reward, completions, answer=["1", "4"], level=[7, 8]) == [1, 0]
+        rows = [{"prompt": "p0", "answer": "1", "level": 7}, {"prompt": "p1", "answer": "4", "level": 8}]
+        assert seen == [("1", rows[0]), ("2", rows[1])]
     assert reward_names(reward) == ["reward"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report, write_pictures
-from grpo_jax.watch.writer import RunWriter, read_lines
+from grpo_jax.watch.writer import RunWriter
 
 BROWSERS = ("chromium", "google-chrome", "chrome")
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
@@ -67,30 +67,13 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_what_is_embedded_is_what_the_files_hold(run_dir):
-    data = embedded(run_dir)
-    rows = [
-        {"step": step["step"], "prompt": group["prompt"], **row}
-        for step in data["steps"]
-        for group in step["groups"]
-        for row in group["rows"]
-    ]
-    assert rows == escaped(list(read_lines(run_dir / "completions.jsonl")))
-    assert [[len(group["rows"]) for group in step["groups"]] for step in data["steps"]] == [[2, 2]] * 3
-    assert data["warnings"] == [{"step": 2, "category": "UserWarning", "message": SHOWN}]
+def test_headline_and_settings_are_those_of_the_run(run_dir):
     assert "Right on held-out prompts 0.25 in 3 steps.</p>" in html_report(run_dir)
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    (_, config, changed), (_, versions, _), _ = data["settings"]
+    (_, config, changed), (_, versions, _), _ = embedded(run_dir)["settings"]
     assert (config, versions) == (about["config"], about["versions"])
     assert {"num_generations", "per_device_train_batch_size", "beta"} <= set(changed)
     assert "epsilon" not in changed
-
-
-def escaped(value):
-    """A value of the files with `NASTY` as the page shows it."""
-    if isinstance(value, dict):
-        return {name: escaped(item) for name, item in value.items()}
-    return [escaped(item) for item in value] if isinstance(value, list) else SHOWN if value == NASTY else value
 
 
 @pytest.mark.quick
