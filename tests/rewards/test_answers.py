@@ -142,12 +142,8 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
     truths = [solution.rpartition("#### ")[2] for solution in solutions]
     score, count = number_reward(), 8792
     assert len(solutions) == count
-    for completions in (
-        solutions,
-        [f"So it is ${truth}." for truth in truths],
-        [rf"Thus $\boxed{{{truth}.00 \text{{ units}}}}$, of 3." for truth in truths],
-    ):
-        assert sum(score(completions=completions, answer=truths)) == count
+    boxed = [rf"Thus $\boxed{{{truth}.00 \text{{ units}}}}$, of 3." for truth in truths]
+    assert sum(score(completions=solutions + boxed, answer=truths * 2)) == 2 * count
     wrong = [f"{int(truth.replace(',', '')) + 1:,}" for truth in truths]
     # Without a mark at their ends; and every solution is a truth itself.
     reasons = [re.sub("<<.*?>>", "", solution.rpartition("\n####")[0]) for solution in solutions]

@@ -87,15 +87,25 @@ def begun(interaction, row=ROW):
 # Environments that speak text ---------------------------------------------------------------------------------------
 
 
-def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
+def test_an_environment_is_told_each_turn_and_a_last_one_without_room_is_noted():
     interaction = interaction_of(Guess)
-    episode, tokenizer = begun(interaction), interaction.tokenizer
-    assert episode.opening == "(1 to 14) "
-    said = [episode.answer(np.append(ids(tokenizer, text), 1), 100) for text in ("5", "6", "7")]
-    assert [x if x is None else tokenizer.decode(x) for x in said] == ["no 1. ", "no 2. ", None]
-    assert episode.environment.heard == ["5", "6", "7"]
-    assert episode.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "7")]
-    assert (episode.counts.turns, episode.counts.calls, episode.reward()) == (3, 0, 3.0)
+    tokenizer = interaction.tokenizer
+    with Episodes(interaction, [ROW], 1, [0]) as episodes:
+        episodes.reset([ROW])
+        tokens, sampled = [], []
+        for text in ("5", "6"):
+            turn = np.append(ids(tokenizer, text), 1)
+            said = episodes(0, turn, 100).result()
+            tokens, sampled = [*tokens, *turn, *said], [*sampled, *[True] * len(turn), *[False] * len(said)]
+        rest = ids(tokenizer, "12")
+        tokens, sampled = np.array([[*tokens, *rest]]), np.array([[*sampled, *[True] * len(rest)]])
+        (played,) = episodes.end(tokens, sampled)
+        assert episodes.all[0].environment.heard == ["5", "6"]
+    assert played.reward == 2.0
+    assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
+    assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
+    assert Played.from_json(played.to_json()[:4]).lengths == (), "of an earlier version"
+    assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
 def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_was_said():
@@ -334,24 +344,6 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
         begun(chat_interaction(lambda: Desk(lambda texts: 1 / 0)), CHAT).answer(call, 400)
     with pytest.raises(ValueError, match=r"Desk answers all calls itself .*leave them out"):
         chat_interaction(Desk, tools=[double])
-
-
-def test_a_last_turn_without_room_is_noted():
-    interaction = interaction_of(Guess)
-    tokenizer = interaction.tokenizer
-    with Episodes(interaction, [ROW], 1, [0]) as episodes:
-        episodes.reset([ROW])
-        first = np.append(ids(tokenizer, "5"), 1)
-        said = episodes(0, first, 100).result()
-        tokens = np.concatenate([first, said, ids(tokenizer, "12")])
-        sampled = np.array([True] * 2 + [False] * len(said) + [True] * 2)
-        (played,) = episodes.end(tokens[None], sampled[None])
-        assert played.reward == 1.0
-        assert played.turns == [(True, "5"), (False, "no 1. "), (True, "12")]
-        assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
-        assert Played.from_json(played.to_json()[:4]).lengths == (), "of an earlier version"
-        metrics = metrics_of([played])
-    assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
 
 
 # Prompts and rewards ------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
 
 
 TYPES = {"count": "integer", "rate": "number", "really": "boolean", "word": "string", "pairs": "array"}
-TYPES |= {"table": "object", "either": ["integer", "string"]}
+TYPES |= {"either": ["integer", "string"]}
 PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
 OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of_types", "parameters": PARAMETERS}})
 
@@ -190,15 +190,12 @@ OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of
         ("count", "3.0", 3),
         ("count", "three", "is text, 'three'; give an integer"),
         ("count", True, "is a truth value, True; give an integer"),
-        ("count", 3.5, "is a number, 3.5; give an integer"),
-        ("rate", "2.5e1", 25.0),
         ("rate", "NaN", "is text, 'NaN'; give a number"),
         ("really", "True", True),
         ("really", 1, "is a number, 1; give true or false"),
         ("word", 3, "3"),
         ("word", {"a": 1}, "is a dict, {'a': 1}; give text"),
         ("pairs", "[1, 2]", [1, 2]),
-        ("table", '{"a": 1}', {"a": 1}),
         ("either", "3", "3"),
         ("count", None, None),
     ],

@@ -98,14 +98,6 @@ def test_tags_are_read_back_with_the_schema():
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
 
 
-def test_tags_without_a_schema_are_json_where_they_can_be():
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
-        "<parameter=c>\ntwelve\n\n</parameter>\n<parameter=d>\nTrue\n</parameter>\n</function>\n</tool_call>"
-    )
-    assert FORMATS["qwen_xml"].parse(text).calls == (ToolCall("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
-
-
 # --- What the policy may write besides.
 
 
@@ -132,7 +124,12 @@ F = (ToolCall("f", {}),)
             Parsed("", (ToolCall("f", '{"a": 1}'),)),
         ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", F)),
+        (
+            "qwen_xml",  # without a schema a value is JSON where it can be
+            "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
+            "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
+            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),)),
+        ),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
         (

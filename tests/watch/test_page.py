@@ -174,6 +174,7 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
         """const found = {titles: [...document.querySelectorAll(".panel h3")].map(node => node.firstChild.data)};
         found.curves = [...document.querySelectorAll(".panel path.curve")].map(node => node.getAttribute("d"));
         found.times = texts("#times td");
+        found.texts = [column("prompt").slice(0, 4), column("completion")[2], texts(".warning")[0]];
         found.advantages = [column("advantage")];
         for (let i = 0; i < 3; i++) { click("advantage"); found.advantages.push(column("advantage")); }
         click("rewards/short");
@@ -190,10 +191,8 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
     as_run = ["-0.5", "0.5"] * 6
     assert found["advantages"] == [as_run, ["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, as_run]
     assert found["short"] == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
-    code = 'return [column("prompt").slice(0, 4), column("completion")[2], texts(".warning")[0]]'
-    prompts, third, warning = browse(html_report(run_dir), code)
-    assert (prompts, third) == (["prompt 0", "", "prompt 1", ""], SHOWN)
-    assert SHOWN in warning
+    assert found["texts"][:2] == [["prompt 0", "", "prompt 1", ""], SHOWN]
+    assert SHOWN in found["texts"][2]
     code = 'return [column("step"), column("rewards/right")]'
     assert browse(html_report(run_dir), code, "#step=2&by=rewards/right&min=1") == [["2", "2"], ["1", "1"]]
     turns = browse(
