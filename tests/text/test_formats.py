@@ -118,11 +118,6 @@ F = (ToolCall("f", {}),)
             Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            Parsed("", (ToolCall("f", '{"a": 1}'),)),
-        ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
         (
             "qwen_xml",  # without a schema a value is JSON where it can be
@@ -132,11 +127,6 @@ F = (ToolCall("f", {}),)
         ),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
-        (
-            "llama3",
-            '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
-            Parsed("<think>x</think>\nI ask", F),
-        ),
         ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
         ("harmony", "just text", Parsed("just text")),
         (
@@ -146,12 +136,6 @@ F = (ToolCall("f", {}),)
             Parsed("<think>\nto=functions.f\n</think>\n\n2"),
         ),
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
-        (
-            "harmony",
-            "<|channel|>commentary<|message|>First I look.<|end|>"
-            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-            Parsed("First I look.", F),
-        ),
     ],
 )
 def test_what_a_turn_says(name, text, parsed):
@@ -167,7 +151,6 @@ def test_what_a_turn_says(name, text, parsed):
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
         ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
         ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is no number"),
-        ("hermes", hermes(arguments="9" * 5000), "5000"),
         ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
         ("qwen_xml", hermes(), "no <function="),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
