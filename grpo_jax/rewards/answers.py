@@ -91,10 +91,10 @@ def final_number(text: str) -> Fraction | None:
     announced = [match[1] for match in _PHRASE.finditer(text) if _NUMBER.search(match[1])]
     if announced:
         clause = re.split(r"[,.;]\s", announced[-1])[0]
-        numbers = [_NUMBER.search(clause.rpartition("=")[2])]
+        found = _NUMBER.search(clause.rpartition("=")[2])
     else:
-        numbers = [*_NUMBER.finditer(text)][-1:]
-    return _value(numbers[0]) if numbers and numbers[0] else None
+        found = next(iter([*_NUMBER.finditer(text)][-1:]), None)
+    return None if found is None else _value(found)
 
 
 def sole_number(text: str) -> Fraction | None:
