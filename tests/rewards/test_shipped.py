@@ -64,18 +64,12 @@ def test_from_row_sees_the_text_and_the_row_of_each_completion():
 
 
 def divide(completion, row):
-    return None if row["by"] is None else 6 / row["by"]
+    return 6 / row["by"]
 
 
-def test_from_row_keeps_the_scores_beside_a_fault():
-    texts, by = ["x"] * 4, [1, 0, None, 3]
-    found = score(from_row(divide), texts, by=by, on_error="none")
-    assert found == pytest.approx([6, np.nan, np.nan, 2], nan_ok=True)
-    with pytest.raises(RewardError, match=r"'divide' raised ZeroDivisionError: .* for prompt 1 ") as caught:
-        score(from_row(divide), texts, by=by)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    values = iter([1.0, "x", float("inf"), None])  # what each call returns is looked at too
-    scores = score(from_row(lambda completion, row: next(values)), texts, on_error="none")
+def test_what_a_function_of_one_row_returns_is_looked_at():
+    values = iter([1.0, "x", float("inf"), None])
+    scores = score(from_row(lambda completion, row: next(values)), ["x"] * 4, on_error="none")
     assert scores == pytest.approx([1, np.nan, np.nan, np.nan], nan_ok=True)
 
 
@@ -152,15 +146,17 @@ def test_no_combinator_hides_a_bad_value_or_list(outcome):
             score(reward, ["x"] * 3)
 
 
-def test_combinators_hand_partial_scores_on():
+def test_a_fault_of_one_row_leaves_the_other_scores_also_in_combinators():
     async def later(completion, row):
         return divide(completion, row)
 
     divided, by = from_row(divide), [1, 0, 3]
-    for reward in combined(divided):
-        with pytest.raises(RewardError, match=r"'.*' raised ZeroDivisionError: .* for prompt 1"):
+    for reward in (divided, *combined(divided)):
+        with pytest.raises(RewardError, match=r"'.*' raised ZeroDivisionError: .* for prompt 1") as caught:
             score(reward, ["x"] * 3, by=by)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
     for reward, expected in [
+        (divided, [6, np.nan, 2]),
         *((reward, [6, np.nan, 2]) for reward in combined(divided)[:3]),
         (gated(some([0.0, 1.0, 1.0]), divided), [0, np.nan, 2]),
         (weighted(from_row(later), 2.0), [12, np.nan, 4]),

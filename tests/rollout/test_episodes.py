@@ -136,31 +136,26 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
 
 
-class Scored:
-    """Rewards its turns, one of them with nothing, and ends with a reward for the last."""
-
-    def __init__(self):
-        self.turns, self.last = 0, 0.5
-
-    def respond(self, text):
-        self.turns += 1
-        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list will do
-
-    def get_reward(self):
-        return self.last
-
-
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
 def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
+    class Scored:
+        def __init__(self):
+            self.answers = iter([("go", 1), "go", [None, np.float32(2.0)]])  # a list will do
+
+        def respond(self, text):
+            return next(self.answers)
+
+        def get_reward(self):
+            return last
+
     episode = begun(interaction_of(Scored))
-    episode.environment.last = last
     said = [episode.answer(np.array([5, 1]), 50) for _ in range(3)]
     assert [None if tokens is None else len(tokens) for tokens in said] == [2, 2, None]
     assert episode.reward() == [1.0, 0.0, end]
     cut = begun(interaction_of(Scored))
     cut.answer(np.array([5, 1]), 50)
     cut.note(np.array([5]))  # a last turn that had no room to end
-    assert cut.reward() == [1.0, 0.5]
+    assert cut.reward() == [1.0, last or 0.0]
 
 
 @pytest.mark.parametrize(
@@ -385,27 +380,20 @@ def test_each_episode_has_a_row_of_its_own():
 
 
 def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
-    rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "quiet"}]
-
-    class Quiet:
-        def respond(self, text):
-            return None
-
-        def get_reward(self):
-            return 9.0
-
+    rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "guess"}]
     tokenizer, ends = family("hermes")
-    interaction = interaction_of({"sums": Sums, "quiet": Quiet}, rows=rows, tokenizer=tokenizer, eos=ends)
+    interaction = interaction_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
     shown = [tokenizer.decode(x) for x in encode_rows(interaction, rows, tokenizer).token_ids]
     assert ["add" in text for text in shown] == [True, False]
     fns = with_environments([], interaction)
-    assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
+    assert [fn.__name__ for fn in fns] == ["Sums", "Guess"]
     with Episodes(interaction, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
+        episodes(1, ids(tokenizer, "5"), 100).result()
         played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
     rewards = [one.reward for one in played]
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
-    assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
+    assert [fn(**given) for fn in fns] == [[0.0, None], [None, 1.0]]
 
 
 # Before anything is sampled -----------------------------------------------------------------------------------------
