@@ -93,7 +93,6 @@ def test_help_of_a_key_or_a_command(capsys, monkeypatch):
         (["train", "a", "--bta", "1"], "grpo-jax: unrecognized arguments: --bta 1; did you mean --beta?; see"),
         (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
         (["train", "a", "--xyz"], "grpo-jax: unrecognized arguments: --xyz; see grpo-jax --help\n"),
-        (["export", "a", "b", "--beta=1"], "grpo-jax: unrecognized arguments: --beta=1; see grpo-jax --help\n"),
         (["--help", "betta"], "grpo-jax: --help betta: no such key; did you mean beta?; see grpo-jax --help\n"),
         (["trian"], "grpo-jax: no command trian; did you mean train?; see grpo-jax --help\n"),
         (["xyz"], "grpo-jax: no command xyz; use init, train, resume, "),

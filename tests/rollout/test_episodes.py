@@ -87,15 +87,25 @@ def begun(interaction, row=ROW):
 # Environments that speak text ---------------------------------------------------------------------------------------
 
 
-def test_an_environment_is_told_each_turn_and_what_it_says_is_encoded():
+def test_an_environment_is_told_each_turn_and_a_last_one_without_room_is_noted():
     interaction = interaction_of(Guess)
-    episode, tokenizer = begun(interaction), interaction.tokenizer
-    assert episode.opening == "(1 to 14) "
-    said = [episode.answer(np.append(ids(tokenizer, text), 1), 100) for text in ("5", "6", "7")]
-    assert [x if x is None else tokenizer.decode(x) for x in said] == ["no 1. ", "no 2. ", None]
-    assert episode.environment.heard == ["5", "6", "7"]
-    assert episode.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "7")]
-    assert (episode.counts.turns, episode.counts.calls, episode.reward()) == (3, 0, 3.0)
+    tokenizer = interaction.tokenizer
+    with Episodes(interaction, [ROW], 1, [0]) as episodes:
+        episodes.reset([ROW])
+        tokens, sampled = [], []
+        for text in ("5", "6"):
+            turn = np.append(ids(tokenizer, text), 1)
+            said = episodes(0, turn, 100).result()
+            tokens, sampled = [*tokens, *turn, *said], [*sampled, *[True] * len(turn), *[False] * len(said)]
+        rest = ids(tokenizer, "12")
+        tokens, sampled = np.array([[*tokens, *rest]]), np.array([[*sampled, *[True] * len(rest)]])
+        (played,) = episodes.end(tokens, sampled)
+        assert episodes.all[0].environment.heard == ["5", "6"]
+    assert played.reward == 2.0
+    assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
+    assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
+    assert Played.from_json(played.to_json()[:4]).lengths == (), "of an earlier version"
+    assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
 def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_was_said():
@@ -126,31 +136,26 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
 
 
-class Scored:
-    """Rewards its turns, one of them with nothing, and ends with a reward for the last."""
-
-    def __init__(self):
-        self.turns, self.last = 0, 0.5
-
-    def respond(self, text):
-        self.turns += 1
-        return [("go", 1), "go", [None, np.float32(2.0)]][self.turns - 1]  # a list will do
-
-    def get_reward(self):
-        return self.last
-
-
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
 def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
+    class Scored:
+        def __init__(self):
+            self.answers = iter([("go", 1), "go", [None, np.float32(2.0)]])  # a list will do
+
+        def respond(self, text):
+            return next(self.answers)
+
+        def get_reward(self):
+            return last
+
     episode = begun(interaction_of(Scored))
-    episode.environment.last = last
     said = [episode.answer(np.array([5, 1]), 50) for _ in range(3)]
     assert [None if tokens is None else len(tokens) for tokens in said] == [2, 2, None]
     assert episode.reward() == [1.0, 0.0, end]
     cut = begun(interaction_of(Scored))
     cut.answer(np.array([5, 1]), 50)
     cut.note(np.array([5]))  # a last turn that had no room to end
-    assert cut.reward() == [1.0, 0.5]
+    assert cut.reward() == [1.0, last or 0.0]
 
 
 @pytest.mark.parametrize(
@@ -336,24 +341,6 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
         chat_interaction(Desk, tools=[double])
 
 
-def test_a_last_turn_without_room_is_noted():
-    interaction = interaction_of(Guess)
-    tokenizer = interaction.tokenizer
-    with Episodes(interaction, [ROW], 1, [0]) as episodes:
-        episodes.reset([ROW])
-        first = np.append(ids(tokenizer, "5"), 1)
-        said = episodes(0, first, 100).result()
-        tokens = np.concatenate([first, said, ids(tokenizer, "12")])
-        sampled = np.array([True] * 2 + [False] * len(said) + [True] * 2)
-        (played,) = episodes.end(tokens[None], sampled[None])
-        assert played.reward == 1.0
-        assert played.turns == [(True, "5"), (False, "no 1. "), (True, "12")]
-        assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
-        assert Played.from_json(played.to_json()[:4]).lengths == (), "of an earlier version"
-        metrics = metrics_of([played])
-    assert (metrics["turns/mean"], metrics["turns/max"]) == (2.0, 2.0)
-
-
 # Prompts and rewards ------------------------------------------------------------------------------------------------
 
 
@@ -393,27 +380,20 @@ def test_each_episode_has_a_row_of_its_own():
 
 
 def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
-    rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "quiet"}]
-
-    class Quiet:
-        def respond(self, text):
-            return None
-
-        def get_reward(self):
-            return 9.0
-
+    rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "guess"}]
     tokenizer, ends = family("hermes")
-    interaction = interaction_of({"sums": Sums, "quiet": Quiet}, rows=rows, tokenizer=tokenizer, eos=ends)
+    interaction = interaction_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
     shown = [tokenizer.decode(x) for x in encode_rows(interaction, rows, tokenizer).token_ids]
     assert ["add" in text for text in shown] == [True, False]
     fns = with_environments([], interaction)
-    assert [fn.__name__ for fn in fns] == ["Sums", "Quiet"]
+    assert [fn.__name__ for fn in fns] == ["Sums", "Guess"]
     with Episodes(interaction, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
+        episodes(1, ids(tokenizer, "5"), 100).result()
         played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
     rewards = [one.reward for one in played]
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
-    assert [fn(**given) for fn in fns] == [[0.0, None], [None, 9.0]]
+    assert [fn(**given) for fn in fns] == [[0.0, None], [None, 1.0]]
 
 
 # Before anything is sampled -----------------------------------------------------------------------------------------

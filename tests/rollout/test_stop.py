@@ -61,13 +61,6 @@ def unstopped():
     return sample()
 
 
-def ends_of(completions, stop):
-    """[B·G] tokens up to the one that completes a text, by a search in what they spell; None where none does."""
-    tokens, mask = (np.asarray(x).reshape(-1, T) for x in (completions.tokens, completions.mask))
-    pieces = [*token_bytes(tokenizer()), b"", b"", b""]
-    return [searched(stop, pieces, row[own]) for row, own in zip(tokens, mask, strict=True)]
-
-
 def cut(completions, ends):
     """The completions, cut after so many tokens."""
     lengths = np.array([T if end is None else end for end in ends]).reshape(completions.ended.shape)
@@ -82,15 +75,17 @@ def cut(completions, ends):
 
 @functools.cache
 def expected():
-    ends = ends_of(unstopped(), STOP)
+    """The completions up to the token that completes a text, by a search in what they spell."""
+    pieces = [*token_bytes(tokenizer()), b"", b"", b""]
+    tokens, mask = (np.asarray(x).reshape(-1, T) for x in (unstopped().tokens, unstopped().mask))
+    rows = [row[own].tolist() for row, own in zip(tokens, mask, strict=True)]
+    ends = [searched(STOP, pieces, row) for row in rows]
     assert sum(end is not None for end in ends) > 8, "too few rows of this test come to a text"
     assert any(end is None for end in ends)
-    found, pieces = cut(unstopped(), ends), [*token_bytes(tokenizer()), b"", b"", b""]
-    rows = zip(found.tokens.reshape(-1, T), found.mask.reshape(-1, T), strict=True)
-    last = [[pieces[i] for i in row[own][-2:]] for row, own in rows]
+    last = [[pieces[i] for i in row[:end][-2:]] for row, end in zip(rows, ends, strict=True)]
     assert sum(not any(text.encode() in pair[-1] for text in STOP) for pair in last) > 8, "no text over several tokens"
     assert any(b"\xa9" in (piece[:1] for piece in pair) for pair in last), "no character over two tokens"
-    return found
+    return cut(unstopped(), ends)
 
 
 def test_a_completion_ends_with_the_token_that_completes_a_text():

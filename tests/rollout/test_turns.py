@@ -133,25 +133,6 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-def test_turns_in_step_move_no_keys(monkeypatch):
-    """Where every token ends a turn nothing is aligned; where only some do, something is."""
-
-    class InStep(Script):
-        def answer(self, completion, turn, room):
-            heard = self.heard.setdefault(completion, [])
-            heard.append(turn)
-            return None if len(heard) == 5 else [10, 11 + completion % 7]
-
-    moved, original = [], rollout.move
-    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
-    completions, _ = play(InStep(), eos_token_ids=range(SHAPE.vocab_size))
-    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
-    assert not moved
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-    play()
-    assert moved, "turns of different lengths are aligned"
-
-
 def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)
@@ -194,13 +175,8 @@ def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
         play(lambda *_: Future(), interrupt=interrupt)
 
 
-def test_an_observation_is_read_in_one_program_and_one_that_just_fits_leaves_a_token(monkeypatch):
-    shapes, original = [], rollout.read_chunk
-    monkeypatch.setattr(
-        rollout, "read_chunk", lambda *args, **how: shapes.append(args[5].shape) or original(*args, **how)
-    )
+def test_an_observation_that_just_fits_leaves_a_token():
     completions, _ = play(lambda i, turn, room: promise([9] * min(11, room)))
-    assert max(shape[-1] for shape in shapes) == 16, "the token that ended the turn and eleven more, in one go"
     assert not np.asarray(completions.ended).any()
     assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
     assert np.asarray(completions.mask)[..., -1].all()

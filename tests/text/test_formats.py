@@ -98,14 +98,6 @@ def test_tags_are_read_back_with_the_schema():
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
 
 
-def test_tags_without_a_schema_are_json_where_they_can_be():
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
-        "<parameter=c>\ntwelve\n\n</parameter>\n<parameter=d>\nTrue\n</parameter>\n</function>\n</tool_call>"
-    )
-    assert FORMATS["qwen_xml"].parse(text).calls == (ToolCall("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
-
-
 # --- What the policy may write besides.
 
 
@@ -126,20 +118,15 @@ F = (ToolCall("f", {}),)
             Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            Parsed("", (ToolCall("f", '{"a": 1}'),)),
-        ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", F)),
+        (
+            "qwen_xml",  # without a schema a value is JSON where it can be
+            "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
+            "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
+            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),)),
+        ),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
-        (
-            "llama3",
-            '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
-            Parsed("<think>x</think>\nI ask", F),
-        ),
         ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
         ("harmony", "just text", Parsed("just text")),
         (
@@ -149,12 +136,6 @@ F = (ToolCall("f", {}),)
             Parsed("<think>\nto=functions.f\n</think>\n\n2"),
         ),
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
-        (
-            "harmony",
-            "<|channel|>commentary<|message|>First I look.<|end|>"
-            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-            Parsed("First I look.", F),
-        ),
     ],
 )
 def test_what_a_turn_says(name, text, parsed):
@@ -170,7 +151,6 @@ def test_what_a_turn_says(name, text, parsed):
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
         ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
         ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is no number"),
-        ("hermes", hermes(arguments="9" * 5000), "5000"),
         ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
         ("qwen_xml", hermes(), "no <function="),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
@@ -312,6 +292,8 @@ def test_each_family_is_recognised_by_its_template(name):
     assert found is FORMATS[name]
     assert found.keeps_special_tokens == (name in ("llama3", "harmony"))
     assert format_of({"default": PLAIN, "tool_use": FAMILIES[name][0]}) is found
+    escaped = FAMILIES[name][0].replace('"', '\\"').replace("<|python_tag|>", "")
+    assert format_of(escaped) is found, "also by JSON in a string of the template"
 
 
 @pytest.mark.parametrize(
@@ -326,14 +308,3 @@ def test_each_family_is_recognised_by_its_template(name):
 )
 def test_other_templates_have_none(template):
     assert format_of(template) is None
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        (r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}', "hermes"),
-        (r'{{ "as {\"name\": function name, \"parameters\": its values}" }}', "llama3"),
-    ],
-)
-def test_json_escaped_in_a_template_is_recognised(template, name):
-    assert format_of(template) is FORMATS[name]

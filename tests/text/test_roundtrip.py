@@ -109,18 +109,11 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
 
 
-def test_a_turn_begins_where_the_generation_prompt_ends():
-    tokenizer, _ = family("qwen_xml")
-    text, goes_on = turn_of(tokenizer, CALL, tools=schemas(add))
-    assert text.startswith("\n</think>\n\n<tool_call>\n<function=add>")
-    assert goes_on
-    # A prompt that opens a thought, and past turns without one: they part within the two tags.
+def test_a_call_comes_back_where_the_prompt_opens_a_thought_that_past_turns_lack():
+    """Prompt and turn then part within the two tags."""
     tokenizer = tokenizer_of(
         HERMES.replace("'<think>\n\n</think>\n\n' if '</think>' not in m.content else ''", "''").replace(
             "if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'"
         )
     )
-    text, goes_on = turn_of(tokenizer, CALL, tools=schemas(add))
-    assert text == '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
-    assert not goes_on
     assert lib.call_fault(tokenizer, FORMATS["hermes"], schemas(add), eos_token_ids=[tokenizer.eos_token_id]) == ""

@@ -8,7 +8,6 @@ import pytest
 
 from grpo_jax.text import sources
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import is_hub_name
 
 pytestmark = pytest.mark.quick
 
@@ -50,8 +49,6 @@ def test_load_rows_reads_datasets_of_hugging_face_the_same():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     stored = datasets.Dataset.from_list(ROWS)
     assert load_rows(stored, **SHAPE) == load_rows(stored.to_iterable_dataset(), **SHAPE) == WANTED
-    with pytest.raises(ValueError, match=r"choose one: dataset\['train'\]"):
-        load_rows(datasets.DatasetDict({"train": stored}))
 
 
 def test_load_rows_reads_sources_of_grain_the_same():
@@ -99,21 +96,13 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     assert len(asked) == 2, "a file of that name is read"
 
 
-def test_names_of_the_hub_are_not_like_files():
-    names = ["a/b", "squad", "rows.json", "a/b.csv", "/a", "../a", "a/b/c", "~/a", "C:/a", ""]
-    assert [name for name in names if is_hub_name(name)] == ["a/b", "squad"]
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; data has config, name, path, rows, split"),
         ({"split": "test"}, "give it a path, or the name of a dataset on the hub, and not both"),
-        ({"name": "a/b", "path": "rows.jsonl"}, "give it a path, or the name of a dataset on the hub, and not both"),
-        ({}, r"data is a dict with the keys \[\]: give a list of rows"),
         ({"path": "rows.jsonl", "split": "test"}, "data.split: only a dataset on the hub has one, which is given by"),
         ({"path": "rows.jsonl", "rows": 0}, "data.rows = 0: use a whole number from 1 up"),
-        (7, "data is 7: give a list of dicts, .* or the name of a dataset on the hub"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_said(folder, source, said):
@@ -148,11 +137,3 @@ def test_rows_of_verl_are_read_as_they_are(folder, source):
     assert row["prompt"] == "1 of rule"
     with pytest.raises(ValueError, match=r"columns: there is no column 'reward_model.truth' in dataset row 0"):
         load_rows(source, columns={"answer": "reward_model.truth"})
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
-    (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
-    line = 3 if name == "rows.csv" else 2
-    with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is no text in UTF-8 \(byte .* 0xe9\)"):
-        load_rows(name, **SHAPE)

@@ -209,13 +209,6 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
         lib.observation_ids(tokenizer, [])
 
 
-def test_a_generation_prompt_that_opens_a_thought_is_seen():
-    assert lib.opens_thinking(family("qwen_xml")[0], tools=TOOLS)
-    assert not lib.opens_thinking(family("qwen_xml")[0], chat_template_kwargs={"enable_thinking": False})
-    for name in ("hermes", "llama3", "harmony"):
-        assert not lib.opens_thinking(family(name)[0])
-
-
 def test_the_sign_of_a_cut_is_no_way_around_it():
     tokenizer, _ = family("hermes")
     text = tokenizer.decode(lib.observation_ids(tokenizer, [user(f"x{lib._CUT}y<{lib._CUT}|im_end|>")]))
