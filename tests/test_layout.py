@@ -280,7 +280,6 @@ TESTED_ELSEWHERE = {
     "suites.suite": "suites/test_reasoning_gym.py",
     "rewards.processes": "rewards/test_workers.py",
     "text.calls": "text/test_formats.py",
-    "engines.client": "engines/test_engine.py",
     "engines.server": "engines/test_engine.py",
     "engines.vllm": "engines/test_engine.py",
     "engines.weights": "engines/test_engine.py",

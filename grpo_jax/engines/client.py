@@ -49,10 +49,6 @@ class Refused(EngineError):
         self.status = status
 
 
-class _TooLong(Exception):
-    """An answer has more bytes than it may have."""
-
-
 class _Bounded(io.RawIOBase):
     """One answer's bytes from a socket, up to a time of `time.monotonic` and a number of bytes.
 
@@ -60,7 +56,8 @@ class _Bounded(io.RawIOBase):
     """
 
     def __init__(self, sock: socket.socket, end: float, most: int):
-        self._socket, self._file, self._end, self._left = sock, sock.makefile("rb", buffering=0), end, most
+        self._socket, self._file, self._end, self._most = sock, sock.makefile("rb", buffering=0), end, most
+        self._count = 0
 
     def makefile(self, _: str) -> io.BufferedReader:
         """The file that `HTTPResponse` asks its socket for."""
@@ -75,9 +72,9 @@ class _Bounded(io.RawIOBase):
             raise TimeoutError
         self._socket.settimeout(left)
         count = self._file.readinto(buffer) or 0
-        self._left -= count
-        if self._left < 0:
-            raise _TooLong
+        self._count += count
+        if self._count > self._most:
+            raise EngineError(f"answered more than {self._most} bytes")
         return count
 
     def close(self) -> None:
@@ -186,13 +183,11 @@ class Client:
         """The server's key, "" if there is none."""
         key = os.environ.get(self._env, "").strip() if self._env else ""
         if not (key.isascii() and key.isprintable()):
-            raise EngineError(
-                f"{self.base_url}: the key in the environment variable {self._env} is not printable ASCII"
-            )
+            raise EngineError(f"{self.base_url}: the environment variable {self._env} is not printable ASCII")
         return key
 
     def _without_key(self, said: str) -> str:
-        """What a server said, for a message: a server may send back the headers that it was sent."""
+        """Return a server's words for a message: it may send back the headers that it was sent."""
         key = self._key()
         return said.replace(key, "***") if key else said
 
@@ -204,8 +199,8 @@ class Client:
         (connection, kept), closed = self._taken(), self._closed
         end = time.monotonic() + self._timeout
 
-        def bounded(sock: Any, **how: Any) -> http.client.HTTPResponse:
-            return http.client.HTTPResponse(_Bounded(sock, end, most_bytes), **how)  # type: ignore[arg-type]
+        def bounded(sock: socket.socket, method: str | None) -> http.client.HTTPResponse:
+            return http.client.HTTPResponse(_Bounded(sock, end, most_bytes), method=method)  # type: ignore[arg-type]
 
         connection.response_class = bounded  # type: ignore[assignment]
         self._busy.add(connection)
@@ -218,9 +213,9 @@ class Client:
                 content = b"".join(iter(lambda: answer.read(2**16), b""))
                 if answer.length:
                     raise http.client.IncompleteRead(content, answer.length)
-        except _TooLong as error:
+        except EngineError as error:
             connection.close()
-            raise EngineError(f"{self.base_url}{path} answered more than {most_bytes} bytes") from error
+            raise EngineError(f"{self.base_url}{path} {error}") from None
         except TimeoutError as error:
             connection.close()
             raise Lost(

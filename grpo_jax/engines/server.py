@@ -28,21 +28,18 @@ BYTES_OF_LOG_PROB = 512
 _COMPLETIONS, _CHOICE = "/v1/completions", "answer.choices[0]"
 
 
-class Kind(NamedTuple):
-    """A kind of JSON values, for `find_misfit`: its name in a message, and whether a value is one."""
+Kind = tuple[str, Callable[[Any], bool]]
+"""A kind of JSON values: its name in a message, and whether a value is one."""
 
-    name: str
-    holds: Callable[[Any], bool]
-
-
-_TEXT = Kind("text", lambda x: isinstance(x, str))
-_TEXT_OR_NULL = Kind("text or null", lambda x: x is None or isinstance(x, str))
-_COUNT_OR_NULL = Kind("a number of tokens or null", lambda x: x is None or type(x) is int)
-_ID = Kind("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
+_TEXT: Kind = ("text", lambda x: isinstance(x, str))
+_TEXT_OR_NULL: Kind = ("text or null", lambda x: x is None or isinstance(x, str))
+_COUNT_OR_NULL: Kind = ("a number of tokens or null", lambda x: x is None or type(x) is int)
+_ID: Kind = ("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
 # vLLM writes -9999 for a probability of 0, and rounding may put a log-prob of 0 a little above it.
-_LOG_PROB = Kind("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
-_PLACE = Kind(
-    "null or log-probs by token id", lambda x: x is None or (isinstance(x, dict) and all(map(_tells, x.items())))
+_LOG_PROB: Kind = ("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
+_PLACE: Kind = (
+    "null or log-probs by token id",
+    lambda x: x is None or (isinstance(x, dict) and all(map(_tells, x.items()))),
 )
 
 _MODELS = {"data": [{"id": _TEXT, "root": _TEXT_OR_NULL, "parent": _TEXT_OR_NULL, "max_model_len": _COUNT_OR_NULL}]}
@@ -56,7 +53,7 @@ _TOLD = {"prompt_logprobs": [_PLACE]}
 def _tells(entry: tuple[str, Any]) -> bool:
     """Whether a token id and what is said of it are a log-prob."""
     token, said = entry
-    return token.isdecimal() and len(token) <= 10 and isinstance(said, dict) and _LOG_PROB.holds(said.get("logprob"))
+    return token.isdecimal() and len(token) <= 10 and isinstance(said, dict) and _LOG_PROB[1](said.get("logprob"))
 
 
 def find_misfit(value: Any, schema: Any, at: str) -> str:
@@ -65,7 +62,7 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
     A schema is a `Kind`, [schema] for a list, or {name: schema} for an object that has these fields.
 
     Example:
-      >>> find_misfit({"ids": [3, True]}, {"ids": [Kind("an id", lambda x: type(x) is int)]}, "choice")
+      >>> find_misfit({"ids": [3, True]}, {"ids": [("an id", lambda x: type(x) is int)]}, "choice")
       'choice.ids[1] is True, not an id'
     """
     inner: list[tuple[Any, Any, str]] = []
@@ -73,9 +70,9 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
         inner = [(value.get(name), of, f"{at}.{name}") for name, of in schema.items()]
     elif isinstance(schema, list) and isinstance(value, list):
         inner = [(item, schema[0], f"{at}[{i}]") for i, item in enumerate(value)]
-    elif not isinstance(schema, Kind) or not schema.holds(value):
+    elif not isinstance(schema, tuple) or not schema[1](value):
         found = type(value).__name__ if isinstance(value, (dict, list)) else show(value, 40)
-        return f"{at} is {found}, not {getattr(schema, 'name', type(schema).__name__)}"
+        return f"{at} is {found}, not {schema[0] if isinstance(schema, tuple) else type(schema).__name__}"
     return next(filter(None, itertools.starmap(find_misfit, inner)), "")
 
 

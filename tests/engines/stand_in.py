@@ -36,7 +36,7 @@ class StandIn:
 
     Attributes:
       fault: `fault(path, body, n)` of the n-th request of all says what goes wrong with it: None, a status, "hang",
-        "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary), "early"
+        "drop" (the connection), "abort", "alien" (a token of another vocabulary), "early"
         (an end without a reason), "untold" (log-probs of a prompt without those of its last token).
       late: tokens that it draws behind a stop string, as a server does that draws several at a time.
       deaf_head: a head that no reload reaches.
@@ -210,8 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
         status, content = server.answer(self.path, body)
-        if fault == "short":
-            content["choices"][0]["token_ids"].pop()
         if fault == "abort":
             content["choices"][0]["finish_reason"] = "abort"
         if fault == "early":

@@ -64,11 +64,12 @@ def test_answers_that_cannot_be_read_are_an_error_with_the_servers_name(answer, 
     ("begin", "piece"),
     [
         (of(200, b"", "Content-Length: 9999"), b" "),
+        (of(200, b"", "Connection: close"), b" "),
         (of(200, b"", CHUNKED), b"1\r\n \r\n"),
         (b"HTTP/1.1 200", b"x"),
         (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     ],
-    ids=["body", "chunks", "status", "100 Continue"],
+    ids=["body", "endless", "chunks", "status", "100 Continue"],
 )
 def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
     """However often a server sends a byte, an answer that is not whole at the timeout is given up."""

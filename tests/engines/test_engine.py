@@ -275,7 +275,6 @@ def test_a_server_started_again_without_a_broken_request_is_noticed(server, vers
 @pytest.mark.parametrize(
     ("fault", "how", "message"),
     [
-        ("short", {}, "gave . token_ids and . log-probs|ended a completion after"),
         ("alien", {}, "a token outside of the vocabulary of|ended a completion"),
         (400, {}, "answered 400, 'told to answer 400'"),
         ("early", {"stop": ["never"], "eos_token_ids": ()}, "after 1 of 8 tokens by 'stop'.*they spell none of"),
