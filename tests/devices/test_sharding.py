@@ -1,7 +1,6 @@
 """The sharding table: it knows every parameter of every shape of decoder, and loading puts shards where it says."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_model, tiny_policy
+from tiny import tiny_policy
 
 from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.devices import sharding
@@ -47,15 +46,6 @@ def test_each_side_of_a_block_is_cut_where_it_should_be():
     assert parameter_sharding(path, (7, 8), mesh).spec == P(None, "fsdp")
 
 
-def test_every_matrix_of_a_decoder_is_cut():
-    mesh = mesh_of(fsdp=2, tensor=2)
-    _, params = tiny_model(qkv_bias=True, tie_word_embeddings=False, qk_norm="head")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = tuple(key.key for key in path)
-        used = {axis for axis in parameter_sharding(names, leaf.shape, mesh).spec if axis is not None}
-        assert used == ({"fsdp", "tensor"} if leaf.ndim == 2 else used), names
-
-
 def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     policy = tiny_policy()
     save_pretrained(tmp_path / "model", policy)
@@ -86,23 +76,16 @@ def test_kernels_are_lowered_for_a_gpu_that_is_absent(monkeypatch):
 
 
 def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
-    """Two processes, of which this is the first: whatever their texts weigh, what is gathered has one of few shapes."""
-    shapes, other = set(), [""]
+    """Whatever texts weigh, what is gathered has one of few shapes; different objects are in test_two_processes."""
+    shapes = set()
 
     def allgather(own):
-        if own.dtype == np.uint8:
-            shapes.add(own.shape)
-            theirs = np.zeros_like(own)
-            theirs[: len(other[0])] = np.frombuffer(other[0], np.uint8)
-        else:
-            theirs = np.array([len(other[0])])
-        return np.stack([own, theirs])
+        shapes.add(own.shape)
+        return np.stack([own, own])
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(sharding.multihost_utils, "process_allgather", allgather)
     for size in [*range(40), 1021, 1022, 1023, 1024, *range(1025, 200_000, 997)]:
-        own, theirs = ["é" + "x" * size, None], {"n": list(range(size % 50))}
-        other[0] = json.dumps(theirs).encode()
-        assert gather_objects(own) == [own, theirs]
-        assert gather_objects(theirs["n"]) == [theirs["n"], theirs]
-    assert sorted(shapes) == [(1024 << i,) for i in range(9)], "200 kB are gathered as 256 KiB"
+        own = ["é" + "x" * size, None]
+        assert gather_objects(own) == [own, own]
+    assert sorted(shapes - {(1,)}) == [(1024 << i,) for i in range(9)], "200 kB are gathered as 256 KiB"

@@ -41,14 +41,6 @@ def test_every_part_has_a_thread_of_its_own_and_a_failure_in_one_is_raised(monke
     assert streams.run_in_streams(lambda part: part + 1, [np.ones(())]) == [2]
 
 
-@pytest.mark.quick
-def test_what_is_on_a_cpu_is_waited_for():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x))
-    coming = {"x": slow(jnp.eye(256)), "host": np.ones(3)}
-    assert not coming["x"].is_ready(), "or this tests nothing"
-    assert streams.in_turn(coming)["x"].is_ready()
-
-
 def test_samples_are_those_of_one_stream(monkeypatch):
     model, params = tiny_model()
     results = []
@@ -77,22 +69,6 @@ def test_threads_that_share_a_program_compile_it_once():
     assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert traced == [(3,)]
     assert all(isinstance(of_a_rollout, streams.shared) for of_a_rollout in (prefill, decode))
-
-
-def test_a_shared_program_is_let_go_when_it_is_dispatched():
-    program = streams.shared(jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), x)))
-    jax.block_until_ready(program(jnp.eye(128), 1))  # compiled
-    ended, under_way = [], threading.Event()
-
-    def part(steps):
-        if steps == 1:
-            under_way.wait(30)
-        result = program(jnp.eye(128), steps)
-        under_way.set()
-        ended.append((steps, jax.block_until_ready(result) is result))
-
-    streams.run_in_streams(part, [8_000, 1])
-    assert [steps for steps, _ in ended] == [1, 8_000], "the short one did not wait for the long one"
 
 
 @pytest.mark.quick

@@ -1,6 +1,7 @@
 """Guessing a number: the game is fair, and its bounds are those of all games."""
 
 import functools
+import statistics
 
 import pytest
 
@@ -33,28 +34,21 @@ def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
         assert guess.guesses([slow, wild]) == [guess.LIMIT] * 2
 
 
-def mean_of_uniform_play(numbers):
-    """By enumeration: of every first guess the games that are left on either side of it."""
+def mean_of_all_games(numbers, choose):
+    """By enumeration: of every first guess the games that are left on either side of it, of which `choose` takes one.
+
+    `choose` is `min` for the best first guess, and the mean for a random one.
+    """
 
     @functools.cache
     def total(n):
         """Guesses in all for the n numbers of an interval."""
-        return n + sum(total(g) + total(n - 1 - g) for g in range(n)) / n if n else 0.0
-
-    return total(numbers) / numbers
-
-
-def mean_of_the_best_play(numbers):
-    """Likewise, with the best first guess."""
-
-    @functools.cache
-    def total(n):
-        return n + min(total(g) + total(n - 1 - g) for g in range(n)) if n else 0
+        return n + choose([total(g) + total(n - 1 - g) for g in range(n)]) if n else 0
 
     return total(numbers) / numbers
 
 
 @pytest.mark.parametrize("numbers", [1, 2, 3, 7, 50, 64])
 def test_bounds_are_those_of_all_games(numbers):
-    assert random_play(numbers) == pytest.approx(mean_of_uniform_play(numbers))
-    assert bisection(numbers) == pytest.approx(mean_of_the_best_play(numbers))
+    assert random_play(numbers) == pytest.approx(mean_of_all_games(numbers, statistics.mean))
+    assert bisection(numbers) == pytest.approx(mean_of_all_games(numbers, min))

@@ -82,46 +82,45 @@ PAIRS = np.array(list(itertools.product(range(3), repeat=2)))
 STOPS = PAIRS[:, 0] == 2  # token 2 ends the completion: of its continuations the first stands for all
 REWARD = np.array([1.0, -0.5, 0.3, 2.0, 0.0, -1.0, 0.7, 9.0, 9.0])
 KEPT = ~STOPS | (PAIRS[:, 1] == 0)
-PAIRS, STOPS, REWARD = PAIRS[KEPT], STOPS[KEPT], REWARD[KEPT]
-ROW_MASK = np.stack([np.ones(len(PAIRS), bool), ~STOPS], axis=1)
+# (tokens, mask, reward) of all completions: of up to two tokens, and of one token.
+TWO = PAIRS[KEPT], np.stack([np.ones(9, bool), ~STOPS], axis=1)[KEPT], REWARD[KEPT]
+ONE = PAIRS[::3], np.array([[True, False]] * 3), REWARD[:3]
 
 
-def token_logs(params):
-    l = np.log(softmax(params))
-    return np.stack([l[0][PAIRS[:, 0]], l[1 + PAIRS[:, 0], PAIRS[:, 1]]], axis=1)
+def token_logs(params, log_softmax, tokens, stack=np.stack):
+    l = log_softmax(params)
+    return stack([l[0][tokens[:, 0]], l[1 + tokens[:, 0], tokens[:, 1]]], axis=1)
 
 
-def total(params):
-    return np.where(ROW_MASK, token_logs(params), 0).sum(1)
+def numpy_logs(params, rows):
+    return np.where(rows[1], token_logs(params, lambda x: np.log(softmax(x)), rows[0]), 0)
 
 
-def objective(params):
-    return np.sum(np.exp(total(params)) * REWARD)
+def objective(params, rows=TWO):
+    return np.sum(np.exp(numpy_logs(params, rows).sum(1)) * rows[2])
 
 
-def expected_loss(mode, old=PARAMS, explicit=True):
+def expected_loss(mode, old=PARAMS, explicit=True, rows=TWO):
     """θ ↦ Σ_completions π_engine·loss, the weights by `mode` without bounds; None: no weights."""
-    engine = old / HOT
+    engine, (tokens, there, reward) = old / HOT, rows
 
     def function(params):
         dtype = params.dtype
-        l = jax.nn.log_softmax(params)
-        l = jnp.stack([l[0][PAIRS[:, 0]], l[1 + PAIRS[:, 0], PAIRS[:, 1]]], axis=1)
-        hide = lambda x: jnp.asarray(np.where(ROW_MASK, x, np.nan), dtype)
-        w = None
-        if mode is not None:
-            w = sampler_weights(hide(token_logs(old)), hide(token_logs(engine)), ROW_MASK, mode=mode, clip_max=None)
+        l = token_logs(params, jax.nn.log_softmax, tokens, jnp.stack)
+        old_l, engine_l = (jnp.asarray(np.where(there, numpy_logs(x, rows), np.nan), dtype) for x in (old, engine))
+        w = None if mode is None else sampler_weights(old_l, engine_l, there, mode=mode, clip_max=None)
 
         def loss(i):
             row = lambda x: None if x is None else x[i][None]
-            l_old = row(hide(token_logs(old))) if explicit else None
             how = {"loss_type": "dr_grpo", "max_completion_length": 1, "importance_weights": row(w), **NO_CLIP}
             how["importance_sampling_level"] = "trajectory"
-            given = (row(jnp.asarray(REWARD, dtype)), row(jnp.asarray(ROW_MASK)))
-            return grpo_loss(row(jnp.where(ROW_MASK, l, jnp.nan)), l_old, None, *given, **how)[0]
+            given = (row(jnp.asarray(reward, dtype)), row(jnp.asarray(there)))
+            return grpo_loss(row(jnp.where(there, l, jnp.nan)), row(old_l) if explicit else None, None, *given, **how)[
+                0
+            ]
 
-        p = jnp.asarray(np.exp(total(engine)), dtype)
-        return jnp.sum(p * jax.vmap(loss)(jnp.arange(len(PAIRS))))
+        p = jnp.asarray(np.exp(numpy_logs(engine, rows).sum(1)), dtype)
+        return jnp.sum(p * jax.vmap(loss)(jnp.arange(len(tokens))))
 
     return function
 
@@ -133,40 +132,24 @@ ON_POLICY = -complex_gradient(objective, PARAMS)
 @pytest.mark.parametrize(("updates", "explicit"), [(0, True), (0, False), (1, True)])
 def test_with_the_sequence_weights_the_expected_gradient_is_the_on_policy_one(dtype, updates, explicit):
     """Also after further updates, where ratio times weight is the ratio of the policy to the engine."""
-    assert np.exp(total(PARAMS / HOT)).sum() == pytest.approx(1.0)
+    assert np.exp(numpy_logs(PARAMS / HOT, TWO).sum(1)).sum() == pytest.approx(1.0)
     mode, old = [("sequence_mask", PARAMS), ("sequence_truncate", PARAMS[::-1])][updates]
     assert_gradient(expected_loss(mode, old=old, explicit=explicit), PARAMS, ON_POLICY, dtype)
 
 
+def off_by(mode, on_policy, rows=TWO):
+    gradient = np.asarray(jax.grad(expected_loss(mode, rows=rows))(jnp.asarray(PARAMS, jnp.float32)))
+    return np.linalg.norm(gradient - on_policy) / np.linalg.norm(on_policy)
+
+
 def test_without_a_correction_it_is_another_and_by_token_it_is_nearer():
-    gradient = lambda mode: np.asarray(jax.grad(expected_loss(mode))(jnp.asarray(PARAMS, jnp.float32)))
-    off = {
-        mode: np.linalg.norm(gradient(mode) - ON_POLICY) / np.linalg.norm(ON_POLICY) for mode in (None, "token_mask")
-    }
+    off = {mode: off_by(mode, ON_POLICY) for mode in (None, "token_mask")}
     assert off[None] > 0.1
     assert 1e-2 < off["token_mask"] < off[None], "token weights leave out the tokens before: near, and not exact"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_for_completions_of_one_token_the_token_weights_are_exact(dtype):
-    theta, reward = PARAMS[3], np.array([1.0, -0.5, 2.0])
-    engine = np.log(softmax(theta / HOT))
-    old = np.log(softmax(theta))
-
-    def function(theta, mode="token_truncate"):
-        l = jax.nn.log_softmax(theta)[:, None]
-        column = lambda x: jnp.asarray(x, theta.dtype)[:, None]
-        mask = jnp.ones((3, 1))
-        w = None if mode is None else sampler_weights(column(old), column(engine), mask, mode=mode, clip_max=1e3)
-
-        def loss(i):
-            how = {"importance_weights": None if w is None else w[i][None], "loss_type": "dr_grpo"}
-            given = (jnp.asarray(reward)[i][None], mask[i][None])
-            return grpo_loss(l[i][None], None, None, *given, **how, max_completion_length=1)[0]
-
-        return jnp.sum(jnp.asarray(np.exp(engine), theta.dtype) * jax.vmap(loss)(jnp.arange(3)))
-
-    expected = -complex_gradient(lambda x: np.sum(softmax(x) * reward), theta)
-    assert_gradient(function, theta, expected, dtype)
-    plain = jax.grad(lambda x: function(x, None))(jnp.asarray(theta, jnp.float32))
-    assert np.abs(np.asarray(plain) - expected).max() > 1e-2
+    expected = -complex_gradient(lambda params: objective(params, ONE), PARAMS)
+    assert_gradient(expected_loss("token_truncate", explicit=False, rows=ONE), PARAMS, expected, dtype)
+    assert off_by(None, expected, ONE) > 1e-2

@@ -20,7 +20,6 @@ from grpo_jax.maths.surrogates import LOSS_TYPES
 pytestmark = pytest.mark.quick
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "distillation.npz")
-WEIGHTS = {"forward_kl": 0.0, "jsd": 0.3, "reverse_kl": 1.0}
 
 # One state, five tokens, the policy as softmax(θ); closed forms worked out by hand in NumPy.
 THETA = np.array([0.3, -0.8, 0.5, 0.1, -0.2])
@@ -174,7 +173,7 @@ COMPARED = GOLDEN["mask"] & GOLDEN["taught"][:, None]
 
 
 @pytest.mark.parametrize("trainer", ["gkd", "distillation", "sdpo"])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_whole_distributions_as_in_trl(trainer, kind):
     """SDPO's mean is over all completions, of which it compares some; the other two's over tokens."""
     mask, loss_type = (COMPARED, "grpo") if trainer == "sdpo" else (GOLDEN["mask"], "dapo")
@@ -186,7 +185,7 @@ def test_whole_distributions_as_in_trl(trainer, kind):
     assert_golden(f"{trainer}_{kind}", of)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_k_tokens_and_the_rest_as_in_trl(kind):
     """There the k tokens are the policy's most probable."""
     ids = jax.lax.top_k(jnp.asarray(GOLDEN["logits"]), 4)[1]

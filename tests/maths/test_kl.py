@@ -1,13 +1,11 @@
-"""KL estimators: values and derivatives by hand, extremes, and every transformation."""
+"""KL estimators: values and derivatives by hand, and extremes."""
 
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from precision import x64
 
 from grpo_jax.maths.kl import kl_divergence
@@ -81,19 +79,6 @@ def test_half_precision_is_computed_in_float32(dtype):
     value = kl_divergence(l, ref)
     assert value.dtype == jnp.float32
     np.testing.assert_array_equal(value, kl_divergence(l.astype(jnp.float32), ref.astype(jnp.float32)))
-
-
-class VariantsTest(chex.TestCase, parameterized.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    @parameterized.parameters("k1", "k2", "k3")
-    def test_every_transformation_gives_the_same(self, estimator):
-        l, ref = jnp.log(jnp.array([[0.5, 0.1], [0.9, 0.3]])), jnp.log(jnp.array([[0.25, 0.2], [0.9, 0.6]]))
-        value = self.variant(lambda l, ref: kl_divergence(l, ref, estimator=estimator))(l, ref)
-        d = np.log([[2.0, 0.5], [1.0, 0.5]])
-        expected = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator]
-        chex.assert_shape(value, (2, 2))
-        chex.assert_type(value, jnp.float32)
-        np.testing.assert_allclose(value, expected, atol=1e-6)
 
 
 def test_the_result_has_the_precision_of_the_policy():

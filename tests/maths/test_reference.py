@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from precision import x64
 
 from grpo_jax.maths.reference import mixup, sync_reference
@@ -85,13 +84,3 @@ def test_schedule_is_traced_once_for_all_steps():
 def test_between_syncs_params_are_not_looked_at():
     ref = sync_reference({"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}, 1, every=2, alpha=0.5)
     np.testing.assert_array_equal(ref["w"], 1.0)
-
-
-class VariantsTest(chex.TestCase, parameterized.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    @parameterized.parameters((4, True), (5, False))
-    def test_sync_reference(self, step, due):
-        sync = self.variant(lambda ref, new, step, alpha: sync_reference(ref, new, step, every=2, alpha=alpha))
-        synced = sync(REF, NEW, jnp.asarray(step), jnp.float32(0.25))
-        chex.assert_trees_all_equal_shapes_and_dtypes(synced, REF)
-        chex.assert_trees_all_close(synced, mixup(REF, NEW, 0.25) if due else REF, rtol=1e-7)

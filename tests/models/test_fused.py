@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_platform import H100, T4, TPU
+from test_scoring import PROMPTS, completions
 from tiny import tiny_model
 
-from grpo_jax import Completions, completion_log_probs, make_prompts
+from grpo_jax import completion_log_probs
 from grpo_jax.devices.sharding import constrained_sharding, make_mesh
 from grpo_jax.models import fused
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
@@ -66,9 +68,10 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sink
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 4])
-def test_packed_sequences(kind, window):
-    """Segments of several prompts, and padding between and behind them."""
+@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, fused.LEAST_PART)])
+def test_packed_sequences(kind, window, least_part, monkeypatch):
+    """Segments of several prompts, and padding between and behind them; also where programs share the queries."""
+    monkeypatch.setattr(fused, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     sequence = pack(np.ones(mask.shape, int), mask, size=size, block=4)[0]
@@ -89,22 +92,6 @@ def test_packed_sequences(kind, window):
     assert_same(ours, plain, given)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tiles"])
-def test_several_programs_share_the_queries_that_see_a_prompt(kind, monkeypatch):
-    """All completions of a group see each key of their prompt: one program would go through all of their tiles."""
-    shared, plain = [], fused._call
-
-    def seen(body, *args, **how):
-        shared.append((how.get("first", 0), how.get("count"), how.get("parts", 1)))
-        return plain(body, *args, **how)
-
-    monkeypatch.setattr(fused, "_call", seen)
-    monkeypatch.setattr(fused, "LEAST_PART", 2)
-    test_packed_sequences(kind, None)
-    # 96 rows of queries are six tiles; 14 keys of two prompts, and 48 of their completions, are one tile and three.
-    assert {(0, 1, 3), (1, 3, 1)} < set(shared)
-
-
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
 def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
     """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
@@ -123,14 +110,11 @@ RICH = {"windows": (3, 20), "attention_soft_cap": 5.0, "remat": True, "qk_norm":
 def test_log_probs_and_gradients_of_a_model(kind):
     model, params = tiny_model(**RICH)
     fused = Transformer(dataclasses.replace(model.config, attention=kind))
-    tokens = np.random.default_rng(0).integers(0, 24, (3, 4, 6))
-    mask = np.broadcast_to(np.arange(6) < np.array([[6], [2], [5], [1]]), tokens.shape)
-    rows = Completions(tokens, mask, np.zeros(tokens.shape), np.ones((3, 4), bool))
-    prompts = make_prompts([[3, 4, 5], [6], [7, 8]])
+    rows = completions()
 
     @functools.partial(jax.jit, static_argnums=0)
     def of(model, params):
-        return jax.value_and_grad(lambda params: completion_log_probs(model, params, prompts, rows).sum() / 100)(params)
+        return jax.value_and_grad(lambda params: completion_log_probs(model, params, PROMPTS, rows).sum() / 100)(params)
 
     (value, grads), (expected, reference) = of(fused, params), of(model, params)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
@@ -162,20 +146,14 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
     assert "__gpu$xla.gpu.triton" in text
 
 
-class Device:
-    def __init__(self, platform, **capability):
-        vars(self).update(platform=platform, **capability)
-
-
 @pytest.mark.quick
 def test_the_devices_choose_the_implementation():
     """An H100 has the kernel's instructions and a T4 has not."""
-    h100, t4, tpu = Device("gpu", compute_capability="9.0"), Device("gpu", compute_capability="7.5"), Device("tpu")
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
-    assert [implementation("auto", [device]) for device in (h100, t4, tpu)] == ["triton", "tiles", "tiles"]
-    assert implementation("auto", [h100, h100]) == "triton"
+    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "tiles"]
+    assert implementation("auto", [H100, H100]) == "triton"
     assert implementation("auto", jax.devices("cpu")) == "einsum"
-    assert implementation("tiles", [h100]) == "tiles"
+    assert implementation("tiles", [H100]) == "tiles"
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}])

@@ -12,7 +12,8 @@ from flax.traverse_util import flatten_dict
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup
-from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters
+from grpo_jax.types import as_argument
 from grpo_jax.update.state import create_state, finish_update
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
@@ -55,20 +56,13 @@ def lora_policy(kind="plain", **options):
     return policy.replace(params=jax.tree_util.tree_map_with_path(filled, policy.params))
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def plain_logits(model, params):
-    return model.apply({"params": params}, TOKENS)
-
-
 @jax.jit
-def lora_logits(model, params, rngs):
+def apply(model, params, rngs):
     return model.apply({"params": params}, TOKENS, rngs=rngs)
 
 
 def logits(policy, rngs=None):
-    if isinstance(policy.model, LoraModel):
-        return lora_logits(policy.model, policy.params, rngs)
-    return plain_logits(policy.model, policy.params)
+    return apply(as_argument(policy.model), policy.params, rngs)
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.packing import BLOCK, best_shape, pack, pack_best, padding_share, sequence_shapes, sequence_size
+from grpo_jax.models.packing import best_shape, pack, pack_best, padding_share, sequence_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -78,22 +78,11 @@ def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
         pack(tokens, mask, size=44, block=8)
 
 
-def test_a_sequence_is_of_whole_blocks_and_holds_the_longest_completion():
-    given = [(1, 1), (64, 64), (65, 10), (100, 300)]
-    assert [sequence_size(tokens, longest) for tokens, longest in given] == [64, 64, 128, 320]
-
-
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
 def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
-    tokens, mask = np.ones((3, 4, t), int), np.ones((3, 4, t), bool)
-    for sequence in pack(tokens, mask, size=size):
+    for sequence in pack(np.ones((3, 4, t), int), np.ones((3, 4, t), bool), size=size):
         assert sequence.segments.prompt.shape == (1, size // expected)
         assert sequence.segments.reach == t // expected - 1
-        assert (sequence.starts % expected == 0).all()
-    mask[1, 2, -1] = False
-    for sequence in pack(tokens, mask, size=size):
-        assert sequence.segments.prompt.shape == (1, size // BLOCK)
-        assert sequence.segments.reach == min(t // BLOCK, size // BLOCK - 1)
 
 
 @pytest.mark.parametrize("longest", [None, 20])
@@ -121,37 +110,6 @@ def test_each_device_has_the_completions_of_its_own_prompts(longest):
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
         assert there.sum() == sequence.lengths.sum()
-
-
-def prompts_of(sequences, group):
-    """Numbers of the prompts that each sequence has completions of."""
-    return [sorted({int(i) // group for i in x.completions[x.lengths > 0]}) for x in sequences]
-
-
-def test_neighbours_have_sequences_of_their_own():
-    """Prompts of one token each would all be in one sequence; two by two they are in three."""
-    mask = np.arange(4) < np.ones((6, 2, 1), int)
-    tokens = np.arange(48).reshape(6, 2, 4)
-    assert prompts_of(pack(tokens, mask, size=64, block=4), 2) == [[0, 1, 2, 3, 4, 5]]
-    sequences = pack(tokens, mask, size=64, block=4, neighbours=2)
-    assert prompts_of(sequences, 2) == [[0, 1], [2, 3], [4, 5]]
-    assert [x.tokens[0, :2].tolist() for x in sequences] == [[0, 4], [16, 20], [32, 36]], "their own tokens"
-    on_two = pack(tokens, mask, size=64, block=4, devices=2, neighbours=2)
-    assert prompts_of(on_two, 2) == [[0, 1], [2]], "each device counts its own three prompts"
-
-
-def halves(tokens, t, *, batch_tokens):
-    first, *others = sequence_shapes(tokens, t, fused=False, batch_tokens=batch_tokens)
-    return [shape for shape in others if 2 * shape.size <= first.size]
-
-
-def test_only_batches_of_few_long_sequences_are_packed_in_halves():
-    ((size, block, longest, whole),) = halves(512, 64, batch_tokens=8 * 512)
-    assert (size, block, longest, whole) == (256, BLOCK // 2, 64, False)
-    assert not halves(512, 64, batch_tokens=8 * 512 + 1), "one of many sequences is little"
-    assert not halves(448, 64, batch_tokens=448), "half of it would be less than 256 tokens"
-    assert not halves(512, 257, batch_tokens=512), "half of it cannot hold a completion"
-    assert halves(512, 256, batch_tokens=512)
 
 
 @pytest.mark.parametrize(

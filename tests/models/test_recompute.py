@@ -37,26 +37,21 @@ def test_recomputed_layers_hold_the_activations_of_one():
     chex.assert_trees_all_close(kept(params), again(params), rtol=1e-4, atol=1e-7)
 
 
-def trees(x):
-    weights = {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "numbers": jnp.arange(3)}
-    return weights, x, {"bias": jnp.ones(3), "at": jnp.array([2, 0, 1]), "none": None}
-
-
-def function(weights, x, beside):
-    y = jnp.tanh(x @ weights["w"] + beside["bias"][None])[:, beside["at"]] * weights["numbers"][None]
-    return y, {"sum": jnp.sin(y).sum(), "at": beside["at"]}
+def function(weights, x, others):
+    y = jnp.tanh(x @ weights["w"] + others["bias"][None])[:, others["at"]] * weights["numbers"][None]
+    return y, {"sum": jnp.sin(y).sum(), "at": others["at"]}
 
 
 def test_gradients_are_those_of_the_function_whatever_is_among_its_arguments():
     def loss(apply):
-        def of(weights, x, bias):
-            y, other = apply({**trees(x)[0], "w": weights}, x, {**trees(x)[2], "bias": bias})
-            return (y**2).sum() + other["sum"]
+        def of(w, x, bias):
+            others = {"bias": bias, "at": jnp.array([2, 0, 1]), "none": None}
+            y, found = apply({"w": w, "numbers": jnp.arange(3)}, x, others)
+            return (y**2).sum() + found["sum"]
 
         return of
 
-    x = jax.random.normal(jax.random.key(0), (4, 2))
-    arguments = trees(x)[0]["w"], x, trees(x)[2]["bias"]
+    arguments = jnp.linspace(-1, 1, 6).reshape(2, 3), jax.random.normal(jax.random.key(0), (4, 2)), jnp.ones(3)
     for argnums in ((0, 1, 2), (1,), (0,)):
         plain = jax.jit(jax.value_and_grad(loss(function), argnums))(*arguments)
         again = jax.jit(jax.value_and_grad(loss(recomputed(function)), argnums))(*arguments)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_platform import H100
 
 from grpo_jax import GRPOConfig
 from grpo_jax.devices.platform import has_wide_sums
@@ -92,21 +93,11 @@ def operands(text):
     return found
 
 
-def takes_bfloat16():
-    """Whether this machine's XLA multiplies bfloat16 as it is, where all that `wide_sums` asks for is given.
-
-    An older one does so for some forms, and is not asked to.
-    """
-    if not has_wide_sums():
-        return False
-    x = jnp.ones((64, 64), BF16)
-    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
-    return operands(text) == [{"bf16"}]
-
-
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
     """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
-    if not takes_bfloat16():
+    x = jnp.ones((64, 64), BF16)
+    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
+    if not has_wide_sums() or operands(text) != [{"bf16"}]:
         pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
     tokens, params = np.zeros((2, 16), np.int32), abstract_params(SHAPE)
     counts = []
@@ -127,11 +118,7 @@ def test_cpus_ask_for_them_and_others_do_not():
     assert SHAPE.asks_for_wide_sums == has_wide_sums()
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
     assert not dataclasses.replace(SHAPE, wide_sums=True, mesh=mesh).asks_for_wide_sums
-
-    class Gpu:
-        platform, compute_capability = "gpu", "9.0"
-
-    assert not has_wide_sums([Gpu()])
+    assert not has_wide_sums([H100])
 
 
 @pytest.mark.quick

@@ -45,15 +45,6 @@ class Frame:
         return {"prompt": ["a", "b"]}[name]
 
 
-class NotCallable:
-    def __repr__(self):
-        return "<judge>"
-
-
-def message(**content):
-    return [{"prompt": [content]}]
-
-
 def with_template():
     tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<eos>")
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -93,34 +84,28 @@ BAD = [
     (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "rename or add one (2 more of the 3 rows have faults)"),
     (dict(dataset=[*ROWS, {"prompt": "a"}]),
         "row 2 differs from row 0 in its columns (missing: ['answer'], only here"),
-    (dict(dataset=[{"prompt": "a"}, ROWS[0]]), "only here: ['answer']): give every row the same columns, None where"),
     (dict(dataset=[{"prompt": "a", 3: "b"}]), "row 0 has a column 3: names of columns are text"),
     (dict(dataset=[{"prompt": "a", "completions": "b"}]),
         "dataset has a column 'completions', which the trainer itself"),
     (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
         r"2 of 3 rows of the dataset have no single one in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
-    (dict(eval_dataset=[ROWS[0]], dataset=[{"prompt": "a", "answer": 3}], reward_fns=number_reward()),
-        "1 of 1 rows of eval_dataset have no single one in the column 'answer': row 0 has 'x'"),
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
-    (dict(dataset=[{"prompt": MESSAGES[0]}]), "has the 'prompt' {'role': 'user', 'content': 'a'}, of type dict: give"),
     (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no token at all: check that the"),
     (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as its 'prompt': give at least one message"),
     (dict(dataset=[{"prompt": ["a"]}]), f"dataset row 0 has 'a' as message 0 of its 'prompt': {A_MESSAGE}"),
-    (dict(dataset=message(content="a")), f"row 0 has {{'content': 'a'}} as message 0 of its 'prompt': {A_MESSAGE}"),
-    (dict(dataset=message(role=None, content="a")),
+    (dict(dataset=[{"prompt": [{"role": None, "content": "a"}]}]),
         "as message 0 of its 'prompt': its 'role' is text, such as \"user\""),
-    (dict(dataset=message(role="user", content=None)), "its 'content' is text, or a list of parts"),
+    (dict(dataset=[{"prompt": [{"role": "user", "content": None}]}]), "its 'content' is text, or a list of parts"),
     (dict(dataset=[{"prompt": "a"}, {"prompt": MESSAGES}]), "row 1 and row 0 differ in kind, one prompt is text and"),
     (dict(dataset=[{"prompt": MESSAGES}]), "but the tokenizer has no chat template: set tokenizer.chat_template, use"),
     (dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
         "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); they are"),
     (dict(max_prompt_length=2),
         "max_prompt_length is 2, but 1 of 2 prompts are longer; the longest, of dataset row 1,"),
-    (dict(max_prompt_length=1, on_long_prompt="drop"), "max_prompt_length is 1, but 2 of 2 prompts are longer"),
     (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs has 'tokenize', which encode_prompts sets"),
     (dict(reward_fns=None), "reward_fns is None: give a function, or a list of functions"),
     (dict(reward_fns=[]), "reward_fns is empty: give at least one reward function"),
-    (dict(reward_fns=[right, NotCallable()]), "reward_fns holds <judge>, which cannot be called: give functions"),
+    (dict(reward_fns=[right, 3]), "reward_fns holds 3, which cannot be called: give functions"),
     (dict(reward_fns=lambda completions, anwser: 0), f"is no column of the dataset {GIVEN}; did you mean 'answer'?"),
     (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments: they are given by keyword"),
     (dict(reward_fns=lambda of="answer": 0), "if it makes a reward function, call it first: lambda(...)"),
@@ -144,7 +129,6 @@ BAD = [
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
         "needs the argument 'answer', which is no column of eval_dataset (columns: no"),
-    (dict(eval_dataset=[{"prompt": "", "answer": ""}]), "eval_dataset row 0: the tokenizer encodes the prompt ''"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
         "per_device_eval_batch_size = 8: does not hold whole groups of 3"),
     (dict(dataset=[{"prompt": "ab" * 150}]), "no value helps, the prompts fill them"),
@@ -155,8 +139,6 @@ FILES = [
     ('{"prompt": "a"}\n\n{"prompt": "b"\n',
         "line 3 of '{}' is not JSON (Expecting ',' delimiter at column 15): a JSONL"),
     (json.dumps(ROWS), "'{}' holds a JSON list: write one object on each line, or give json.load of the file"),
-    (json.dumps(ROWS, indent=1),
-        "line 1 of '{}' is not JSON (Expecting value at column 2): a JSONL file has one object"),
     ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
     (b"PAR1\xff\xfe", "line 1 of '{}' is no text in UTF-8 (byte 4 of it is 0xff): write the file in UTF-8"),
 ]  # fmt: skip
@@ -167,10 +149,6 @@ def refusal(**given):
     with pytest.raises((ValueError, OSError)) as caught:
         door(**given)
     return str(caught.value)
-
-
-def test_what_is_right_passes():
-    assert door().reward_fns == [short]
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])

@@ -1,5 +1,6 @@
 """Checkpoints: everything comes back as it was, the newest whole one, and nothing is written where nothing shall be."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -163,36 +164,20 @@ def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
 
 @pytest.mark.quick
 def test_when_a_save_is_due(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
+    """By steps, by minutes, and by default every five minutes, or less often if a save is slow."""
     due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings), {"total_steps": 7}).due(step)
     assert [step for step in range(1, 8) if due(step, save_steps=3)] == [3, 6, 7]
     assert [step for step in range(1, 8) if due(step, save_steps=None)] == [7]
-    with Checkpoints(tmp_path, GRPOConfig(save_steps=None, save_minutes=2)) as checkpoints:
-        for seconds, wanted in ((119, False), (2, True)):
-            clock[0] += seconds
-            assert checkpoints.due(1) is wanted
-        checkpoints.save(state_at(1), Progress(step=1), None)
-        assert not checkpoints.due(2), "counted from the last save"
-
-
-@pytest.mark.quick
-def test_by_default_a_save_is_due_every_five_minutes_or_less_often_if_it_is_slow(tmp_path, monkeypatch):
     clock = [100.0]
-
-    def due_after(seconds):
-        before, clock[0] = clock[0], clock[0] + seconds
-        due = checkpoints.due(1)
-        clock[0] = before
-        return due
-
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: clock[0])
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        assert [due_after(seconds) for seconds in (299, 301)] == [False, True]
-        with monkeypatch.context() as patch:
-            patch.setattr(Checkpoints, "wait", lambda self: clock.__setitem__(0, clock[0] + 60))  # the save takes 60 s
-            checkpoints.save(state_at(1), Progress(step=1), None)
-        assert [due_after(seconds) for seconds in (301, 1199, 1201)] == [False, False, True]
+    monkeypatch.setattr(Checkpoints, "wait", lambda self: clock.__setitem__(0, clock[0] + 60))  # a save takes 60 s
+    for settings, first in (({"save_steps": None, "save_minutes": 2}, 120), ({}, 300)):
+        with Checkpoints(tmp_path / str(first), GRPOConfig(**settings)) as checkpoints:
+            for pause in (first, 20 * 60):
+                for seconds, is_due in ((pause - 1, False), (2, True)):
+                    clock[0] += seconds
+                    assert checkpoints.due(1) is is_due
+                checkpoints.save(state_at(1), Progress(step=1), None)
 
 
 def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
@@ -293,22 +278,26 @@ def test_without_a_checkpoint_that_can_be_read_the_directory_is_named(tmp_path):
     assert names_in(tmp_path) == ["2", "4"], "nothing is moved"
 
 
-def test_resume_modes(tmp_path):
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        assert checkpoints.restore(state_at(0), "never")[1] is None
-        with pytest.raises(ValueError, match=r'holds no checkpoint to go on from \(resume="must"\)'):
-            checkpoints.restore(state_at(0), "must")
-    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        assert checkpoints.restore(state_at(0), "auto")[1] is None
-        with pytest.raises(ValueError, match=r'holds a run \(resume="never"\): give this one a directory of its own'):
-            checkpoints.restore(state_at(0), "never")
-    (tmp_path / "metrics.jsonl").unlink()
-    write(tmp_path, 2)
-    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
-        assert checkpoints.restore(state_at(0), "must")[1].step == 2
-        with pytest.raises(ValueError, match="holds a run"):
-            checkpoints.restore(state_at(0), "never")
+@pytest.mark.parametrize(
+    ("holds", "resume", "found"),
+    [
+        ("nothing", "never", None),
+        ("nothing", "must", r'holds no checkpoint to go on from \(resume="must"\)'),
+        ("metrics", "auto", None),  # of a run that was killed before its first checkpoint
+        ("metrics", "never", r'holds a run \(resume="never"\): give this one a directory of its own'),
+        ("a checkpoint", "must", 2),
+        ("a checkpoint", "never", "holds a run"),
+    ],
+)
+def test_resume_modes(holds, resume, found, tmp_path):
+    if holds == "metrics":
+        (tmp_path / "metrics.jsonl").touch()
+    if holds == "a checkpoint":
+        write(tmp_path, 2)
+    refused = pytest.raises(ValueError, match=found) if isinstance(found, str) else contextlib.nullcontext()
+    with Checkpoints(tmp_path, GRPOConfig()) as checkpoints, refused:
+        progress = checkpoints.restore(state_at(0), resume)[1]
+        assert (progress and progress.step) == found
 
 
 @pytest.mark.quick

@@ -6,17 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from grpo_jax.run import kept_programs
 from grpo_jax.run.kept_programs import keep_programs, user_cache
 
 COMPILE = """
-import json, sys
+import json
 import jax
-if len(sys.argv) > 1:
-    jax.config.update(*json.loads(sys.argv[1]))
 from grpo_jax.run.kept_programs import keep_programs
 
 counts = {"compile_requests_use_cache": 0, "cache_hits": 0}
@@ -29,19 +26,18 @@ def listen(event, **about):
 jax.monitoring.register_event_listener(listen)
 jax.numpy.ones(3).block_until_ready()  # what compiles before is not kept, and does no harm
 directory = keep_programs()
+assert directory == keep_programs(), "called again, it is the same"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.ones((7, 7))).block_until_ready()
 print(json.dumps([str(directory), jax.config.jax_compilation_cache_max_size, counts["cache_hits"]]))
 """
 
 
-def compile_in(cache, *arguments, **environment):
+def compile_in(cache):
     """(directory, bound, programs found) of a process that compiles, with that cache of the user."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
-    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2]), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *arguments], env=env, capture_output=True, text=True, check=True
-    )
+    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout), done.stderr
 
 
@@ -62,44 +58,19 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
     assert "Error" not in said
 
 
-@pytest.fixture
-def untold(monkeypatch, tmp_path):
-    """A process that has said nothing of a directory; afterwards JAX is told what it was told before."""
-    names = ("dir", "max_size")
-    before = {name: getattr(jax.config, f"jax_compilation_cache_{name}") for name in names}
-    least = jax.config.jax_persistent_cache_min_compile_time_secs
+@pytest.mark.parametrize("case", ["several processes", "environment", "disabled", "own directory", "unwritable"])
+def test_settings_of_jax_an_unwritable_directory_and_several_processes_keep_nothing(case, monkeypatch, tmp_path):
+    settings = {
+        "jax_compilation_cache_dir": "own" if case == "own directory" else None,
+        "jax_enable_compilation_cache": case != "disabled",
+    }
+    monkeypatch.setattr(kept_programs, "_setting", settings.get)
+    monkeypatch.setattr(kept_programs.jax, "process_count", lambda: 1 + (case == "several processes"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield tmp_path
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
-    for name, value in before.items():
-        jax.config.update(f"jax_compilation_cache_{name}", value)
-
-
-def test_settings_of_jax_an_unwritable_directory_and_several_processes_keep_nothing(untold, monkeypatch):
-    def nothing_is_kept(directory=None):
-        return keep_programs() is None and jax.config.jax_compilation_cache_dir == directory
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "process_count", lambda: 2)
-        assert nothing_is_kept()
-        patch.undo()
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", "")
-        assert nothing_is_kept()
-    jax.config.update("jax_enable_compilation_cache", False)
-    assert nothing_is_kept()
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(untold / "own"))
-    assert nothing_is_kept(str(untold / "own"))
-    jax.config.update("jax_compilation_cache_dir", None)
-    (untold / "grpo_jax").write_text("a file")
-    assert nothing_is_kept()
-    (untold / "grpo_jax").unlink()
-    found = keep_programs()
-    assert found is not None
-    assert found.is_dir()
-    assert keep_programs() == found, "called again, it is the same"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR" if case == "environment" else "XDG_CACHE_HOME", str(tmp_path))
+    if case == "unwritable":
+        (tmp_path / "grpo_jax").write_text("a file")
+    assert keep_programs() is None
 
 
 @pytest.mark.quick

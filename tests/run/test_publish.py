@@ -34,8 +34,8 @@ def same(a: Params, b: Params) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
 
 
-def opened(config, run_dir, policy=None):
-    publisher = Publisher(config, policy or tiny_policy(), run_dir)
+def opened(config, run_dir):
+    publisher = Publisher(config, tiny_policy(), run_dir)
     publisher.open()
     return publisher
 

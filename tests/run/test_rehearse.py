@@ -1,5 +1,6 @@
 """A dry run touches everything once, says what it found, and leaves no trace."""
 
+import dataclasses
 import importlib
 import os
 from unittest import mock
@@ -8,26 +9,17 @@ import chex
 import jax
 import numpy as np
 import pytest
-from test_not_finite import UPDATER, batch, state_of
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
-from grpo_jax.devices.sharding import lower_call
-from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.rehearse import DryRun, _of_the_group
 from grpo_jax.update import prompts as prompts_module
-from grpo_jax.update.programs import update_calls
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 SMALL = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "learning_rate": 3e-3,
     "lr_scheduler_type": "constant", "logging_steps": 1, "gradient_checkpointing": False, "seed": 0,
 }  # fmt: skip
-
-
-def lengths(completions):
-    return [float(len(text)) for text in completions]
 
 
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
@@ -45,7 +37,7 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
 
     def reward(completions):
         seen.append(len(completions))
-        return lengths(completions)
+        return [float(len(text)) for text in completions]
 
     monkeypatch.chdir(tmp_path)
     report = rehearse(policy, ROWS, reward, config)
@@ -122,6 +114,7 @@ def test_all_of_an_update_is_tried_whatever_the_rewards_are(monkeypatch):
     assert back.call_count
 
 
+@pytest.mark.quick
 def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
@@ -149,14 +142,7 @@ def test_numbers_that_look_wrong(monkeypatch):
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
         "and without a cache",
     ]
-
-
-@pytest.mark.quick
-def test_memory_of_a_model_without_a_cache():
-    state = state_of()
-    update = lower_call(update_calls(UPDATER, state, batch()).update)
-    assert update.compile().memory_analysis().argument_size_in_bytes > sum(
-        x.nbytes for x in jax.tree.leaves(state.params)
-    )
-    sizes = {"num_generations": 2, "max_completion_length": 4}
-    assert decode_call(UPDATER.model, state.params, 2, 3, **sizes, settings=DecodeSettings()) is None
+    engine = dataclasses.replace(seen["run"], sampler=print)
+    experience.metrics["sampler/importance_weight_mean"] = 0.2
+    *_, last = _of_the_group(engine, experience, metrics)
+    assert last.startswith("the mean importance weight of the sampler's completions is 0.2")

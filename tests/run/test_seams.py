@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_collect import POLICY, ROWS, SMALL
+from test_collect import length_reward as length
 from test_packed import OPTIMIZER, G, T, batch
 from test_updater import Bare
-from tiny import scored, tiny_model, tiny_policy
+from tiny import scored, tiny_model
 
 from grpo_jax import Completions, GRPOConfig, compute_advantages, train
 from grpo_jax.devices.sharding import make_mesh
@@ -20,15 +22,7 @@ from grpo_jax.run.run import Arguments
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
 
-# A quarter of the bytes end a turn, so that rows of a group differ in length.
-POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
-ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-SETTINGS = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 2}
-CONFIG = GRPOConfig(**SETTINGS, learning_rate=1e-2, gradient_checkpointing=False, shuffle_dataset=False)
-
-
-def length(completion_ids):
-    return [float(len(ids)) for ids in completion_ids]
+CONFIG = GRPOConfig(**SMALL | {"max_steps": 2}, learning_rate=1e-2, gradient_checkpointing=False, shuffle_dataset=False)
 
 
 def group_advantages(rewards, mask, *, weights, config):
@@ -118,18 +112,6 @@ def test_turns_are_counted_by_their_ends_and_not_by_gaps():
         assert row.max() + 1 == len(own)
 
 
-def wrong_shape(rewards, mask):
-    return rewards
-
-
-def mistyped(rewards, mask, lenghts):
-    return rewards[..., 0]
-
-
-def failing(rewards, mask):
-    return rewards[..., 0] * mask
-
-
 @dataclasses.dataclass
 class Unhashable:
     scale: float = 1.0
@@ -140,12 +122,14 @@ class Unhashable:
 
 UNFIT = [
     ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
-    ({"advantage_fn": wrong_shape},
-        r"advantage_fn 'wrong_shape' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
+    ({"advantage_fn": lambda rewards, mask: rewards},
+        r"advantage_fn 'lambda' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
         r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
     ({"advantage_fn": lambda rewards, mask: mask.astype(int)}, r"returns int32 \(5, 4, 8\)"),
-    ({"advantage_fn": mistyped}, "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
-    ({"advantage_fn": failing}, r"advantage_fn 'failing' fails on rewards .* \(5, 4, 8\): \w+Error: "),
+    ({"advantage_fn": lambda rewards, mask, lenghts: 0},
+        "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
+    ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
+        r"advantage_fn 'lambda' fails on rewards .* \(5, 4, 8\): \w+Error: "),
     ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
     ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
     ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),

@@ -4,11 +4,10 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_policy
+from test_collect import POLICY  # a quarter of the bytes end a turn: most completions have several
 
 from grpo_jax import GRPOConfig, evaluate, rehearse, train
 from grpo_jax.models.scoring import score_completions
-from grpo_jax.rollout.episodes import EnvironmentFault
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
@@ -16,8 +15,6 @@ from grpo_jax.run.run import Arguments
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.watch.writer import read_lines
 
-# A quarter of the bytes end a turn, so that most completions have several.
-POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
 SMALL = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40,
@@ -147,31 +144,6 @@ def test_evaluation_and_rehearsal_play_too():
     assert report.metrics["turns/mean"] > 0
 
 
-class Breaks(Game):
-    """The second row cannot begin, and an answer to the first one fails."""
-
-    def reset(self, target, **row):
-        if target == 1:
-            raise OSError("no such level")
-        super().reset(target)
-
-    def respond(self, text):
-        if self.target == 0 and len(self.heard) == 1:
-            raise ZeroDivisionError("half a point")
-        return super().respond(text)
-
-    def get_reward(self):
-        return super().get_reward() if hasattr(self, "heard") else None
-
-
-def test_what_environments_break_ends_their_episodes_or_the_run():
-    with pytest.raises(EnvironmentFault, match=r"Breaks: reset raised OSError: no such level, for row 1 of the data"):
-        experience_of(Breaks, shuffle_dataset=False)
-    *_, experience = experience_of(Breaks, shuffle_dataset=False, on_environment_error="end")
-    assert experience.metrics["environment/errors"] > 4
-    assert experience.metrics["rewards/Breaks/missing"] == 0.5
-
-
 @pytest.mark.quick
 def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     class Plain:
@@ -193,17 +165,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
-class Opens(Game):
-    """Adds to the prompt as well; a reward as NumPy has it."""
-
-    def reset(self, target, **row):
-        super().reset(target)
-        return " so" * (1 + target)
-
-    def get_reward(self):
-        return np.float32(super().get_reward())
-
-
 def test_a_rollout_ahead_waits_without_its_environments():
     """What is played one iteration ahead is what would be played in its place."""
     given = []
@@ -212,12 +173,12 @@ def test_a_rollout_ahead_waits_without_its_environments():
         given.append("environments" in more)
         return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
 
-    found, state, alone = experience_of(Opens, fns=[told], shuffle_dataset=False, cursor=2)
+    found, state, alone = experience_of(fns=[told], shuffle_dataset=False, cursor=2)
     first = collect(found, state, 0, count=2, look_ahead=True)
     second = collect(found, state, 2, count=2, ahead=first.ahead)
-    experience_of(Opens, fns=[told], shuffle_dataset=False, rollout_ahead=True)
+    experience_of(fns=[told], shuffle_dataset=False, rollout_ahead=True)
     assert given == [True, True, False, False], "not in the first iteration of such a run either"
     assert second.rows == alone.rows
-    names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Opens/mean", "num_tokens"]
+    names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Game/mean", "num_tokens"]
     assert {name: alone.metrics[name] for name in names} == {name: second.metrics[name] for name in names}
     assert second.metrics["turns/mean"] > 1

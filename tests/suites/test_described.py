@@ -29,7 +29,7 @@ def made(name, *, size=2, seed=0):
     return Suite(rows=rows, reward_fns=[answers, judge], reward_weights=[1.0, 0.25], tools=[sorted])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setitem(SUITES, "made", made)
 
@@ -39,7 +39,6 @@ def written(tmp_path, text):
     return tmp_path / "run.yaml"
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_what_a_run_does_not_say_is_the_suites(tmp_path):
     """What a RUN.yaml does not say of rewards, weights, tools and environments is the suite's; no suite is imported
     unless it is asked for.
@@ -53,7 +52,6 @@ def test_what_a_run_does_not_say_is_the_suites(tmp_path):
     assert read_run(tmp_path / "again.yaml", wanted=ALL).rows == run.rows
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
     text = "data: {made: sums}\nprompt: '{answer}?'\n"
     run = read_run(
@@ -66,7 +64,6 @@ def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
     assert ([fn.__name__ for fn in run.rewards], run.config.reward_weights) == (["judge"], None)
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

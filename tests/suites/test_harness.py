@@ -66,16 +66,6 @@ def adding():
     return [verifiers("tools_of_verifiers")]
 
 
-def begun(suite, row):
-    """An episode of a policy whose template has tools, and its tokenizer."""
-    tokenizer, ends = family("hermes")
-    interaction = make_interaction(tokenizer, ends, suite.rows, environment_factory=suite.environment_factory)
-    assert interaction.schemas(row) == suite.environment_factory().tool_schemas
-    episode = Episode(interaction, row, "row 0", Texts(tokenizer))
-    episode.reset(row)
-    return episode, tokenizer
-
-
 @pytest.fixture(scope="module")
 def own():
     """The same taskset with a server for each task."""
@@ -84,7 +74,11 @@ def own():
 
 def test_a_tool_is_called_and_scored_as_the_task_says(own):
     assert not servers_of("tools_of_verifiers"), "the schemas are known, and the servers have ended"
-    episode, tokenizer = begun(own, own.rows[0])
+    row, (tokenizer, ends) = own.rows[0], family("hermes")
+    interaction = make_interaction(tokenizer, ends, own.rows, environment_factory=own.environment_factory)
+    assert interaction.schemas(row) == own.environment_factory().tool_schemas
+    episode = Episode(interaction, row, "row 0", Texts(tokenizer))
+    episode.reset(row)
     turns = [[("sum_add", {"n": 2})], [("sum_add", {"n": 2}), ("no", {"n": 1})], [("sum_add", {"n": 1})]]
     first, second, third = (episode.answer(ids(tokenizer, *calls), 400) for calls in turns)
     assert "\n2\n" in tokenizer.decode(first)

@@ -4,7 +4,6 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from tiny import random_params
@@ -23,7 +22,6 @@ from grpo_jax.update.state import create_state
 
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
-SMALL = Transformer(TransformerConfig(32, 16, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
 P = 64
 MODULES = {
     "read_some": prompts_module,
@@ -106,20 +104,6 @@ def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
     many = temporaries(monkeypatch, b=4, g=16, t=64, tokens=n)
     whole_logits = 4 * 4 * 16 * 64 * V
     assert many - one < whole_logits / 8, "eight times the rows: what grows is [B, G, T], not its logits"
-
-
-def test_every_packed_sequence_runs_one_program(monkeypatch):
-    b, g = 4, 8
-    programs = programs_of_an_iteration(monkeypatch, b=b, g=g, t=64, tokens=128, model=SMALL)
-    sequences = int(np.ceil(b * g * 64 / 128))
-    assert {kind: runs for kind, (_, runs) in programs.items()} == {
-        "read_someFalse": b // 2,
-        "add_scores": sequences,
-        "read_someTrue": b // 2,
-        "add_gradients": sequences,
-        "add_prompts": b // 2,
-        "apply_sums": 1,
-    }
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

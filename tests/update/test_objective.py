@@ -8,11 +8,10 @@ import pytest
 
 from grpo_jax import Batch, GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import apply_gradients
 
@@ -37,15 +36,6 @@ def case(**changes):
 
 def state_of(**settings):
     return create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
-
-
-@pytest.mark.quick
-def test_without_a_reference_there_is_no_kl():
-    batch, *scores = case(ref_log_probs=None)
-    config = GRPOConfig(max_completion_length=T)
-    how = {"config": config, "on_policy": True}
-    of = lambda scores: finalize_metrics(loss_of(scores, batch, state_of(), count_totals(batch), **how)[1])
-    assert not [name for name in jax.eval_shape(of, Scores(*scores)) if name.startswith("kl")]
 
 
 def test_the_load_balancing_loss_is_weighed_by_tokens():
@@ -118,12 +108,6 @@ def test_the_selected_tokens_are_given_and_not_found_again_by_their_entropies():
     moves, metrics = jax.grad(of, has_aux=True)(log_probs)
     np.testing.assert_array_equal(moves != 0, selected)
     assert float(finalize_metrics(metrics)["selected_tokens"]) == 1
-
-
-@pytest.mark.quick
-def test_sampler_and_scorer_share_their_settings():
-    config = GRPOConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
-    assert sampling_of(config) == Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
 
 
 @pytest.mark.parametrize(

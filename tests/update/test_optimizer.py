@@ -1,7 +1,5 @@
 """Schedules at hand-computed points, the clip in front of AdamW, and what decays."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -33,18 +31,6 @@ def test_schedules(settings, expected):
     np.testing.assert_allclose([schedule(step) for step in range(6)], expected, atol=1e-6)
 
 
-def test_the_gradient_is_clipped_by_its_global_norm_before_adam():
-    config = GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=1.0, adam_epsilon=1.0)
-    optimizer = make_optimizer(config, 10)
-    params = {"w": jnp.zeros(2)}
-    updates, _ = optimizer.update({"w": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
-    # clipped to (0.6, 0.8); Adam's first step is lr·g/(|g| + eps)
-    np.testing.assert_allclose(updates["w"], [-0.1 * 0.6 / 1.6, -0.1 * 0.8 / 1.8], rtol=1e-5)
-    free = make_optimizer(dataclasses.replace(config, max_grad_norm=0), 10)
-    updates, _ = free.update({"w": jnp.array([30.0, 40.0])}, free.init(params), params)
-    np.testing.assert_allclose(updates["w"], [-0.1 * 30 / 31, -0.1 * 40 / 41], rtol=1e-5)
-
-
 def test_norms_and_biases_do_not_decay():
     """Where no gradient moves them, what decays shrinks by lr · weight_decay, and the rest stays as it is."""
     optimizer = make_optimizer(GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5), 10)
@@ -56,19 +42,6 @@ def test_norms_and_biases_do_not_decay():
     for path, update in flatten_dict(updates).items():
         matrix = path[-1] in ("kernel", "embedding", "a", "b")
         np.testing.assert_allclose(update, -0.05 * matrix * flatten_dict(params)[path], rtol=1e-6, err_msg=path)
-
-
-def test_no_second_gradient_is_held_to_clip_it():
-    """XLA would hold all clipped leaves together with the gradient, as it does for `optax.clip_by_global_norm`."""
-    optimizer = make_optimizer(GRPOConfig(learning_rate=0.1), 10)
-    params = {str(i): jnp.zeros((64, 64 + i)) for i in range(20)}
-
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), params).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 def test_one_config_gives_one_object_so_that_jit_knows_it_again():
@@ -94,11 +67,12 @@ def test_a_skipped_update_does_not_make_the_schedule_lag():
     np.testing.assert_allclose(moved, [float(schedule(step)) * ok for step, ok in enumerate(oks)], atol=1e-5)
 
 
-def test_updates_and_state_are_those_of_optax_adamw():
-    """By which checkpoints of earlier versions, whose state is that of `optax.adamw`, are read."""
-    config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=0.5, adam_beta2=0.9)
-    adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-8, weight_decay=0.0)
-    ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(0.5), adamw)
+@pytest.mark.parametrize("bound", [0.5, 0])
+def test_updates_and_state_are_those_of_optax_adamw(bound):
+    """The gradient is clipped by its global norm, and checkpoints with the state of `optax.adamw` can be read."""
+    config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=bound, adam_beta2=0.9, adam_epsilon=1e-3)
+    adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-3, weight_decay=0.0)
+    ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(bound or np.inf), adamw)
     params = {"w": jnp.array([0.3, -2.0]), "b": jnp.ones(3)}
     mine, other = ours.init(params), theirs.init(params)
     for step in range(5):  # with norms below and above the bound

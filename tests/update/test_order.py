@@ -3,21 +3,16 @@
 import numpy as np
 import pytest
 
-from grpo_jax.models.packing import pack
-from grpo_jax.update.order import parts_needed, plan_order
+from grpo_jax.update.order import plan_order
 
 pytestmark = pytest.mark.quick
-
-
-def random_needs(seed):
-    rng = np.random.default_rng(seed)
-    return [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_part_is_read_before_it_is_needed_and_left_after(seed, at_once):
-    needs = random_needs(seed)
+    rng = np.random.default_rng(seed)
+    needs = [set(rng.integers(0, 6, rng.integers(0, 4)).tolist()) for _ in range(rng.integers(1, 6))]
     legs, kept = plan_order(needs, at_once=at_once), set()
     for leg in legs:
         assert not kept & set(leg.reads)
@@ -37,13 +32,3 @@ def test_no_part_is_kept_longer_than_it_is_needed():
     legs = plan_order([{0, 1}, {1}, {2}, {3, 2}], at_once=True)
     assert [leg.sequences for leg in legs] == [[0, 1], [2, 3]]
     assert [sorted(leg.reads) for leg in legs] == [sorted(leg.backs) for leg in legs] == [[0, 1], [2, 3]]
-
-
-def test_the_parts_of_a_sequence_are_those_of_its_completions_on_every_device():
-    """Eight prompts of two completions on two devices, two prompts a part: the third on each has no tokens."""
-    lengths = np.array([[4, 4], [4, 4], [0, 0], [4, 4], [4, 4], [4, 4], [0, 0], [1, 4]])
-    mask = np.arange(4) < lengths[..., None]
-    needs = [parts_needed(x, 2, 2) for x in pack(mask.astype(int), mask, size=8, block=4, devices=2)]
-    assert needs == [{0}, {0}, {1}]
-    needs = [parts_needed(x, 2, 1) for x in pack(mask.astype(int), mask, size=8, block=4, devices=2)]
-    assert needs == [{0}, {1}, {3}]

@@ -8,7 +8,7 @@ import pytest
 from test_packed import OPTIMIZER, G, T, assert_same_step, batch, both, small_blocks  # noqa: F401
 from tiny import tiny_model, tiny_policy
 
-from grpo_jax import GRPOConfig, SFTConfig, add_lora, make_prompts
+from grpo_jax import GRPOConfig, add_lora, make_prompts
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.types import as_argument
@@ -91,15 +91,6 @@ def test_groups_without_a_trained_token_cost_nothing(calls, learnt):
     assert (count(calls, "read_some"), count(calls, "read_some forward")) == (1, 1)
 
 
-def test_all_are_packed_together_where_two_kinds_would_cost_more(monkeypatch, calls):
-    """Of one token each they fill a sequence; apart they would be two, and no prompt is read alone."""
-    monkeypatch.setattr(packed, "CPU_TOKENS", 64)
-    b = with_signal(0, 1, 2)
-    b = b.replace(mask=jnp.zeros_like(b.mask).at[..., 0].set(True))
-    assert_same_step(*both(MODEL, PARAMS, b, GRPOConfig(max_completion_length=T, max_grad_norm=0)))
-    assert (count(calls, "add_gradients"), count(calls, "measure")) == (1, 0)
-
-
 def test_dropout_falls_on_what_is_measured_too(calls):
     """By the key of the update, and differently on every packed sequence: each has a number of its own."""
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
@@ -164,8 +155,3 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
     assert without == 0 or not learns_by_advantages(as_argument(MODEL), config)
-
-
-@pytest.mark.quick
-def test_the_lessons_of_sft_have_no_advantages():
-    assert not learns_by_advantages(as_argument(MODEL), SFTConfig())

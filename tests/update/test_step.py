@@ -10,38 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_packed import JITTED, LISTS, OPTIMIZER, T, batch
+from test_scoring import whole_logits
 from tiny import tiny_model
 
-from grpo_jax import Batch, GRPOConfig, grpo_loss, make_prompts
+from grpo_jax import GRPOConfig, grpo_loss
+from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import gradients, score_batch, train_step
-
-LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
-G, T = 4, 6
-OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
-JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
+from grpo_jax.update.step import gradients, score_batch
 
 
 @functools.cache
 def model_and_params():
     return tiny_model(layers=1)
-
-
-def batch(seed=0, **changes) -> Batch:
-    rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    given = {
-        "prompts": make_prompts(LISTS),
-        "tokens": rng.integers(0, 24, (4, G, T)).astype(np.int32),
-        "mask": np.arange(T) < rng.integers(1, T + 1, (4, G, 1)),
-        "advantages": normal(4, G),
-        "sampling_log_probs": -3 + 0.3 * normal(4, G, T),
-        "ref_log_probs": -3 + 0.3 * normal(4, G, T),
-    }
-    return jax.tree.map(jnp.asarray, Batch(**{**given, **changes}))
 
 
 def config(**changes):
@@ -57,25 +41,26 @@ def step(batch, config, micro=None, on_policy=False, **keep):
 
 @jax.jit
 def plain_log_probs(params, tokens):
-    """Each row by itself, prompt and completion in one sequence, whole logits: nothing shared and nothing chunked."""
-    model, _ = model_and_params()
-    rows = []
-    for prompt, group in zip(LISTS, tokens, strict=True):
-        row = jnp.concatenate([jnp.broadcast_to(jnp.array(prompt), (G, len(prompt))), group], axis=1)
-        log_p = jax.nn.log_softmax(model.apply({"params": params}, row))[:, len(prompt) - 1 : -1]
-        rows.append(jnp.take_along_axis(log_p, group[..., None], axis=-1)[..., 0])
-    return jnp.stack(rows)
+    return whole_logits(model_and_params()[0], params, tokens, lists=LISTS)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
+@pytest.mark.parametrize(("loss_type", "corrects"), [("grpo", False), ("dapo", True)])
+def test_params_move_by_the_gradient_of_grpo_loss(loss_type, corrects):
     """Params move by the gradient of `grpo_loss`."""
     _, params = model_and_params()
-    b, c = batch(), config(loss_type=loss_type)
+    b, bounds = batch(), {"clip_max": 1.2, "clip_min": 0.8}
+    c = config(
+        loss_type=loss_type, sampler_correction="token_mask", sampler_correction_max=1.2, sampler_correction_min=0.8
+    )
+    old, settings = b.sampling_log_probs, vars(loss_settings(c))
+    if corrects:
+        old = jnp.asarray(-3 + 0.3 * np.random.default_rng(1).normal(size=old.shape), jnp.float32)
+        b = b.replace(old_log_probs=old)
+        settings["importance_weights"] = sampler_weights(old, b.sampling_log_probs, b.mask, mode="token_mask", **bounds)
 
     def objective(params):
         l = plain_log_probs(params, b.tokens)
-        return grpo_loss(l, b.sampling_log_probs, b.ref_log_probs, b.advantages, b.mask, **vars(loss_settings(c)))[0]
+        return grpo_loss(l, old, b.ref_log_probs, b.advantages, b.mask, **settings)[0]
 
     loss, grads = jax.jit(jax.value_and_grad(objective))(params)
     state, metrics = step(b, c)
@@ -84,25 +69,6 @@ def test_params_move_by_the_gradient_of_grpo_loss(loss_type):
     chex.assert_trees_all_close(state.params, jax.tree.map(jnp.subtract, params, grads), atol=2e-5)
     gap = jnp.where(b.mask, jnp.abs(plain_log_probs(params, b.tokens) - b.sampling_log_probs), 0).max()
     assert float(metrics["sampler_gap"]) == pytest.approx(float(gap), rel=1e-4)
-
-
-class Variants(chex.TestCase):
-    @chex.variants(with_pmap=True)
-    def test_train_step(self):
-        """The state is made inside: chex spreads arguments over devices by hand, and a key is not a plain array."""
-        model, params = model_and_params()
-
-        def one(params, batch):
-            state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True)
-            settings = {"optimizer": OPTIMIZER, "config": config(), "on_policy": False, "micro": (1, 2)}
-            state, metrics = train_step(state, batch, model=model, **settings)
-            return state.params, metrics
-
-        new, metrics = self.variant(one)(params, batch())
-        expected, expected_metrics = step(batch(), config())
-        chex.assert_trees_all_close(new, expected.params, atol=1e-5)
-        for name, value in expected_metrics.items():
-            np.testing.assert_allclose(metrics[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from test_generate import Bare
-from test_packed import small_blocks  # noqa: F401
+from test_packed import LISTS, G, T, small_blocks  # noqa: F401
+from test_packed import batch as random_batch
 from tiny import tiny_model
 
-from grpo_jax import Batch, GRPOConfig, make_prompts
+from grpo_jax import GRPOConfig
 from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
@@ -22,22 +23,9 @@ from grpo_jax.update.state import create_state
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.update.teaching import Teacher, compare_padded
 
-LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
-B, G, T, V = 4, 2, 12, 24
+B, V = 4, 24
 SGD = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
 CONFIG = GRPOConfig(max_completion_length=T, max_grad_norm=0, distillation_coef=0.7, temperature=0.8)
-
-
-def batch(**changes) -> Batch:
-    rng = np.random.default_rng(0)
-    given = {
-        "prompts": make_prompts(LISTS),
-        "tokens": jnp.asarray(rng.integers(0, V, (B, G, T)), jnp.int32),
-        "mask": jnp.asarray(np.arange(T) < rng.integers(0, T + 1, (B, G, 1))),
-        "advantages": jnp.zeros((B, G)),
-        "sampling_log_probs": jnp.full((B, G, T), -3.0),
-    }
-    return Batch(**{**given, **changes})
 
 
 FORMULAS = {
@@ -48,6 +36,11 @@ FORMULAS = {
         + 0.7 * jnp.sum(p * jnp.log(p / (0.7 * p + 0.3 * q)), -1)
     ),
 }
+
+
+def batch(**told):
+    """A batch without rewards."""
+    return random_batch(advantages=np.zeros((B, G), np.float32), ref_log_probs=None, **told)
 
 
 BASE = batch()
