@@ -26,7 +26,7 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.pieces import common_length, special_tokens
-from grpo_jax.text.prompts import EncodedPrompts, apply_template, check_shown, readable
+from grpo_jax.text.prompts import EncodedPrompts, apply_template, readable
 from grpo_jax.text.rows import (
     Columns,
     Template,
@@ -240,7 +240,7 @@ def _encode_ids(row: Row, encoding: Encoding, where: str) -> _Example:
 
 
 def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str, shown: set[object]) -> _Example:
-    """Tokens and mask of a row; `shown` as in `check_shown`."""
+    """Tokens and mask of a row; `shown` is `seen` of `readable`."""
     columns = _columns_of(row, encoding.dataset_text_field)
     if columns == ("input_ids",):
         return _encode_ids(row, encoding, where)
@@ -268,7 +268,8 @@ def _encode_messages(
 ) -> _Example:
     """Tokens and mask of a row of messages."""
     template = _Template(tokenizer, row, encoding.chat_template_kwargs, where)
-    messages = template.read([message for name in columns for message in row[name]], shown)
+    messages = [message for name in columns for message in row[name]]
+    messages = readable(messages, tokenizer, template.keywords, where=where, seen=shown)
     if encoding.assistant_only_loss:
         ids, mask = template.assistant_mask(messages, encoding.eos_token_ids)
     else:
@@ -286,30 +287,26 @@ class _Template:
 
     def __init__(self, tokenizer: Tokenizer, row: Row, keywords: Json | None, where: str):
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-        self._keywords: Json = {**(keywords or {}), **(row.get("chat_template_kwargs") or {})}
-        self._keywords = {**self._keywords, **({"tools": tools} if tools else {})}
+        self.keywords: Json = {**(keywords or {}), **(row.get("chat_template_kwargs") or {})}
+        self.keywords = {**self.keywords, **({"tools": tools} if tools else {})}
         self._tokenizer, self._where = tokenizer, where
-        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self._keywords:
+        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self.keywords:
             raise ValueError(
                 f"{where} is made of messages, but the tokenizer has no chat template: set tokenizer.chat_template, use"
                 " an instruct checkpoint, or give text"
             )
 
-    def read(self, messages: Messages, shown: set[object]) -> Messages:
-        """A conversation as the template takes it; raises if a message of it would be left out."""
-        keywords = {**self._keywords, "add_generation_prompt": False}
-        messages = readable(messages, keywords, self._tokenizer)
-        check_shown(messages, self._tokenizer, keywords, where=self._where, seen=shown)
-        return messages
-
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, eos_token_ids: Sequence[int]) -> None:
         """Learn tokens that end the assistant's turns by opening the next ones, and add the one after the last turn."""
+        ends = set(eos_token_ids)
+        if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last one
+            return
         role = "tool" if last.get("tool_calls") else "user"
-        end = opening_token(self._tokenizer, role, chat_template_kwargs=self._keywords, eos_token_ids=eos_token_ids)
+        end = opening_token(self._tokenizer, role, chat_template_kwargs=self.keywords, eos_token_ids=eos_token_ids)
         if end is None:
             return
         for i in range(len(ids) - 1):
-            mask[i + 1] |= mask[i] and ids[i] not in eos_token_ids and ids[i + 1] in eos_token_ids
+            mask[i + 1] |= mask[i] and ids[i] not in ends and ids[i + 1] in ends
         if mask[-1] and last["role"] == "assistant":
             ids.append(end)
             mask.append(True)
@@ -334,8 +331,8 @@ class _Template:
         return ids, mask
 
     def _has_tags(self) -> bool:
-        template = self._keywords.get("chat_template") or self._tokenizer.get_chat_template(
-            tools=self._keywords.get("tools")
+        template = self.keywords.get("chat_template") or self._tokenizer.get_chat_template(
+            tools=self.keywords.get("tools")
         )
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
@@ -363,6 +360,6 @@ class _Template:
         return mask
 
     def _apply(self, messages: Messages, keywords: Json) -> Mapping[str, list[int]]:
-        keywords = {**self._keywords, "tokenize": True, "return_dict": True, **keywords}
+        keywords = {**self.keywords, "tokenize": True, "return_dict": True, **keywords}
         found: Mapping[str, list[int]] = apply_template(messages, self._tokenizer, keywords, where=self._where)
         return found

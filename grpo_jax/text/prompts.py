@@ -142,14 +142,15 @@ def encode_prompts(
     else:
         shown = [template_kwargs | ({"tools": own} if own else {}) for own in tools or [None] * len(prompts)]
         opened = [{**own, **_opening(prompt)} for own, prompt in zip(shown, prompts, strict=True)]
-        prompts = [readable(*one, tokenizer) for one in zip(prompts, opened, strict=True)]
+        seen: set[object] = set()
+        prompts = [
+            readable(prompt, tokenizer, kwargs, where=f"{argument} row {index}", seen=seen)
+            for index, (prompt, kwargs) in enumerate(zip(prompts, opened, strict=True))
+        ]
         token_ids = _encode_together(prompts, tokenizer, opened) or [
             _encode_messages(prompt, tokenizer, kwargs, where=f"{argument} row {index}")
             for index, (prompt, kwargs) in enumerate(zip(prompts, opened, strict=True))
         ]
-        seen: set[object] = set()
-        for index, (prompt, kwargs) in enumerate(zip(prompts, opened, strict=True)):
-            check_shown(prompt, tokenizer, kwargs, where=f"{argument} row {index}", seen=seen)
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
@@ -228,21 +229,17 @@ def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer
         ) from error
 
 
-def readable(messages: Messages, template_kwargs: Json, tokenizer: Tokenizer) -> Messages:
-    """Return a conversation as the chat template takes the arguments of its calls (`calls.decoded_arguments`)."""
-
-    keywords = {**template_kwargs, "tokenize": False}
-    return decoded_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=""))
-
-
-def check_shown(
+def readable(
     messages: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, where: str, seen: set[object]
-) -> None:
-    """Raise if the template leaves out a message or a call: the conversation is rendered with marks in their places.
+) -> Messages:
+    """Return a conversation as the chat template takes its calls (`calls.decoded_arguments`).
 
-    Marks, since of the contents themselves a template may take something out on purpose: white space, earlier thoughts.
-    `seen` holds the orders of roles and calls that were looked at before, for which nothing is rendered.
+    A message or a call that the template leaves out is a ValueError: the conversation is rendered with marks in their
+    places, since of the contents a template may take something out on purpose (white space, earlier thoughts). `seen`
+    holds the orders of roles and calls that were looked at before, for which nothing is rendered.
     """
+    keywords = {**template_kwargs, "tokenize": False}
+    messages = decoded_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=where))
     marks: dict[str, tuple[int, str]] = {}  # mark → its message, and the tool that is called or ""
 
     def mark_call(place: int, number: int, function: Json) -> Json:
@@ -260,12 +257,12 @@ def check_shown(
     kinds = [(str(message["role"]), type(message["content"])) for message in marked]
     kind = (*kinds, *marks, "tools" in template_kwargs)
     if kind in seen:
-        return
+        return messages
     seen.add(kind)
     try:
-        shown = apply_template(marked, tokenizer, {**template_kwargs, "tokenize": False}, where=where)
+        shown = apply_template(marked, tokenizer, keywords, where=where)
     except Exception:  # one that looks into the contents, which the marks have replaced
-        return
+        return messages
     for mark, (place, tool) in marks.items():
         if mark not in shown:
             content, role = show(messages[place]["content"]), messages[place]["role"]
@@ -275,6 +272,7 @@ def check_shown(
                 " would never see it: give roles that the template writes (mostly 'system', 'user', 'assistant' and"
                 " 'tool'), contents as it takes them (text, or a list of parts), and calls to a template with tools"
             )
+    return messages
 
 
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
