@@ -306,6 +306,11 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def placed_shapes(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with their shardings."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+
+
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
     """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`devices.targets`)."""
     function: Any = call.func
