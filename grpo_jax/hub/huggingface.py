@@ -37,8 +37,9 @@ from grpo_jax.hub.files import (
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
-from grpo_jax.hub.keys import sees
-from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
+from grpo_jax.hub.keys import sees, text_config
+from grpo_jax.hub.policy import files_of, state_of
+from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_tensors, read_params
 from grpo_jax.models.lora import LoraModel
@@ -140,6 +141,7 @@ def from_pretrained(
 def _open_checkpoint(path: Path) -> Checkpoint:
     """Open a directory or a GGUF file, before a weight of it is read."""
     if path.is_file():
+        loaded_tokenizer=state_of(found.tokenizer),
         return read_gguf(path)
     raw = checkpoint_config(path)
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
@@ -167,9 +169,10 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    Config, generation config and tokenizer files are written as they came; only `dtype` in config.json follows the
-    weights. The directory appears under its name when it is complete, and replaces an older checkpoint of that name.
-    Processes of one run call it together; the first one writes, and the others wait for it.
+    Config and generation config are written as they came; only `dtype` in config.json follows the weights. So are the
+    files of the tokenizer, unless it was replaced or changed (`policy.tokenizer.chat_template = ...`): then the present
+    one is saved. The directory appears under its name when it is complete, and replaces an older checkpoint of that
+    name. Processes of one run call it together; the first one writes, and the others wait for it.
 
     Args:
       directory: where to.
@@ -231,7 +234,7 @@ def save_pretrained(
             write_json(scratch / "config.json", config)
             if policy.generation_config:
                 write_json(scratch / "generation_config.json", policy.generation_config)
-            for name, content in policy.files.items():
+            for name, content in files_of(policy).items():
                 (scratch / name).write_bytes(content)
     gather_objects(None)  # the others wait until all is there
 

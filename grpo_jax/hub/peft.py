@@ -17,6 +17,7 @@ from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.tensors import tensor_plan
+from grpo_jax.hub.policy import files_of
 from grpo_jax.messages import some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.policy import Policy
@@ -98,7 +99,8 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write the adapters of a policy in PEFT's format, float32; the directory appears when it is complete.
+    """Write the adapters of a policy in PEFT's format, float32, and its tokenizer; the directory appears when it is
+    complete.
 
     Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
 
@@ -172,6 +174,8 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     with appearing(target) as scratch:
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         write_json(scratch / "adapter_config.json", config)
+        for name, content in files_of(policy).items():
+            (scratch / name).write_bytes(content)
 
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
