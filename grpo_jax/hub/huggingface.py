@@ -12,7 +12,8 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,14 @@ from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
     Checkpoint,
+    Stored,
     StoredTensor,
     appearing,
+    check_ids,
     check_replaceable,
+    is_fault,
     read_json,
+    reading,
     stored_tensors,
     unpacked,
     without_mxfp4,
@@ -41,7 +46,8 @@ from grpo_jax.hub.keys import sees, text_config
 from grpo_jax.hub.policy import files_of, state_of
 from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
-from grpo_jax.hub.weights import check_params, check_tensors, read_params
+from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
+from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
@@ -115,14 +121,14 @@ def from_pretrained(
     check_method(quantize, quantize_embeddings)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)
-    raw = found.raw
-    config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
-    stored = find_nf4(found.stored)
-    if sees(raw):
-        raw = _with_head(raw, stored)
-        config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
-    stacked = stacked_experts(stored)
-    plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
+    with reading(path):
+        stored = find_nf4(found.stored)
+    with reading(path if path.is_file() else path / "config.json"):
+        check_sizes(text_config(found.raw), {name: tensor.shape for name, tensor in stored.items()})
+        config = dataclasses.replace(read_config(without_quantization(found.raw), dtype=dtype), remat=remat)
+        raw, config = _with_head(found.raw, config, stored)
+        stacked = stacked_experts(stored)
+        plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     beside = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
@@ -135,19 +141,28 @@ def from_pretrained(
         files=found.files,
         beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
         stacked_experts=stacked,
+        loaded_tokenizer=state_of(found.tokenizer),
     )
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
     """Open a directory or a GGUF file, before a weight of it is read."""
     if path.is_file():
-        loaded_tokenizer=state_of(found.tokenizer),
         return read_gguf(path)
     raw = checkpoint_config(path)
+    if (path / "adapter_config.json").is_file():
+        warnings.warn(
+            f"name_or_directory {str(path)!r} also has an adapter, which is not loaded:"
+            f" load_lora({str(path)!r}, policy) gives it to the policy.",
+            stacklevel=3,
+        )
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
+    generation_config = read_json(path / "generation_config.json") or {}
+    for name, values in (("config.json", raw), ("generation_config.json", generation_config)):
+        check_ids(path / name, values)
     return Checkpoint(
         raw=raw,
-        generation_config=read_json(path / "generation_config.json") or {},
+        generation_config=generation_config,
         stored=unpacked(stored_tensors(path)),
         tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
         files={name: (path / name).read_bytes() for name in there},
@@ -158,7 +173,13 @@ def checkpoint_config(path: Path) -> Json:
     """The config.json of a checkpoint that `find_checkpoint` has found, or that its GGUF file means."""
     if path.is_file():
         return gguf_config(path)
-    raw = read_json(path / "config.json")
+    raw, adapter = read_json(path / "config.json"), read_json(path / "adapter_config.json")
+    if raw is None and adapter is not None:
+        base = adapter.get("base_model_name_or_path")
+        raise FileNotFoundError(
+            f"name_or_directory {str(path)!r} has an adapter and no config.json: load the model that it belongs to"
+            f"{f' ({base})' if base else ''}, and then load_lora({str(path)!r}, policy)."
+        )
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
     return raw
@@ -290,7 +311,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
                 return tokenizer
             if not (Path(directory) / "tokenizer.json").exists():
                 break
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
             "repair or remove its tokenizer files."
@@ -357,8 +380,20 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _with_head(raw: Json, stored: Collection[str]) -> Json:
-    """The config of a model that sees, with a word on whether its head is its embedding: else the checkpoint says."""
-    said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
-    tied = next((x for x in said if x is not None), not any(head + "weight" in stored for _, head in LAYOUTS))
-    return {**raw, "tie_word_embeddings": tied}
+def _with_head(
+    raw: Json, config: TransformerConfig, stored: Mapping[str, Stored | Nf4Tensor]
+) -> tuple[Json, TransformerConfig]:
+    """Both configs with the output head that the checkpoint has: one that differs from the embedding is never tied."""
+    heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
+    names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
+    tables = [stored[name] for name in names if name in stored]
+    tied = config.tie_word_embeddings
+    if sees(raw):
+        said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
+        tied = next((x for x in said if x is not None), not heads)
+    if tied and heads and tables:
+        tied = same_weights(heads[0], tables[0])
+    if sees(raw) or tied != config.tie_word_embeddings:
+        older = raw.keys() & {"tie_embedding"}  # LFM2's
+        raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
+    return raw, dataclasses.replace(config, tie_word_embeddings=tied)
