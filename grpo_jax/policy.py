@@ -66,10 +66,10 @@ class Policy:
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
       files: the tokenizer's files, name to bytes, as they came; written unless `tokenizer` was replaced or changed.
-      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
       beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
         memory-mapped, and written as they came.
       stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
+      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
     """
 
     model: Any

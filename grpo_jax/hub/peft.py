@@ -100,8 +100,7 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write the adapters of a policy in PEFT's format, float32, and its tokenizer; the directory appears when it is
-    complete.
+    """Write adapters in PEFT's format, float32, and the tokenizer; the directory appears when it is complete.
 
     Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
 
