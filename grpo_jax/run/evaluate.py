@@ -235,6 +235,7 @@ def evaluate_rows(
     if isinstance(dataset, EncodedPrompts):
         data = dataset
     else:
+        policy.check_model()
         policy.check_tokenizer()
         rows = load_rows(dataset)
         interaction = make_interaction(
