@@ -65,7 +65,8 @@ class Policy:
       tokenizer: of transformers, or None where the checkpoint has none.
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
-      files: the tokenizer's files, name to bytes, as they came.
+      files: the tokenizer's files, name to bytes, as they came; written unless `tokenizer` was replaced or changed.
+      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
       beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
         memory-mapped, and written as they came.
       stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
@@ -79,6 +80,7 @@ class Policy:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
     beside: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     stacked_experts: bool = False
+    loaded_tokenizer: Any = dataclasses.field(default=None, repr=False)
 
     def __repr__(self) -> str:
         names = (self.config.get("architectures") or [type(self.model).__name__])[:1]

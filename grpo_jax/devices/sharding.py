@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -306,6 +307,11 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def placed_shapes(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with their shardings."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+
+
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
     """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`devices.targets`)."""
     function: Any = call.func
@@ -315,7 +321,7 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[Any]:
     """Name a GPU that is absent as the target: from jax 0.11 on, Pallas lowers its kernels for a GPU that it knows."""
-    device = None if at is None else min(at.device_set, key=lambda device: device.id)
+    device = None if at is None else min(at.device_set, key=operator.attrgetter("id"))
     if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)

@@ -336,19 +336,25 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
 
 
 def _evaluate(loop: _Loop, run: Run | SFTRun, state: TrainState) -> dict[str, float]:
-    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`EvaluationSettings`)."""
+    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`EvaluationSettings`).
+
+    Of several datasets, the name of each metric begins with the name of its dataset.
+    """
     if isinstance(run, SFTRun):
         return evaluate_examples(run, state.params, interrupt=loop.signals.interrupt)
     assert run.eval_data is not None, "asked by the caller"
-    metrics, _ = evaluate_encoded(
-        run.policy,
-        run.eval_data,
-        run.reward_fns,
-        EvaluationSettings.of(run.config),
-        params=state.params,
-        trainer_state=run.trainer_state(loop.progress.step, loop.progress.cursor),
-        interaction=run.interaction,
-        sampler=None,
-        interrupt=loop.signals.interrupt,
-    )
-    return metrics
+    found: dict[str, float] = {}
+    for part, data in run.eval_data.by_part().items():
+        metrics, _ = evaluate_encoded(
+            run.policy,
+            data,
+            run.reward_fns,
+            EvaluationSettings.of(run.config),
+            params=state.params,
+            trainer_state=run.trainer_state(loop.progress.step, loop.progress.cursor),
+            interaction=run.interaction,
+            sampler=None,
+            interrupt=loop.signals.interrupt,
+        )
+        found |= {f"{part}/{name}" if part else name: value for name, value in metrics.items()}
+    return found

@@ -39,9 +39,9 @@ from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
 from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, is_stream
+from grpo_jax.text.sources import Dataset, is_stream, several
 from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -62,8 +62,8 @@ def prepare(arguments: Arguments) -> Run:
     faults.of(check_optimizer, arguments.optimizer)
     fns = faults.of(_functions, arguments.reward_fns)
     rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
-    if arguments.eval_dataset is not None:
-        rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
+    for part, some in several(arguments.eval_dataset).items():
+        rows[_eval_name(part)] = faults.of(load_rows, some, argument=_eval_name(part))
     known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
     interaction = faults.of(_interaction, arguments, rows) if known else None
     faults.of(check_sampler, arguments.sampler, interaction, ends)
@@ -105,7 +105,10 @@ def _encoded_run(
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     encoded = {name: faults.of(_encode, policy, some, config, interaction, name) for name, some in rows.items() if some}
-    data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+    data = encoded.get("dataset")
+    parts = {part: encoded.get(_eval_name(part)) for part in several(arguments.eval_dataset)}
+    held = {part: some for part, some in parts.items() if some is not None}
+    eval_data = join_prompts(held) if held else None
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
@@ -116,7 +119,7 @@ def _encoded_run(
         num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
         num_rows=len(data.rows) if data else 1,
         num_reward_fns=len(reward_fns) or 1,
-        num_eval_rows=None if "eval_dataset" not in rows else len(eval_data.rows) if eval_data else 1,
+        num_eval_rows=None if not parts else len(eval_data.rows) if eval_data else 1,
         longest_prompt=max(longest, longest_of_eval),
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
@@ -307,6 +310,11 @@ def _encode(
     )
     check_tokens(policy, data)
     return data
+
+
+def _eval_name(part: str) -> str:
+    """The name of a dataset to evaluate on in messages; of one of several with its own."""
+    return f"eval_dataset[{part!r}]" if part else "eval_dataset"
 
 
 def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_jax.hub.policy import files_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.watch.writer import refused_if_unusable
@@ -34,7 +35,7 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
         return
     folder = Path(str(run_dir)) / POLICY
     folder.mkdir(exist_ok=True)
-    for name, content in policy.files.items():
+    for name, content in files_of(policy).items():
         (folder / name).write_bytes(content)
     for name, values in (("config.json", policy.config), ("generation_config.json", policy.generation_config)):
         (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,11 +90,31 @@ def _id_array(ids: Any, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
-    """Rows of a dataset, the token ids of each row's prompt, and the indices of rows dropped for being too long."""
+    """Rows of a dataset, the token ids of each row's prompt, and the indices of rows dropped for being too long.
+
+    `parts` are the names of several datasets whose rows these are in turn, and how many are from each.
+    """
 
     rows: list[Row]
     token_ids: list[list[int]]
     dropped: list[int]
+    parts: Mapping[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def by_part(self) -> dict[str, EncodedPrompts]:
+        """The rows of each of several datasets by name; those of one dataset under ""."""
+        parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
+        for name, count in parts.items():
+            at, end = slice(end, end + count), end + count
+            found[name] = EncodedPrompts(self.rows[at], self.token_ids[at], [])
+        return found
+
+
+def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
+    """Several encoded datasets as one, which still has them as its `parts`."""
+    rows = [row for some in encoded.values() for row in some.rows]
+    token_ids = [ids for some in encoded.values() for ids in some.token_ids]
+    dropped = [index for some in encoded.values() for index in some.dropped]
+    return EncodedPrompts(rows, token_ids, dropped, parts={name: len(some.rows) for name, some in encoded.items()})
 
 
 def encode_prompts(

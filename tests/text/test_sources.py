@@ -1,5 +1,6 @@
 """Rows from every kind of source, for Python and the command line alike."""
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -137,3 +138,22 @@ def test_rows_of_verl_are_read_as_they_are(folder, source):
     assert row["prompt"] == "1 of rule"
     with pytest.raises(ValueError, match=r"columns: there is no column 'reward_model.truth' in dataset row 0"):
         load_rows(source, columns={"answer": "reward_model.truth"})
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
+    line = 3 if name == "rows.csv" else 2
+    with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is no text in UTF-8 \(byte .* 0xe9\)"):
+        load_rows(name, **SHAPE)
+    utf16 = "question,solution".encode("utf-16")
+    for content, message in ((utf16, "text in UTF-16.*iconv -f utf-16"), (gzip.compress(b"a"), "gunzip")):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"dataset: '{name}' .*{message}"):
+            load_rows(name, **SHAPE)
+
+
+def test_a_row_of_a_csv_file_with_too_many_fields_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb, or c,2\n")
+    with pytest.raises(ValueError, match=r"line 3 of '.*' is no CSV \(3 fields where the first line names 2\)"):
+        load_rows(tmp_path / "rows.csv")
