@@ -149,13 +149,6 @@ def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "grpo-jax train: interrupted\n"
 
 
-def test_an_error_of_the_library_is_its_message(tmp_path):
-    path = write_run(tmp_path, max_steps=0)
-    with pytest.raises(SystemExit) as ended:
-        run("train", path)
-    assert str(ended.value).startswith(f"grpo-jax train: {path} has 1 error:\n  max_steps = 0: nothing would be learnt")
-
-
 def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, monkeypatch):
     write_run(tmp_path)
     broken = find("judging.py:broken", tmp_path)

@@ -416,7 +416,6 @@ class Untold(Sums):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"factory": 3}, "environment_factory is 3: give a class"),
         ({"factory": {"a": 3}}, r"environment_factory\['a'\] is 3"),
         ({"factory": object}, "object has no public method that the policy could call, and no respond"),
         ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(target\).*level"),

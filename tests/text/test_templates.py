@@ -148,16 +148,11 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
         (chat(after_assistant="\n"), "does not end the turn before a message of the role 'tool' with an EOS"),
         (chat(after_assistant="<|eot_id|>"), r"with an EOS \(<\|im_end\|>\), but goes on with '<\|eot_id\|>"),
         (chat(tool=False), "does not show messages of the role 'tool': a template without tool support"),
-        (PLAIN, "writes the same prompt with tools and without: a template without tool support"),
-        (
-            PLAIN.replace("{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no!') }}{% endif %}"),
-            "refuses a conversation of user, assistant, tool .*no!",
-        ),
         (
             "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
             "not show what the assistant said",
         ),
-        ("{% for m in messages %}{{ nonsense", "refuses a conversation of .*TemplateSyntaxError"),
+        ("{{ raise_exception('no!') }}", "refuses a conversation of user, assistant, tool .*no!"),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused(template, message):
