@@ -28,7 +28,7 @@ from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.run import Run, SFTRun
-from grpo_jax.run.run_dir import keep_policy, locked
+from grpo_jax.run.run_dir import check_shared, keep_policy, locked
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch
@@ -139,6 +139,7 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
     check_trackers(config, run_dir)
+    check_shared(run_dir)
     return Publisher(config, run.policy, run_dir)
 
 
