@@ -309,7 +309,10 @@ def save_after_error(loop: _Loop, state: TrainState) -> None:
     except Exception as failed:
         loop.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
     else:
-        loop.monitor.say(f"step {step} is saved: once the cause is fixed, the same call goes on from there")
+        loop.monitor.say(
+            f"step {step} is saved: once the cause is fixed, the same call goes on from there (with"
+            ' resume="changed" if a reward function or environment was edited)'
+        )
 
 
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:

@@ -124,9 +124,9 @@ class Monitor:
         self._complete = step >= total_steps
         if not self._complete:
             return self._display.say(f"going on after step {step}")
-        longer = "raise max_steps to go on"
+        longer = "raise max_steps to continue, or give another run_dir to begin a new run"
         if not self._config.lr_scheduler_type.startswith("constant"):
-            longer = "a longer run begins anew, in a directory of its own, since its learning rates are others"
+            longer = "give another run_dir to begin a new run; a longer one has another learning rate at every step"
         self._display.say(f"complete: {step} of {total_steps} steps; {longer}")
 
     def say(self, message: str) -> None:
