@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.devices.sharding import fetch, gather_objects
+from grpo_jax.devices.sharding import committed, fetch, gather_objects
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
@@ -84,7 +84,7 @@ def run_loop(
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
     own_dir = run_dir if leads else None
-    state = new_state(run, donate=donate)
+    state = committed(new_state(run, donate=donate))  # as one from a checkpoint is: both run the same programs
     run.policy.empty()  # our own object, whose params may be a copy on a mesh; the caller's is emptied below
     with (
         ShortTraceback(),
