@@ -156,6 +156,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_rows=len(data.rows),
         num_dropped=len(data.dropped),
         resumed=found is not None,
+        updates=loop.run.sizes.updates,
     )
     kept = keep_programs()
     if kept is not None and (where := where_kept(kept)) is not None:
@@ -256,6 +257,8 @@ def log_if_due(loop: _Loop) -> None:
         line = progress.log_line()
         progress.measured(config.metric_for_best_model, line)
         loop.monitor.log(progress.step, line)
+    else:
+        loop.monitor.progressed(progress.step)
 
 
 def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
