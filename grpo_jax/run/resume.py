@@ -153,11 +153,13 @@ def sources_of(function: Any, seen: set[int] | None = None) -> str:
     used: list[object] = [] if named else [*getattr(function, "__dict__", {}).values()]
     if partial:
         used = [function.func, *function.args, *function.keywords.values()]
-    elif named:
-        with contextlib.suppress(TypeError, ValueError):  # not a function, or a variable without a value
-            variables = inspect.getclosurevars(function)
-            used = [*variables.nonlocals.values()]
-            used += [x for x in variables.globals.values() if getattr(x, "__module__", None) == function.__module__]
+    elif hasattr(function, "__code__"):
+        used = [*map(function.__globals__.get, _names_in(function.__code__))]
+        used = [one for one in used if getattr(one, "__module__", None) == function.__module__]
+        with contextlib.suppress(ValueError):  # a variable without a value
+            used += [cell.cell_contents for cell in function.__closure__ or ()]
+    elif isinstance(kind, type) and not shipped:
+        used += vars(kind).values()
     found = [kind.__qualname__ if shipped else str(source_of(kind)["source"])]
     for one in used:
         if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_shipped(type(one)):
@@ -165,6 +167,12 @@ def sources_of(function: Any, seen: set[int] | None = None) -> str:
         elif valued and isinstance(one, str | int | float | re.Pattern):
             found.append(repr(one))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Return the names of the globals and attributes that some code reads, in the order of the code."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_in(one)]
+    return [*code.co_names, *inner]
 
 
 def _is_shipped(kind: Any) -> bool:
