@@ -155,6 +155,11 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
+def committed(tree: Any) -> Any:
+    """Arrays committed to the devices that they are on; those of a checkpoint are, and a program is made for either."""
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
+
+
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     """An array with that sharding; with several processes each gives its part of what all of them hold."""
     if jax.process_count() == 1:
