@@ -14,7 +14,7 @@ prompts that no training saw. `tokens`: of the stories learned from, which the s
 teacher; those of the evaluations and those that the teacher itself was trained with are not among them.
 
 A line is added to `results.jsonl` for each seed; a seed that is there is not run again. Time: some minutes a seed
-("seconds" there). Expect: the table of docs/recipes.md, "A teacher".
+("seconds" there). Expect: the table of docs/teachers.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import jax
 from grpo_jax.config.checks import device_problems, mesh_problems
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.devices.platform import compute_dtype, memory_of
-from grpo_jax.devices.sharding import device_bytes, lower_call, make_mesh, split_sharding, tree_sharding
+from grpo_jax.devices.sharding import device_bytes, lower_call, make_mesh, placed_shapes, split_sharding, tree_sharding
 from grpo_jax.devices.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.hub.abstract import Loading, ModelName, read_model
 from grpo_jax.hub.families import read_config
@@ -32,7 +32,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.variables import copies
-from grpo_jax.run.beginning import abstract_batch, decide_checkpointing, new_state, rollout_call
+from grpo_jax.run.beginning import abstract_batch, abstract_state, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
@@ -40,7 +40,7 @@ from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Batch, Json, Params
 from grpo_jax.update.optimizer import make_optimizer
-from grpo_jax.update.programs import kept_bytes, update_calls
+from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -253,11 +253,6 @@ def _check(raw: Json, config: Config, loading: Loading) -> None:
     loading.check(raw)
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
-    """The shapes of a tree with their shardings."""
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
-
-
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
     """A run by the shapes of its arrays, each with its sharding on the mesh.
@@ -297,7 +292,7 @@ class AbstractRun:
         config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, on))
         decoder = Transformer(read_config(without_quantization(raw), dtype=config.compute_dtype))
         params, base = loading.params(decoder.config, raw)
-        params, base = _placed((params, base), tree_sharding((params, base), mesh))
+        params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
         policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, 1000)
         run: BaseRun
@@ -320,13 +315,9 @@ class AbstractRun:
             made = derive_run(*(policy, config, _NO_ROWS), prompt_length=prompt_length, mesh=mesh, optimizer=optimizer)
             run = decide_checkpointing(made, memory)
 
-        def make_state(params: Params) -> TrainState:
-            return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
-
-        state = jax.eval_shape(make_state, params)
-        state = _placed(state, tree_sharding(state, mesh))
+        state = abstract_state(run)
         batch = abstract_batch(run, state)
-        return cls(run, mesh, state, base, _placed(batch, split_sharding(batch, mesh)))
+        return cls(run, mesh, state, base, placed_shapes(batch, split_sharding(batch, mesh)))
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """The largest program of each phase."""
@@ -358,9 +349,7 @@ class AbstractRun:
         if phase == "rollout":  # the decode is given rounded copies of some params, which stay
             kept, given = (_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
             return max(given, cost.arguments - own + kept) + cost.temporaries
-        # A packed sequence's program is given the gradients so far; activations of prompts wait for the way back.
-        waiting = kept_bytes(self.run.updater, self.state, self.batch)
-        return max(0, cost.arguments + cost.results - own) + cost.temporaries + waiting
+        return added_bytes(self.run, self.state, self.batch, cost)
 
 
 def _bytes(tree: Any) -> int:

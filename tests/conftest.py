@@ -65,7 +65,7 @@ import pytest  # noqa: E402
 
 chex.set_n_cpu_devices(8)
 
-# Tests share helpers across the rooms: each folder of tests can be imported from.
+# Tests share helpers across folders: each folder of tests can be imported from.
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,4 +1,4 @@
-"""Mutation testing of the room `maths`: does a test fail for every small change of the code?
+"""Mutation testing of `grpo_jax.maths`: does a test fail for every small change of the code?
 
     python tests/mutation.py                      # all of its modules, 2 to 8 seconds per mutant
     python tests/mutation.py losses --list        # what would be tried

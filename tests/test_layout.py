@@ -1,4 +1,4 @@
-"""The house: rooms by ring, imports that point downwards, no circles, and a package that is light to import."""
+"""The layout: layers of sub-packages, imports that point downwards without cycles, and a light package."""
 
 import ast
 import functools
@@ -12,8 +12,8 @@ import pytest
 import grpo_jax
 
 PACKAGE = Path(grpo_jax.__file__).parent
-# Rooms from the ground up; a room may import those before it and nothing else.
-FLOORS = [
+# Sub-packages from the lowest layer up; one may import from the layers before its own and nothing else.
+LAYERS = [
     {"types", "messages"},
     {"policy", "config"},
     {"maths", "devices"},
@@ -33,13 +33,13 @@ FLOORS = [
 PURE = {"types", "messages", "maths", "devices", "models"}
 COMPOSED = {"rollout", "update"}
 SEVERAL_TURNS = {"ends", "episodes", "interaction", "played", "tools"}  # host code of rollout/, not in its ring
-ROOMS = set.union(*FLOORS)
+PACKAGES = set.union(*LAYERS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}
 HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify", "pebble"}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
@@ -71,24 +71,24 @@ def imports(name: str, *, anywhere: bool = False) -> frozenset[str]:
 
 @pytest.mark.quick
 def test_every_room_has_its_floor():
-    assert {room_of(name) for name in modules()} == ROOMS | {"grpo_jax"}
-    assert sum(map(len, FLOORS)) == len(ROOMS)
+    assert {package_of(name) for name in modules()} == PACKAGES | {"grpo_jax"}
+    assert sum(map(len, LAYERS)) == len(PACKAGES)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_downwards(name):
-    """Rooms import from the floors below and without circles (of what a function or a type checker imports too), the
+    """Sub-packages import from the layers below and without cycles (also inside functions and for type checkers), the
     inner rings import nothing of the outer ones, and importing the package does no work.
     """
     if name == "grpo_jax":
         return
-    room = room_of(name)
-    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
-    below = set.union(set(), *FLOORS[:floor])
+    package = package_of(name)
+    layer = next(i for i, packages in enumerate(LAYERS) if package in packages)
+    below = set.union(set(), *LAYERS[:layer])
     for module in imports(name):
         if module.startswith("grpo_jax"):
-            assert room_of(module) in below | {room}, f"{name} imports {module}, which does not lie below it"
+            assert package_of(module) in below | {package}, f"{name} imports {module}, which does not lie below it"
 
 
 @pytest.mark.quick
@@ -107,17 +107,17 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", [name for name in sorted(modules()) if room_of(name) in PURE | COMPOSED])
+@pytest.mark.parametrize("name", [name for name in sorted(modules()) if package_of(name) in PURE | COMPOSED])
 def test_rings(name):
     if name.removeprefix("grpo_jax.rollout.") in SEVERAL_TURNS:
         return
-    ring = "pure" if room_of(name) in PURE else "composed"
+    ring = "pure" if package_of(name) in PURE else "composed"
     # The config is plain dataclasses: the composed ring reads its settings from one.
     inner = PURE if ring == "pure" else PURE | COMPOSED | {"config"}
     for module in imports(name):
         top = module.split(".")[0]
         if top == "grpo_jax":
-            assert room_of(module) in inner, f"{name} is {ring} and imports {module}"
+            assert package_of(module) in inner, f"{name} is {ring} and imports {module}"
         else:
             assert top in OUTSIDE[ring] or top in sys.stdlib_module_names, f"{name} is {ring} and imports {module}"
 
@@ -129,11 +129,11 @@ def test_no_module_imports_heavy_packages_at_its_top(name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("room", sorted(ROOMS - {"types", "messages", "policy", "planning", "__main__"}))
-def test_a_room_says_what_it_is_and_hands_on_names(room):
-    face = modules()[f"grpo_jax.{room}"]
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"types", "messages", "policy", "planning", "__main__"}))
+def test_a_package_describes_itself_and_exports_names(package):
+    face = modules()[f"grpo_jax.{package}"]
     assert ast.get_docstring(ast.parse(face.read_text()))
-    module = sys.modules.get(f"grpo_jax.{room}") or __import__(f"grpo_jax.{room}", fromlist=["__all__"])
+    module = sys.modules.get(f"grpo_jax.{package}") or __import__(f"grpo_jax.{package}", fromlist=["__all__"])
     for name in module.__all__:
         value = getattr(module, name)
         assert not inspect.isroutine(value) or value.__doc__, name
@@ -141,7 +141,7 @@ def test_a_room_says_what_it_is_and_hands_on_names(room):
 
 @pytest.mark.quick
 def test_files_are_short():
-    """Files and functions are short, and every room says what it is."""
+    """Files and functions are short, and every sub-package describes itself."""
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
     assert sorted(lines.values())[len(lines) // 2] <= 200
@@ -181,7 +181,7 @@ def test_one_name_stands_for_one_thing():
     """Names that other modules may import. Commands are named as what they run, and `compat` has TRL's own words."""
     homes: dict[str, set[str]] = {}
     for module, path in modules().items():
-        if module not in ("grpo_jax.cli.commands", "grpo_jax.config.readers") and room_of(module) != "compat":
+        if module not in ("grpo_jax.cli.commands", "grpo_jax.config.readers") and package_of(module) != "compat":
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, set()).add(module)
@@ -280,7 +280,6 @@ TESTED_ELSEWHERE = {
     "suites.suite": "suites/test_reasoning_gym.py",
     "rewards.processes": "rewards/test_workers.py",
     "text.calls": "text/test_formats.py",
-    "engines.client": "engines/test_engine.py",
     "engines.server": "engines/test_engine.py",
     "engines.vllm": "engines/test_engine.py",
     "engines.weights": "engines/test_engine.py",

@@ -12,6 +12,7 @@ from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.devices.targets import Target
 from grpo_jax.hub.abstract import Loading
 from grpo_jax.planning import AbstractRun, ProgramCost, _answer, programs
+from grpo_jax.run.beginning import compiled_peak_bytes
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -48,6 +49,8 @@ def test_a_plan_is_what_was_counted_by_hand():
     # Each device has one prompt: its keys and values and those of 8 rows with space for 7 tokens.
     assert rollout.peak - sum(found.held.values()) >= 4 * 2 * 16 * (8 + 8 * 7)
     assert found.peak == update.peak > sum(found.held.values()) + update.temporaries
+    decides = compiled_peak_bytes(abstract_run(config, memory=1e9).run)
+    assert update.peak == pytest.approx(decides, abs=64), "by this count activations are kept or recomputed"
     assert found.fits
     assert not dataclasses.replace(found, memory=found.peak - 1).fits
     # Forward and backward pass: 6 operations a weight and token, and what attention, loss and norms add.
@@ -96,10 +99,10 @@ def test_a_base_is_held_in_the_bits_it_is_quantized_to():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("memory", [1e9, 1.0, None])
+@pytest.mark.parametrize("memory", [1e9, None])
 def test_activations_are_kept_where_they_fit(memory):
     run = abstract_run(config_of(), memory=memory)
-    assert run.run.config.gradient_checkpointing == (memory != 1e9)
+    assert run.run.config.gradient_checkpointing == (memory is None)
 
 
 def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
@@ -118,12 +121,9 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
     ("fields", "settings", "said"),
     [
         ({"quantize": "nf4"}, {}, "quantize is 'nf4': quantized params cannot be trained; give lora"),
-        ({"lora": 2, "quantize": "int3"}, {}, "quantize is 'int3'"),
         ({"lora": 2, "quantize_embeddings": True}, {}, "quantize_embeddings is True, and quantize is None"),
         ({"lora": 0}, {}, "lora is 0; it is the rank of adapters"),
-        ({"lora": {"rank": 0}}, {}, "lora is {'rank': 0}; it is the rank of adapters"),
         ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
-        ({"model": {**MODEL, "architectures": ["NoSuchForCausalLM"]}}, {}, "NoSuchForCausalLM"),
         ({"prompt_length": None}, {}, "prompt_length is missing"),
     ],
 )
@@ -162,13 +162,3 @@ def test_another_process_answers_with_the_same_plan(monkeypatch):
     assert timeless(found) == timeless(here)
     assert dataclasses.replace(found, device=here.device, programs=here.programs) == here
     json.dumps(found.held)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("status", "said"), [(-9, "planned, ended by signal 9: I0000"), (1, "planned: I0000")])
-def test_a_process_that_was_ended_from_outside_is_told_from_one_that_failed(monkeypatch, status, said):
-    monkeypatch.setattr(Target, "missing", None)
-    ended = subprocess.CompletedProcess([], status, "", "I0000 a line of a log")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    with pytest.raises(ValueError, match=said):
-        plan(MODEL, config_of(), prompt_length=8, device="H100")

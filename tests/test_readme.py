@@ -14,8 +14,8 @@ from grpo_jax.run.run import Arguments
 from grpo_jax.watch.writer import read_lines
 
 README = Path(__file__).parent.parent / "README.md"
-RECIPES = README.parent / "docs" / "recipes.md"
-MEASURED = [README, *(RECIPES.with_name(f"{name}.md") for name in ("demonstrations", "speed"))]
+TURNS = README.parent / "docs" / "turns.md"
+MEASURED = [README, *(TURNS.with_name(f"{name}.md") for name in ("demonstrations", "speed"))]
 
 
 def blocks(page):
@@ -81,7 +81,7 @@ def run_code(page, model, part, **names):
 
 def test_several_turns(small_model, tmp_path):
     """The recipe's environment runs on a small model whose template has tools."""
-    names = run_code(RECIPES, small_model, "class Guess")
+    names = run_code(TURNS, small_model, "class Guess")
     (line,) = read_lines(tmp_path / "runs/guess/metrics.jsonl")
     assert "rewards/Guess/mean" in line
     assert line["turns/mean"] >= 1
@@ -94,5 +94,5 @@ def test_several_turns(small_model, tmp_path):
 def test_the_tool_of_the_recipe(small_model, monkeypatch):
     """What the recipe gives to `train` is a run; it is not started, since one of several turns has been."""
     monkeypatch.setattr("grpo_jax.train", lambda *given, run_dir, **more: prepare(Arguments(*given, **more)))
-    names = run_code(RECIPES, small_model, "tools=")
+    names = run_code(TURNS, small_model, "tools=")
     assert names["multiply"](417, 283) == 118011

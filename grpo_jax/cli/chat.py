@@ -14,6 +14,7 @@ from grpo_jax.hub.policy import with_settings
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
+from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.sampler import check_ends
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
@@ -63,8 +64,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
     `config.eval_temperature`, 0 being greedy. With a chat template and one sample the prompts make one conversation,
     until one is empty; otherwise each stands by itself. The `samples` of a prompt differ by their keys.
     """
-    if policy.tokenizer is None:
-        raise ValueError("the model has no tokenizer: its directory has no tokenizer files")
+    check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
     drawn, talks, said = 0, policy.tokenizer.chat_template is not None, Messages()
@@ -85,13 +85,18 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples:
 
 def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
     """Draw, print and return the completion of a prompt; `index` sets its key apart from those of others."""
-    ids = encode_prompts(
+    data = encode_prompts(
         [{"prompt": prompt}],
         policy.tokenizer,
         max_prompt_length=config.max_prompt_length,
         chat_template_kwargs=config.chat_template_kwargs,
         argument="the prompt,",
-    ).token_ids
+    )
+    check_tokens(policy, data, 1)
+    if index == 0:
+        kwargs = config.chat_template_kwargs
+        warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
+    ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
     shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
     completions = generate(
         policy.model,
@@ -99,7 +104,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding),
         jax.random.key(config.seed),
         num_generations=1,
-        max_completion_length=config.max_completion_length,
+        max_completion_length=most if shape is None else min(most, shape.max_position_embeddings - len(ids[0])),
         temperature=config.eval_temperature,
         top_k=config.top_k,
         top_p=config.top_p,

@@ -18,6 +18,8 @@ _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging
 # Arguments of transformers' from_pretrained that only say how PyTorch runs a model.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
+NO_FLOAT16 = "as there is no float16: the run computes in bfloat16 if the device has it, else in float32"
+"""End of the notes on settings that ask for float16."""
 _VLLM = "vllm_importance_sampling_"
 # In this order: of two names of one field the later is taken.
 _RENAMED = {
@@ -146,9 +148,10 @@ def _translate(moved: Migration, name: str, value: Any) -> None:
     if name == "output_dir" and value is not None:
         moved.run_dir = str(value)
         moved.translated[name] = f"run_dir={str(value)!r} of train"
-    elif name in ("bf16", "fp16") and value:
-        note = 'compute_dtype="bfloat16"' + " (there is no float16)" * (name == "fp16")
-        moved._set(name, "compute_dtype", "bfloat16", note)
+    elif name == "bf16" and value:
+        moved._set(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
+    elif name == "fp16" and value:
+        moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
     elif name in _KEYWORDS and value:
         _KEYWORDS[name](moved, json.loads(value) if isinstance(value, str) else value)
     elif name in _STEPS and (value == "no" or value not in ("steps", default)):
@@ -186,10 +189,10 @@ def _translate_model(moved: Migration, kwargs: Json) -> None:
     kwargs.pop("torch_dtype", None)
     moved.dtype = dtype = _DTYPES.get(asked)
     if dtype is not None:
-        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + " (no float16)" * (asked == "float16")
+        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (asked == "float16")
     elif asked != "None":
         moved.missing[name] = f"dtype {asked!r}: use float32, bfloat16 or auto"
-    if dtype == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
+    if asked == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
         moved.values["compute_dtype"] = dtype
     unknown = sorted(kwargs.keys() - _PYTORCH_KWARGS.split())
     if unknown:
@@ -233,9 +236,11 @@ def _translate_evaluation(moved: Migration, values: Json) -> None:
         moved._set(name, name, "eval/reward", '"eval/reward", where transformers takes the loss of an evaluation')
     elif isinstance(best, str) and (best.startswith("eval_") or evaluates):
         plain = best.removeprefix("eval_")
-        found = re.fullmatch(r"rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward)", plain)
+        # Of several datasets to evaluate on, the name of one comes first.
+        metric = r"(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
+        found = re.fullmatch(metric, plain)
         if found is not None:
-            ours = f"eval/{next(filter(None, found.groups()))}"
+            ours = "/".join(["eval", *filter(None, found.groups())])
             moved._set(name, name, ours, f'"{ours}"')
         elif plain != best or plain == "loss":
             advice = "evaluations measure rewards; name eval_reward or eval_rewards/<function>/mean"
@@ -276,7 +281,7 @@ _NOT_NEEDED = {
     "ignore_bias_buffers": "params are an argument; a model has no buffers",
 }
 _MISSING = {
-    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/recipes.md has one",
+    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/rewards.md has one",
     "lora_modules_to_save": "only the adapters are trained",
     "use_rslora": "give alpha times the root of the rank",
     "use_dora": "plain low-rank adapters only",

@@ -13,11 +13,9 @@ import jax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.devices.platform import compute_dtype
 from grpo_jax.devices.sharding import gather_objects
-from grpo_jax.hub.files import PROCESSOR_FILES, TOKENIZER_FILES
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.hub.peft import add_lora, write_policy
-from grpo_jax.hub.policy import tokenizer_files
-from grpo_jax.models.lora import TARGETS, LoraModel
+from grpo_jax.models.lora import TARGETS
 from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
@@ -100,10 +98,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, config: GRPOConfi
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
     """Return the policy with a tokenizer, or a processor's (None: its own), whose EOS ends completions too."""
     if tokenizer is not None:
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        processor = {name: content for name, content in policy.files.items() if name in PROCESSOR_FILES}
-        files = tokenizer_files(tokenizer) if hasattr(tokenizer, "save_pretrained") else {}
-        policy = policy.replace(tokenizer=tokenizer, files=processor | files)
+        policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
     if eos is None or eos in ids:
         return policy
@@ -118,9 +113,6 @@ def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
     scratch = directory / ".model"
     write_policy(scratch, policy, base_name=base_name)
     if jax.process_index() == 0:
-        if isinstance(policy.model, LoraModel):  # PEFT's format has no tokenizer
-            for name in policy.files.keys() & {*TOKENIZER_FILES}:
-                (scratch / name).write_bytes(policy.files[name])
         for old in (*directory.glob("model*.safetensors*"), *directory.glob("adapter_*")):
             old.unlink()
         for path in scratch.iterdir():

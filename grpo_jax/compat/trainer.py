@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import optax
 
-from grpo_jax.compat.migrate import VLLMServer, from_trl
+from grpo_jax.compat.migrate import NO_FLOAT16, VLLMServer, from_trl
 from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer, write_into
-from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
+from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
 from grpo_jax.hub.publish import push_to_hub
@@ -24,7 +23,7 @@ from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list, reward_names
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.train import train
-from grpo_jax.text.sources import Dataset
+from grpo_jax.text.sources import Dataset, several
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.trackers import StopRun
@@ -36,7 +35,6 @@ _EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_train_end")
 _SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server by vllm_mode='server' in args"
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
-    "processing_class": "use trainer.policy.tokenizer",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
     **dict.fromkeys(("accelerator", "is_world_process_zero"), "use jax.process_index() == 0"),
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
@@ -44,7 +42,7 @@ _INSTEAD = {
     **dict.fromkeys(("_generate", "_generate_and_score_completions"), _SAMPLER),
 }
 _ARGUMENTS = {
-    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/recipes.md",
+    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/rewards.md",
     "quantization_config": 'load the model by from_pretrained(name, quantize="nf4") and pass the policy',
     "rollout_func": _SAMPLER,
 }
@@ -79,14 +77,17 @@ class GRPOConfig:
     _values: Json  # as given
 
     def __init__(self, output_dir: str | None = None, **values: Any):
-        self._take({"output_dir": output_dir, **values})
+        self._take({"output_dir": output_dir, **values}, values)
 
-    def _take(self, values: Json) -> None:
-        """Translate values, all of them or none."""
+    def _take(self, values: Json, changed: Iterable[str]) -> None:
+        """Translate values, all of them or none; a warning names one that was `changed` and asks for float16."""
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig has fields that are not supported:", *lines]))
+        for name in moved.translated.keys() & {*changed}:
+            if moved.translated[name].endswith(NO_FLOAT16):
+                warnings.warn(f"GRPOConfig: {name} became {moved.translated[name]}.", stacklevel=3)
         vars(self).update(config=moved.config(), dtype=moved.dtype, sampler=moved.sampler, _values=values)
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +103,7 @@ class GRPOConfig:
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _OURS | ELSEWHERE.keys():
             raise AttributeError(_unknown_field(name))
-        self._take({**self._values, name: value})
+        self._take({**self._values, name: value}, [name])
 
     def to_dict(self) -> Json:
         """Return all of TRL's fields with their values."""
@@ -150,7 +151,7 @@ class GRPOTrainer:
       reward_funcs: one or more reward functions; with an environment's `get_reward` there may be none.
       args: a `GRPOConfig` of this module.
       train_dataset: rows with a `prompt`.
-      eval_dataset: rows to evaluate on during the run, or None.
+      eval_dataset: rows to evaluate on during the run, a dict of several such datasets by name, or None.
       processing_class: a tokenizer that replaces the checkpoint's. Its EOS ends completions too.
       callbacks: see `add_callback`.
       optimizers: an optax transformation, or None, and None.
@@ -169,7 +170,6 @@ class GRPOTrainer:
       AttributeError: an attribute of TRL's trainer that does not exist here, or a subclass that overrides it.
     """
 
-    config: _config.GRPOConfig
     train_state: TrainState | None = None
 
     def __init__(
@@ -193,7 +193,9 @@ class GRPOTrainer:
         self._reward_funcs = as_list(reward_funcs or [])
         self.run_dir = args.output_dir
         self._base_name = None if isinstance(model, Policy) else str(model)
-        self._first_policy = functools.partial(self._make_policy, model, processing_class, peft_config)
+        self._compute_dtype: Any = None  # None: by `args`, and not by the dtype that the policy is loaded in
+        self._tokenizer = processing_class
+        self._first_policy = functools.partial(self._make_policy, model, peft_config)
         self._donates = peft_config is not None or not isinstance(model, Policy)  # these params belong to the trainer
         self.policy = self._first_policy()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -214,10 +216,31 @@ class GRPOTrainer:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"GRPOTrainer has no {name}: {_INSTEAD.get(name, _PAGE)}.")
 
-    def _make_policy(self, model: str | Path | Policy, processing_class: Tokenizer | None, peft: Any) -> Policy:
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _INSTEAD:
+            raise AttributeError(f"GRPOTrainer.{name} would never be used: {_INSTEAD[name]}.")
+        super().__setattr__(name, value)
+
+    @property
+    def config(self) -> _config.GRPOConfig:
+        """The config of the run; `args` may be changed until `train`."""
+        config, dtype = self.args.config, self._compute_dtype
+        return config if dtype is None else dataclasses.replace(config, compute_dtype=dtype)
+
+    @property
+    def processing_class(self) -> Tokenizer:
+        """The tokenizer; assigning another one replaces it, also in what is written."""
+        return self.policy.tokenizer
+
+    @processing_class.setter
+    def processing_class(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.policy = tokenizer, with_tokenizer(self.policy, tokenizer)
+
+    def _make_policy(self, model: str | Path | Policy, peft: Any) -> Policy:
         """Return the policy that training begins with."""
-        policy, self.config = load_policy(model, self.args.dtype, self.args.config)
-        policy = with_tokenizer(policy, processing_class)
+        policy, config = load_policy(model, self.args.dtype, self.args.config)
+        self._compute_dtype = None if config == self.args.config else config.compute_dtype
+        policy = with_tokenizer(policy, self._tokenizer)
         if peft is None:
             return policy
         return with_adapters(policy, peft, seed=self.config.seed, dropout=not self.args.disable_dropout)
@@ -227,7 +250,8 @@ class GRPOTrainer:
         """The progress of the run and its log, by TRL's names."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         names = reward_names(self._reward_funcs)
-        return TrainerState([{**trl_names(line, names), "step": line["step"]} for line in lines])
+        parts = several(self.eval_dataset)
+        return TrainerState([{**trl_names(line, names, parts), "step": line["step"]} for line in lines])
 
     def add_callback(self, callback: object) -> None:
         """Add a callback.
@@ -261,7 +285,7 @@ class GRPOTrainer:
     def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep a line of the log and call the callback objects: a callback of `train`."""
         self._lines.append({"step": step, **metrics})
-        logs = trl_names(metrics, reward_names(self._reward_funcs))
+        logs = trl_names(metrics, reward_names(self._reward_funcs), several(self.eval_dataset))
         if "loss" in metrics:
             self._call("on_step_end", logs)
         self._call("on_log", logs)
@@ -313,15 +337,19 @@ class GRPOTrainer:
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
-        metrics, rows = evaluate_rows(
-            self.policy,
-            data,
-            self._reward_funcs,
-            EvaluationSettings.of(self.config),
-            tools=self._tools,
-            environment_factory=self._environment_factory,
-        )
-        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"])
+        found: dict[str, float] = {}
+        for part, some in several(data).items():
+            metrics, rows = evaluate_rows(
+                self.policy,
+                some,
+                self._reward_funcs,
+                EvaluationSettings.of(self.config),
+                tools=self._tools,
+                environment_factory=self._environment_factory,
+            )
+            start = f"eval/{part}/" if part else "eval/"
+            found |= trl_names({start + name: x for name, x in metrics.items()}, rows[0]["rewards"], [part])
+        return found
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.
@@ -369,25 +397,3 @@ def _check_arguments(args: object, optimizers: tuple[object, object], others: Js
         raise ValueError(f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.GRPOConfig.")
     if optimizers[1] is not None:
         raise ValueError("optimizers has a scheduler: give None; an optax transformation contains its schedule.")
-
-
-def trl_names(metrics: Mapping[str, float | None], reward_names: Iterable[str]) -> dict[str, float]:
-    """Return the numbers of a line of metrics, except its step, by TRL's names.
-
-    Example:
-      >>> trl_names({"eval/right": 1.0, "eval/mean_length": 3.0, "eval/reward": 1.0}, ["right"])
-      {'eval_rewards/right/mean': 1.0, 'eval_completions/mean_length': 3.0, 'eval_reward': 1.0}
-      >>> trl_names({"step": 3, "loss": 0.5}, [])
-      {'loss': 0.5}
-    """
-    scored, named = set(reward_names), {}
-    for name, number in metrics.items():
-        value = math.nan if number is None else number  # JSON has no NaN
-        held_out = re.fullmatch(r"eval/(.+)", name)
-        if held_out is None:
-            named[name] = value
-        elif held_out[1] in scored:
-            named[f"eval_rewards/{held_out[1]}/mean"] = value
-        else:
-            named[f"eval_{'completions/' * (held_out[1] in ('mean_length', 'clipped_ratio'))}{held_out[1]}"] = value
-    return {name: value for name, value in named.items() if name != "step"}

@@ -1,11 +1,12 @@
-"""Every field of TRL 1.16's `GRPOConfig`, and what became of those that are not fields here: data, and nothing else.
+"""Every field of TRL 1.16's `GRPOConfig`, with what to do about those that are not fields here; TRL's names of metrics.
 
 One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 TRL_VERSION = "1.16"
@@ -112,7 +113,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "disable_dropout": _needless(False, "no model here has dropout; GRPOTrainer then leaves that of adapters out too"),
     "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
     "bf16": _other(None, 'use compute_dtype="bfloat16"'),
-    "fp16": _other(False, 'use compute_dtype="bfloat16": there is no float16 with loss scaling'),
+    "fp16": _other(False, 'use compute_dtype="auto": there is no float16 with loss scaling'),
     "tf32": _outside(None, "JAX_DEFAULT_MATMUL_PRECISION is JAX's switch"),
     **_group(
         _needless, "evaluation computes in compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False
@@ -238,3 +239,31 @@ ELSEWHERE: dict[str, Elsewhere] = {
 
 HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
 """Name → what to do, for the message of `GRPOConfig` that it has no such field."""
+
+
+def trl_names(
+    metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
+) -> dict[str, float]:
+    """Return the numbers of a line of metrics, except its step, by TRL's names; `parts`: of several eval_datasets.
+
+    Example:
+      >>> trl_names({"eval/right": 1.0, "eval/mean_length": 3.0, "eval/reward": 1.0}, ["right"])
+      {'eval_rewards/right/mean': 1.0, 'eval_completions/mean_length': 3.0, 'eval_reward': 1.0}
+      >>> trl_names({"step": 3, "loss": 0.5, "eval/hard/right": 0.0}, ["right"], ["hard"])
+      {'loss': 0.5, 'eval_hard_rewards/right/mean': 0.0}
+    """
+    scored, named = set(reward_names), {}
+    for name, number in metrics.items():
+        value = math.nan if number is None else number  # JSON has no NaN
+        if not name.startswith("eval/"):
+            named[name] = value
+            continue
+        metric, start = name.removeprefix("eval/"), "eval_"
+        for part in parts:
+            if part and metric.startswith(f"{part}/"):
+                metric, start = metric.removeprefix(f"{part}/"), f"eval_{part}_"
+        if metric in scored:
+            named[f"{start}rewards/{metric}/mean"] = value
+        else:
+            named[f"{start}{'completions/' * (metric in ('mean_length', 'clipped_ratio'))}{metric}"] = value
+    return {name: value for name, value in named.items() if name != "step"}

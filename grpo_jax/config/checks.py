@@ -40,20 +40,26 @@ def run_problems(
         )
     problems += _eval_problems(config, num_eval_rows)
     prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
-    if context_length is not None and prompt + config.max_completion_length > context_length:
-        room = context_length - prompt
-        mend = f"use {room} or less, or shorter prompts"
-        if room < 1:
-            mend = (
-                "no value helps, the prompts fill them: shorten the prompts, drop long ones (max_prompt_length with"
-                ' on_long_prompt="drop"), or use another model'
-            )
-        problems.append(
-            f"{shown(config, 'max_completion_length')}: with prompts of up to {prompt} tokens this passes"
-            f" the {context_length} positions of the model; {mend}"
-        )
+    if context_length is not None:
+        problems += position_problems(prompt, config.max_completion_length, context_length)
     problems += router_problems(config, num_experts)
     return problems
+
+
+def position_problems(longest_prompt: int, max_completion_length: int, context_length: int) -> Iterator[str]:
+    """Yield the error line of prompts and completions that are longer than what the model has positions for."""
+    room = context_length - longest_prompt
+    if max_completion_length > room:
+        mend = (
+            f"use {room} or less, or shorter prompts"
+            if room > 0
+            else "no value helps, the prompts fill them: shorten the prompts, drop long ones (max_prompt_length with"
+            ' on_long_prompt="drop"), or use another model'
+        )
+        yield (
+            f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens this"
+            f" passes the {context_length} positions of the model; {mend}"
+        )
 
 
 def device_problems(config: GRPOConfig, num_devices: int) -> Iterator[str]:

@@ -50,6 +50,8 @@ OTHER_NAMES = {
     "kl_coef": "use beta",
     "lr": "use learning_rate",
     "max_length": "use max_completion_length, or max_prompt_length",
+    "max_seq_length": "use max_prompt_length and max_completion_length, in SFTConfig max_length",
+    "vllm_sampling_params": "use temperature, top_p, top_k and min_p; sampler=engines.vllm(...) samples by vLLM",
     "clip_eps": "use epsilon",
     "group_size": "use num_generations",
     "batch_size": "use per_device_train_batch_size (completions)",

@@ -49,9 +49,10 @@ class SFTConfig(Settings):
     packing_strategy: Literal["bfd"] = "bfd"
     """How blocks are filled: "bfd", best fit decreasing. TRL's other ways cut examples."""
     completion_only_loss: bool | None = None
-    """Learn the `completion` alone of rows with a `prompt`; False: the prompt too; None: where there is one."""
+    """Learn the `completion` alone of rows with a `prompt` (of tokens, what `completion_mask` marks); False: the prompt
+    too; None: where there is one."""
     assistant_only_loss: bool = False
-    """Learn the assistant's messages alone, by the template's generation tags or by growing conversations."""
+    """Learn the assistant's messages alone, by generation tags, growing conversations or `assistant_masks`."""
     dataset_text_field: str = "text"
     """Column of rows that are text to be learned as a whole."""
     chat_template_kwargs: Annotated[dict[str, object] | None, readers.keywords] = setting(None, hash=False)

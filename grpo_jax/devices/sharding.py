@@ -7,6 +7,7 @@ follows the arrays that it is given. A group stays on one device, since only the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -152,6 +153,11 @@ def _name(path: Any) -> str:
 def place(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of parameters, or a state, with each leaf where `TABLE` has it; as it is without a mesh."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
+
+
+def committed(tree: Any) -> Any:
+    """Arrays committed to the devices that they are on; those of a checkpoint are, and a program is made for either."""
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -305,15 +311,30 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def placed_shapes(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with their shardings."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+
+
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function, whose arguments may be shapes."""
+    """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`devices.targets`)."""
     function: Any = call.func
-    return function.lower(*call.args, **call.keywords)
+    with _lowering_for(place_of((call.args, call.keywords))):
+        return function.lower(*call.args, **call.keywords)
+
+
+def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[Any]:
+    """Name a GPU that is absent as the target: from jax 0.11 on, Pallas lowers its kernels for a GPU that it knows."""
+    device: Any = None if at is None else next(iter(at.device_set))
+    if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
 
 
 def place_of(tree: Any) -> Any:
     """The sharding of the first of some shapes that has one; so has then what is computed from them on one device."""
-    at = next((x.sharding for x in jax.tree.leaves(tree) if x.sharding is not None), None)
+    at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 

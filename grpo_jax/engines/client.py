@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo_jax.messages import show
 from grpo_jax.types import Json
@@ -28,6 +29,8 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
 PAUSES = (0.1, 0.5, 2.0, 5.0, 10.0)
 """Seconds between tries, the last one again and again."""
+SHORT = 2**20
+"""Bytes of an answer that does not grow with the number of tokens, headers included, at most."""
 
 
 class EngineError(RuntimeError):
@@ -44,6 +47,39 @@ class Refused(EngineError):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
+
+
+class _Bounded(io.RawIOBase):
+    """One answer's bytes from a socket, up to a time of `time.monotonic` and a number of bytes.
+
+    The timeout of a socket is for each read; with this one all reads of an answer end in time.
+    """
+
+    def __init__(self, sock: socket.socket, end: float, most: int):
+        self._socket, self._file, self._end, self._most = sock, sock.makefile("rb", buffering=0), end, most
+        self._count = 0
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        """The file that `HTTPResponse` asks its socket for."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        count = self._file.readinto(buffer) or 0
+        self._count += count
+        if self._count > self._most:
+            raise EngineError(f"answered more than {self._most} bytes")
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class Client:
@@ -84,23 +120,26 @@ class Client:
         *,
         stopped: Callable[[], bool] = lambda: False,
         busy: Sequence[int] = BUSY,
+        most_bytes: int = SHORT,
     ) -> Json:
         """Return the object that the server answers, {} for anything else; a busy server is asked again for a while.
 
         `body` None sends a GET. A status in `busy` is tried again, unless `stopped` returns True.
 
         Raises:
-          Lost: no answer, or a server that is still busy after all this time.
+          Lost: no answer within the timeout, or a server that is still busy after all this time.
           Refused: any other status than 200.
+          EngineError: an answer of more than `most_bytes`, or one that is not JSON.
         """
         end, tries = time.monotonic() + self.patience, 0
         while True:
-            status, content = self._once(path, body)
+            status, content = self._once(path, body, most_bytes)
             if status == 200:
                 try:
                     return dict(json.loads(content)) if content.strip()[:1] == b"{" else {}
-                except ValueError as error:
-                    raise EngineError(f"{self.base_url}{path} answered what is no JSON: {show(content)}") from error
+                except (ValueError, RecursionError) as error:
+                    said = self._without_key(content.decode(errors="replace"))
+                    raise EngineError(f"{self.base_url}{path} did not answer JSON: {show(said)}") from error
             if status not in busy:
                 raise Refused(self._message(path, status, content), status)
             pause = PAUSES[min(tries, len(PAUSES) - 1)]
@@ -112,7 +151,7 @@ class Client:
     def alive(self) -> bool:
         """Whether the server answers at all; asked once."""
         try:
-            return self._once("/health", None)[0] in (200, 404)
+            return self._once("/health", None, SHORT)[0] in (200, 404)
         except Lost:
             return False
 
@@ -133,39 +172,62 @@ class Client:
             error = json.loads(said)
             error = error.get("error", error) if isinstance(error, dict) else error
             said = str(error.get("message", error) if isinstance(error, dict) else error)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         mend = ""
         if status in (401, 403):
             mend = f": put its key into the environment variable {self._env or 'that api_key_env names'}"
-        return f"{self.base_url}{path} answered {status}, {show(said, 300)}{mend}"
+        return f"{self.base_url}{path} answered {status}, {show(self._without_key(said), 300)}{mend}"
 
-    def _once(self, path: str, body: Json | None) -> tuple[int, bytes]:
+    def _key(self) -> str:
+        """The server's key, "" if there is none."""
+        key = os.environ.get(self._env, "").strip() if self._env else ""
+        if not (key.isascii() and key.isprintable()):
+            raise EngineError(f"{self.base_url}: the environment variable {self._env} is not printable ASCII")
+        return key
+
+    def _without_key(self, said: str) -> str:
+        """Return a server's words for a message: it may send back the headers that it was sent."""
+        key = self._key()
+        return said.replace(key, "***") if key else said
+
+    def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
         """Status and content; on a kept connection that the server has closed meanwhile, asked once more."""
-        (connection, kept), closed = self._taken(), self._closed
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self._env) if self._env else None
-        if key:
+        if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
+        (connection, kept), closed = self._taken(), self._closed
+        end = time.monotonic() + self._timeout
+
+        def bounded(sock: socket.socket, method: str | None) -> http.client.HTTPResponse:
+            return http.client.HTTPResponse(_Bounded(sock, end, most_bytes), method=method)  # type: ignore[arg-type]
+
+        connection.response_class = bounded  # type: ignore[assignment]
         self._busy.add(connection)
         try:
             method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
+            if connection.sock is not None:
+                connection.sock.settimeout(self._timeout)
             connection.request(method, self._path + path, data, headers)
-            answer = connection.getresponse()
-            content = answer.read()
+            with connection.getresponse() as answer:
+                content = b"".join(iter(lambda: answer.read(2**16), b""))
+                if answer.length:
+                    raise http.client.IncompleteRead(content, answer.length)
+        except EngineError as error:
+            connection.close()
+            raise EngineError(f"{self.base_url}{path} {error}") from None
         except TimeoutError as error:
             connection.close()
             raise Lost(
                 f"{self.base_url}{path}: no answer in {self._timeout:g} s; look at the server's log, or give a longer"
                 " timeout"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()
             if kept and closed == self._closed and not isinstance(error, http.client.IncompleteRead):
-                return self._once(path, body)
-            raise Lost(
-                f"{self.base_url}{path}: {type(error).__name__}: {error}; is the server running, and is base_url its?"
-            ) from error
+                return self._once(path, body, most_bytes)
+            said = self._without_key(f"{type(error).__name__}: {error}")  # it may quote the server, as its cause does
+            raise Lost(f"{self.base_url}{path}: {said}; is the server running, and is base_url its?") from None
         finally:
             self._busy.discard(connection)
         if connection.sock is not None:

@@ -3,23 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.engines.client import Client, EngineError, Lost, Refused
+from grpo_jax.engines.client import SHORT, Client, EngineError, Lost, Refused
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
-from grpo_jax.messages import some
+from grpo_jax.messages import show, some
 from grpo_jax.types import Json
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
     " --logprobs-mode processed_logprobs"
 )
+
+
+BYTES_OF_LOG_PROB = 512
+"""Bytes of an answer for each log-prob in it, with its token as text, at most."""
+_COMPLETIONS, _CHOICE = "/v1/completions", "answer.choices[0]"
+
+
+Kind = tuple[str, Callable[[Any], bool]]
+"""A kind of JSON values: its name in a message, and whether a value is one."""
+
+_TEXT: Kind = ("text", lambda x: isinstance(x, str))
+_TEXT_OR_NULL: Kind = ("text or null", lambda x: x is None or isinstance(x, str))
+_COUNT_OR_NULL: Kind = ("a number of tokens or null", lambda x: x is None or type(x) is int)
+_ID: Kind = ("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
+# vLLM writes -9999 for a probability of 0, and rounding may put a log-prob of 0 a little above it.
+_LOG_PROB: Kind = ("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
+_PLACE: Kind = (
+    "null or log-probs by token id",
+    lambda x: x is None or (isinstance(x, dict) and all(map(_tells, x.items()))),
+)
+
+_MODELS = {"data": [{"id": _TEXT, "root": _TEXT_OR_NULL, "parent": _TEXT_OR_NULL, "max_model_len": _COUNT_OR_NULL}]}
+_VERSION = {"weight_version": _TEXT}
+_COMPLETION: Json = {"choices": [{}]}
+_ENDED = {"finish_reason": _TEXT}
+_DRAWN = {"token_ids": [_ID], "logprobs": {"token_logprobs": [_LOG_PROB]}}
+_TOLD = {"prompt_logprobs": [_PLACE]}
+
+
+def _tells(entry: tuple[str, Any]) -> bool:
+    """Whether a token id and what is said of it are a log-prob."""
+    token, said = entry
+    return token.isdecimal() and len(token) <= 10 and isinstance(said, dict) and _LOG_PROB[1](said.get("logprob"))
+
+
+def find_misfit(value: Any, schema: Any, at: str) -> str:
+    """Say what in a JSON value does not fit a schema, "" if it fits.
+
+    A schema is a `Kind`, [schema] for a list, or {name: schema} for an object that has these fields.
+
+    Example:
+      >>> find_misfit({"ids": [3, True]}, {"ids": [("an id", lambda x: type(x) is int)]}, "choice")
+      'choice.ids[1] is True, not an id'
+    """
+    inner: list[tuple[Any, Any, str]] = []
+    if isinstance(schema, dict) and isinstance(value, dict):
+        inner = [(value.get(name), of, f"{at}.{name}") for name, of in schema.items()]
+    elif isinstance(schema, list) and isinstance(value, list):
+        inner = [(item, schema[0], f"{at}[{i}]") for i, item in enumerate(value)]
+    elif not isinstance(schema, tuple) or not schema[1](value):
+        found = type(value).__name__ if isinstance(value, (dict, list)) else show(value, 40)
+        return f"{at} is {found}, not {schema[0] if isinstance(schema, tuple) else type(schema).__name__}"
+    return next(filter(None, itertools.starmap(find_misfit, inner)), "")
 
 
 class Drawn(NamedTuple):
@@ -74,7 +128,7 @@ class VLLM:
 
     def _find(self, longest: int, *, adapters: bool) -> None:
         """Decide on a model, of those that it serves with adapters or without."""
-        models = self._client.request("/v1/models")["data"]
+        models = self._read("/v1/models", self._client.request("/v1/models"), _MODELS)["data"]
         bases = {one["id"]: one for one in models if one.get("parent") is None}
         served = {one["id"]: one for one in models} if adapters else bases
         if self._asked_for and self._asked_for not in served:
@@ -116,7 +170,8 @@ class VLLM:
         """Whether it still has these weights, as far as it can say: adapters are requested by their name."""
         if self._name == version or not self._says_version:
             return True
-        return bool(self._client.request("/weight_info")["weight_version"] == version)
+        found = self._read("/weight_info", self._client.request("/weight_info"), _VERSION)
+        return bool(found["weight_version"] == version)
 
     def draw(
         self,
@@ -149,15 +204,16 @@ class VLLM:
             "return_token_ids": True,
             **({} if stops is None else {"stop": list(stops.strings)}),
         }
-        choice = self._complete(body, stopped)
-        tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
-        log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
-        if reason not in ("stop", "length"):  # paused, or stopped, by somebody else
-            raise Lost(f"{self.base_url}/v1/completions broke a completion off ({reason})")
-        if not tokens or log_probs is None or len(tokens) != len(log_probs):
+        choice = self._complete(body, len(ids) + most, stopped)
+        reason = self._read(_COMPLETIONS, choice, _ENDED, _CHOICE)["finish_reason"]
+        if reason not in ("stop", "length"):  # paused, or stopped, by another client
+            raise Lost(f"{self.base_url}{_COMPLETIONS} broke a completion off ({reason})")
+        self._read(_COMPLETIONS, choice, _DRAWN, _CHOICE)
+        tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if not tokens or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.base_url}/v1/completions gave {len(tokens or [])} token_ids and {len(log_probs or [])}"
-                " log-probs for a completion: vLLM 0.10 and newer give both"
+                f"{self.base_url}{_COMPLETIONS} gave {len(tokens)} token_ids and {len(log_probs)} log-probs for a"
+                " completion: there is one log-prob for each token"
             )
         # Both sides look for texts, ours in bytes, and vLLM in characters, for which it may wait a token longer. A turn
         # ends where ours finds one: with the same token as by `generate`.
@@ -167,7 +223,7 @@ class VLLM:
         ended = tokens[-1] in stop
         if ended != (reason == "stop") or (not ended and len(tokens) != most):
             raise EngineError(
-                f"{self.base_url}/v1/completions ended a completion after {len(tokens)} of {most} tokens by {reason!r},"
+                f"{self.base_url}{_COMPLETIONS} ended a completion after {len(tokens)} of {most} tokens by {reason!r},"
                 f" with the token {tokens[-1]}: that is none of {some([str(i) for i in stop])}"
                 f"{'' if stops is None else f', and they spell none of {some(list(map(repr, stops.strings)))}'}; is its"
                 " --max-model-len long enough, and its tokenizer the policy's?"
@@ -184,14 +240,15 @@ class VLLM:
         """For each of ids[1:], log-probs by token at temperature 1: its own and the k most probable ones."""
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
-            told = self._complete(body, stopped).get("prompt_logprobs") or []
+            choice = self._complete(body, len(ids) * (k + 1), stopped)
         except Refused as refused:
             if "max allowed" not in str(refused):
                 raise
             raise EngineError(f"{refused}; start it with --max-logprobs {k}, or lower distillation_topk") from refused
+        told = self._read(_COMPLETIONS, choice, _TOLD, _CHOICE)["prompt_logprobs"]
         if len(told) != len(ids):
             raise EngineError(f"{self.base_url} scored {len(told)} of {len(ids)} tokens: prompt_logprobs is needed")
-        places = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in told[1:]]
+        places = [{int(token): float(one["logprob"]) for token, one in (place or {}).items()} for place in told[1:]]
         for token, place in zip(ids[1:], places, strict=True):
             if token not in place or len(place) < k:
                 raise EngineError(
@@ -200,16 +257,28 @@ class VLLM:
                 )
         return places
 
-    def _complete(self, body: Json, stopped: Callable[[], bool]) -> Json:
-        """The only choice of a completion; an adapter that is not there any more is a server started again."""
+    def _complete(self, body: Json, log_probs: int, stopped: Callable[[], bool]) -> Json:
+        """The only choice of a completion, whose answer has so many log-probs at most.
+
+        An adapter that is not there any more is a server started again.
+        """
+        body, most = {"model": self._name, **body}, SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
-            answer = self._client.request("/v1/completions", {"model": self._name, **body}, stopped=stopped)
+            answer = self._client.request(_COMPLETIONS, body, stopped=stopped, most_bytes=most)
         except Refused as refused:
             if refused.status == 404 and self._name != self._base:
                 raise Lost(str(refused)) from refused
             raise
-        choice: Json = answer["choices"][0]
-        return choice
+        choices: list[Json] = self._read(_COMPLETIONS, answer, _COMPLETION)["choices"]
+        if len(choices) != 1:
+            raise EngineError(f"{self.base_url}{_COMPLETIONS} gave {len(choices)} completions for one prompt")
+        return choices[0]
+
+    def _read(self, path: str, answer: Json, schema: Json, at: str = "answer") -> Json:
+        """The answer of a request or a part of it, if it fits a schema; else an `EngineError`."""
+        if misfit := find_misfit(answer, schema, at):
+            raise EngineError(f"{self.base_url}{path}: {misfit}, as vLLM 0.10 and newer write it")
+        return answer
 
     def _rpc(self, path: str, body: Json) -> None:
         """A request that hands weights over; the server has to have been started for it."""

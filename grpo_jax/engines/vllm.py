@@ -36,7 +36,7 @@ def vllm(
         the directory for temporary files.
       tolerance: nats per token, the mean by which both sides' log-probs of that text may differ. None: 1e-4 for float32
         params, 0.05 for others. A server that computes in bfloat16 (`--dtype`) differs by some 0.01.
-      timeout: seconds for one completion.
+      timeout: seconds for one whole answer of the server, such as a completion.
       patience: seconds for which a busy server is asked again, and a lost one waited for.
       api_key_env: name of the environment variable with the key of a server that asks for one; the key itself is kept
         nowhere.

@@ -43,8 +43,8 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
         raise ValueError("sampler: an engine needs the policy's config.json, by which it names tensors; it has none")
-    whole = policy.replace(params=params)
-    write_policy(directory, whole if adapters else with_head(whole))
+    whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server keeps its tokenizer
+    write_policy(directory, whole.replace(files={}) if adapters else with_head(whole))
     return adapters
 
 

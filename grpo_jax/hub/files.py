@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.messages import some
+from grpo_jax.messages import one_line, show, some
 from grpo_jax.types import Json, Tokenizer
 
 TOKENIZER_FILES = (
@@ -59,14 +59,54 @@ READ = ("F32", "F16", "BF16")
 """Those that parameters may be stored in."""
 
 
+def is_fault(error: BaseException) -> bool:
+    """Whether a parser has failed: an exception, or a panic of the Rust code of `tokenizers`, which is not one."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def reading(what: Path | str) -> Iterator[None]:
+    """Turn what a parser raises into a ValueError that names `what`: a file, or a part of a file."""
+    try:
+        yield
+    except BaseException as error:
+        known = isinstance(error, ImportError | OSError) or (isinstance(error, ValueError) and str(what) in str(error))
+        if known or not is_fault(error):
+            raise
+        missing = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{what}: {error if isinstance(error, ValueError) else missing}") from error
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no such file."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        pointer = f"; it is {POINTER}" if is_pointer(path) else ""
+        raise ValueError(f"{path} is not JSON: {error}{pointer}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {show(content)}, not a JSON object.")
+    return content
+
+
+POINTER = "a Git LFS pointer, not the file; fetch the file with `git lfs pull`"
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file only says where Git LFS has its content."""
+    with path.open("rb") as file:
+        return file.read(64).startswith(b"version https://git-lfs")
+
+
+def check_ids(path: Path, values: Json) -> None:
+    """Raise ValueError unless the ids in a config are ids: each a whole number, a list of them, or None."""
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(key)
+        ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(f"{path}: {key!r} is {show(value)}; use the id of a token, or null for none.")
 
 
 def write_json(path: Path, content: Json) -> None:
@@ -136,33 +176,49 @@ class Checkpoint:
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
     """Every tensor of a directory by name, from the headers of its safetensors files, in supported dtypes."""
-    index = read_json(directory / f"{stem}.safetensors.index.json")
-    files = sorted(set(index["weight_map"].values())) if index else [f"{stem}.safetensors"]
+    index_path = directory / f"{stem}.safetensors.index.json"
+    index, files = read_json(index_path), [f"{stem}.safetensors"]
+    if index is not None:
+        with reading(index_path):
+            files = sorted(set(index["weight_map"].values()))
     absent = [name for name in files if not (directory / name).is_file()]
     if absent:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f"; {', '.join(others)} are PyTorch's own format: save them as safetensors" if others else ""
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {', '.join(absent)}{advice}.")
-    tensors = {}
-    for path in (directory / name for name in files):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
-                raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            if end > size:
-                raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
+        advice = f"; {some(others)} are PyTorch's own format: save them as safetensors" if others else ""
+        if index is None and (shards := sorted(path.name for path in directory.glob(f"{stem}-*-of-*.safetensors"))):
+            advice = f"; {some(shards)} are parts of the weights, which {index_path.name} lists: it is missing"
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {some(absent)}{advice}.")
+    return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, from its header; a fault of it names the file and the tensor."""
+    size, tensors = path.stat().st_size, {}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if is_pointer(path):
+            raise ValueError(f"{path} is {POINTER}.")
+        if not 0 < length <= size - 8:
+            raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
+        with reading(f"{path}: its header"):
+            header = dict(json.loads(file.read(length)))
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        with reading(f"{path}: tensor {name!r}"):
+            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
             if entry["dtype"] not in STORED:
                 raise ValueError(
-                    f"{path}: tensor {name!r} is stored as {entry['dtype']}, which is not supported; "
-                    f"supported: {', '.join(STORED)}."
+                    f"stored as {show(entry['dtype'])}, which is not supported; supported: {', '.join(STORED)}."
                 )
-            tensors[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin)
+            dtype = STORED[entry["dtype"]]
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+                raise ValueError(f"its shape is {show(entry['shape'])} and its data_offsets are [{begin}, {end}].")
+            if end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"its {end - begin} bytes do not hold {list(shape)} of {entry['dtype']}.")
+        if 8 + length + end > size:
+            raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
+        tensors[name] = StoredTensor(path, dtype, shape, 8 + length + begin)
     return tensors
 
 

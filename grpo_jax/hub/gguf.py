@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.files import Checkpoint
+from grpo_jax.hub.files import POINTER, Checkpoint, is_fault, is_pointer
 from grpo_jax.hub.gguf_config import Header, read_header
 from grpo_jax.hub.gguf_tensors import FACTORS, FileTensor, find_tensors
 from grpo_jax.hub.policy import tokenizer_files
@@ -118,18 +118,20 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
         raise
     except ValueError as error:
         raise ValueError(f"name_or_directory {str(path)!r}: {error}") from error
-    except Exception as error:  # keys of another type, for example
+    except BaseException as error:  # keys of another type, for example
+        if not is_fault(error):
+            raise
         raise ValueError(f"name_or_directory {str(path)!r}: {_damaged(path, error)}") from error
 
 
-def _damaged(path: Path, error: Exception) -> str:
+def _damaged(path: Path, error: BaseException) -> str:
     """The fault of a file that cannot be parsed, and the fix."""
+    if is_pointer(path):
+        return f"it is {POINTER}."
     with path.open("rb") as file:
-        start = file.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, not the model; fetch the model with `git lfs pull`."
+        start = file.read(4)
     if not start.startswith(b"GGUF"):
-        return f"it is not a GGUF file: it begins with {start[:4]!r}, not with b'GGUF'."
+        return f"it is not a GGUF file: it begins with {start!r}, not with b'GGUF'."
     return f"it is cut off or damaged; download it again (it has {path.stat().st_size:,} bytes; {one_line(error)})."
 
 

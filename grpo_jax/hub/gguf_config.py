@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_jax.hub.families import FAMILIES
 from grpo_jax.hub.keys import PARTIAL_ROTARY
+from grpo_jax.hub.weights import check_sizes
 from grpo_jax.messages import show, some
 from grpo_jax.types import Json
 
@@ -113,6 +114,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     if not header.get("attention.causal", True):
         raise header.refuse("attention.causal", "True")
     row = ARCHITECTURES[name]
+    check_sizes({"num_hidden_layers": header["block_count"]}, header.shapes)
     ids = {key: header.fields.get(f"tokenizer.ggml.{each}_token_id") for key, each in _IDS.items()}
     raw: dict[str, Any] = {
         "architectures": [row.family],
@@ -131,6 +133,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     if row.more is not None:
         raw |= row.more(header, raw)
     header.check_all_read()
+    check_sizes(raw, header.shapes)
     return row, {**raw, "model_type": FAMILIES[raw["architectures"][0]].model_type}
 
 

@@ -12,7 +12,8 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,26 @@ from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
     Checkpoint,
+    Stored,
     StoredTensor,
     appearing,
+    check_ids,
     check_replaceable,
+    is_fault,
     read_json,
+    reading,
     stored_tensors,
     unpacked,
     without_mxfp4,
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
-from grpo_jax.hub.keys import sees
-from grpo_jax.hub.quantize import Quantization, check_method, find_nf4, without_quantization
+from grpo_jax.hub.keys import sees, text_config
+from grpo_jax.hub.policy import files_of, state_of
+from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
-from grpo_jax.hub.weights import check_params, check_tensors, read_params
+from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
+from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.transformer import Transformer
@@ -114,14 +121,14 @@ def from_pretrained(
     check_method(quantize, quantize_embeddings)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)
-    raw = found.raw
-    config = dataclasses.replace(read_config(without_quantization(raw), dtype=dtype), remat=remat)
-    stored = find_nf4(found.stored)
-    if sees(raw):
-        raw = _with_head(raw, stored)
-        config = dataclasses.replace(config, tie_word_embeddings=raw["tie_word_embeddings"])
-    stacked = stacked_experts(stored)
-    plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
+    with reading(path):
+        stored = find_nf4(found.stored)
+    with reading(path if path.is_file() else path / "config.json"):
+        check_sizes(text_config(found.raw), {name: tensor.shape for name, tensor in stored.items()})
+        config = dataclasses.replace(read_config(without_quantization(found.raw), dtype=dtype), remat=remat)
+        raw, config = _with_head(found.raw, config, stored)
+        stacked = stacked_experts(stored)
+        plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     beside = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
@@ -134,6 +141,7 @@ def from_pretrained(
         files=found.files,
         beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
         stacked_experts=stacked,
+        loaded_tokenizer=state_of(found.tokenizer),
     )
 
 
@@ -142,10 +150,19 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         return read_gguf(path)
     raw = checkpoint_config(path)
+    if (path / "adapter_config.json").is_file():
+        warnings.warn(
+            f"name_or_directory {str(path)!r} also has an adapter, which is not loaded:"
+            f" load_lora({str(path)!r}, policy) gives it to the policy.",
+            stacklevel=3,
+        )
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
+    generation_config = read_json(path / "generation_config.json") or {}
+    for name, values in (("config.json", raw), ("generation_config.json", generation_config)):
+        check_ids(path / name, values)
     return Checkpoint(
         raw=raw,
-        generation_config=read_json(path / "generation_config.json") or {},
+        generation_config=generation_config,
         stored=unpacked(stored_tensors(path)),
         tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
         files={name: (path / name).read_bytes() for name in there},
@@ -156,7 +173,13 @@ def checkpoint_config(path: Path) -> Json:
     """The config.json of a checkpoint that `find_checkpoint` has found, or that its GGUF file means."""
     if path.is_file():
         return gguf_config(path)
-    raw = read_json(path / "config.json")
+    raw, adapter = read_json(path / "config.json"), read_json(path / "adapter_config.json")
+    if raw is None and adapter is not None:
+        base = adapter.get("base_model_name_or_path")
+        raise FileNotFoundError(
+            f"name_or_directory {str(path)!r} has an adapter and no config.json: load the model that it belongs to"
+            f"{f' ({base})' if base else ''}, and then load_lora({str(path)!r}, policy)."
+        )
     if raw is None:
         raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
     return raw
@@ -167,9 +190,10 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    Config, generation config and tokenizer files are written as they came; only `dtype` in config.json follows the
-    weights. The directory appears under its name when it is complete, and replaces an older checkpoint of that name.
-    Processes of one run call it together; the first one writes, and the others wait for it.
+    Config and generation config are written as they came; only `dtype` in config.json follows the weights. So are the
+    files of the tokenizer, unless it was replaced or changed (`policy.tokenizer.chat_template = ...`): then the present
+    one is saved. The directory appears under its name when it is complete, and replaces an older checkpoint of that
+    name. Processes of one run call it together; the first one writes, and the others wait for it.
 
     Args:
       directory: where to.
@@ -231,13 +255,18 @@ def save_pretrained(
             write_json(scratch / "config.json", config)
             if policy.generation_config:
                 write_json(scratch / "generation_config.json", policy.generation_config)
-            for name, content in policy.files.items():
+            for name, content in files_of(policy).items():
                 (scratch / name).write_bytes(content)
     gather_objects(None)  # the others wait until all is there
 
 
 def _check_plain(policy: Policy) -> None:
     """Raise ValueError for a policy that is no plain checkpoint, or not all of one."""
+    if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
+        raise ValueError(
+            f"policy has no config.json, and its model is a {type(policy.model).__name__}: only models that"
+            " from_pretrained or init_policy made are written as checkpoints. Write policy.params by orbax or flax."
+        )
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
     if is_quantized(policy.params):
@@ -287,7 +316,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
                 return tokenizer
             if not (Path(directory) / "tokenizer.json").exists():
                 break
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
             "repair or remove its tokenizer files."
@@ -354,8 +385,20 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _with_head(raw: Json, stored: Collection[str]) -> Json:
-    """The config of a model that sees, with a word on whether its head is its embedding: else the checkpoint says."""
-    said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
-    tied = next((x for x in said if x is not None), not any(head + "weight" in stored for _, head in LAYOUTS))
-    return {**raw, "tie_word_embeddings": tied}
+def _with_head(
+    raw: Json, config: TransformerConfig, stored: Mapping[str, Stored | Nf4Tensor]
+) -> tuple[Json, TransformerConfig]:
+    """Both configs with the output head that the checkpoint has: one that differs from the embedding is never tied."""
+    heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
+    names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
+    tables = [stored[name] for name in names if name in stored]
+    tied = config.tie_word_embeddings
+    if sees(raw):
+        said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
+        tied = next((x for x in said if x is not None), not heads)
+    if tied and heads and tables:
+        tied = same_weights(heads[0], tables[0])
+    if sees(raw) or tied != config.tie_word_embeddings:
+        older = raw.keys() & {"tie_embedding"}  # LFM2's
+        raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
+    return raw, dataclasses.replace(config, tie_word_embeddings=tied)

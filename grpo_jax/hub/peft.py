@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,11 +15,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.devices.sharding import fetch, gather_objects
-from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, stored_tensors, write_json
+from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, reading, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
+from grpo_jax.hub.policy import files_of
 from grpo_jax.hub.tensors import tensor_plan
-from grpo_jax.messages import some
+from grpo_jax.messages import show, some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 
 
@@ -64,6 +67,10 @@ def add_lora(
     """
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
+    if not isinstance(policy.model, Transformer):
+        raise ValueError(
+            f"policy.model is a {type(policy.model).__name__}: adapters need a model of from_pretrained or init_policy."
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; it has to be in [0, 1).")
     adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
@@ -98,7 +105,7 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write the adapters of a policy in PEFT's format, float32; the directory appears when it is complete.
+    """Write adapters in PEFT's format, float32, and the tokenizer; the directory appears when it is complete.
 
     Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
 
@@ -171,6 +178,8 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     }
     with appearing(target) as scratch:
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        for name, content in files_of(policy).items():
+            (scratch / name).write_bytes(content)
         write_json(scratch / "adapter_config.json", config)
 
 
@@ -219,9 +228,10 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before loading others.")
-    _check_supported(config)
-    power = 0.5 if config.get("use_rslora") else 1.0
-    scale = config["lora_alpha"] / config["r"] ** power
+    with reading(path / "adapter_config.json"):
+        _check_supported(config)
+        power = 0.5 if config.get("use_rslora") else 1.0
+        scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
     check_read(stored)
     adapters: dict[tuple[str, ...], Any] = {}
@@ -231,7 +241,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         if not stored.keys() >= set(names):
             continue
         sides = [stored.pop(name) for name in names]
-        (rank, fan_in), (fan_out, _) = sides[0].shape, sides[1].shape
+        with reading(f"directory {str(path)!r}: the adapter of {module}"):
+            (rank, fan_in), (fan_out, _) = sides[0].shape, sides[1].shape
         if (fan_out, fan_in) != tensor.shape or sides[1].shape[1] != rank:
             raise ValueError(
                 f"directory {str(path)!r}: the adapter of {module} is {fan_in} → {rank} → {fan_out}, and the policy's "
@@ -262,6 +273,12 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
         if config.get(key):
             raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: none of it.")
+    dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
+    for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
+        re.compile(key)
+        most = 1 if key in dropout else math.inf
+        if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key == "r"):
+            raise ValueError(f"config key {key!r} is {show(value)}, which is not a number that it may be.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:

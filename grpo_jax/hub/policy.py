@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,23 @@ def init_policy(
         }
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return Policy(model, params, tokenizer, raw, dict(generation_config), files)
+    return Policy(model, params, tokenizer, raw, dict(generation_config), files, loaded_tokenizer=state_of(tokenizer))
+
+
+def state_of(tokenizer: Tokenizer | None) -> object:
+    """The tokenizer and what of it is changed in place; None without one."""
+    if tokenizer is None:
+        return None
+    changing = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
+    return tokenizer, copy.deepcopy(changing), len(tokenizer) if isinstance(tokenizer, Sized) else 0
+
+
+def files_of(policy: Policy) -> dict[str, bytes]:
+    """The files to write with a policy: those that it was loaded with, or those of the tokenizer that it now has."""
+    if policy.loaded_tokenizer == state_of(policy.tokenizer):
+        return dict(policy.files)
+    others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
+    return others | (tokenizer_files(policy.tokenizer) if hasattr(policy.tokenizer, "save_pretrained") else {})
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -19,10 +19,29 @@ from grpo_jax.hub.quantize import Nf4Tensor, Quantization, Source, check_sources
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
 from grpo_jax.messages import some
 from grpo_jax.models.quantized import Quantized
-from grpo_jax.types import Params
+from grpo_jax.types import Json, Params
 
 BLOCK = 1 << 24
 """Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
+
+
+def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the sizes in a config.json with the tensors, before anything of these sizes is made.
+
+    `shapes` are those of the tensors by name, in a checkpoint of Hugging Face's or in a GGUF file.
+    """
+    layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
+    layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
+    longest = max((axis for shape in shapes.values() for axis in shape), default=0)
+    for key, value in config.items():
+        most, what = longest, "numbers on the longest axis of a tensor"
+        if key == "num_hidden_layers":
+            most, what = layers, "layers"
+        elif "intermediate" in key:  # of an MLP that no layer may have
+            most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
+        sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
+        if sized and isinstance(value, int) and value > most:
+            raise ValueError(f"config key {key!r} is {value:,}, and the weights have {most:,} {what}.")
 
 
 def check_tensors(
@@ -36,7 +55,7 @@ def check_tensors(
 ) -> list[str]:
     """Compare the names and shapes of a checkpoint with those of its config; the names beside the language model."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
-    # A tied head may be stored a second time, and old files keep the frequencies that the config gives anyhow.
+    # A tied head may be stored a second time (`same_weights`), and old files keep the frequencies of the config.
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
     unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))
     model, head = LAYOUTS[layout_of(stored)]
@@ -63,6 +82,15 @@ def check_tensors(
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
     check_read({name: x for name in wanted if not isinstance(x := stored[name], Nf4Tensor)})
     return others
+
+
+def same_weights(a: Stored | Nf4Tensor, b: Stored | Nf4Tensor) -> bool:
+    """Whether two plain tensors of a checkpoint hold the same numbers."""
+    if isinstance(a, Nf4Tensor) or isinstance(b, Nf4Tensor) or a.shape != b.shape:
+        return False
+    step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
+    spans = [(start, min(step, a.shape[0] - start)) for start in range(0, a.shape[0], step)]
+    return all(np.array_equal(a.rows(*span), b.rows(*span)) for span in spans)
 
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:

@@ -90,11 +90,17 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
 """Advantages [B, G] from rewards [B, G], where they were scored [B, G], lengths [B, G] and epsilon."""
 
 
+def scale_of(scale_rewards: str | None, estimator: str) -> str:
+    """The scale of advantages: the given one, or None for that of the estimator."""
+    own = "group" if estimator == "grpo" else "none"
+    return own if scale_rewards is None else scale_rewards
+
+
 def compute_advantages(
     rewards: jax.Array,
     *,
     weights: Sequence[float] | jax.Array | None = None,
-    scale_rewards: str = "group",
+    scale_rewards: str | None = None,
     multi_objective_aggregation: str = "sum_then_normalize",
     epsilon: float = 1e-4,
     estimator: str = "grpo",
@@ -123,11 +129,12 @@ def compute_advantages(
         where the reward functions are called.
       weights: [K] float, weight of each reward function; None means all 1.
       scale_rewards: which std divides in sum_then_normalize: that of the "group", that of the whole "batch", or "none"
-        (no division at all). normalize_then_sum does not use it.
+        (no division at all). normalize_then_sum does not use it. None: the estimator's own, "group" for grpo and "none"
+        for the others, whose table has all that they divide by.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: ≥ 0, added to each std, in units of the reward.
       estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo have a scale of
-        their own: they need scale_rewards="none" and "sum_then_normalize".
+        their own: any other scale_rewards, and "normalize_then_sum", contradict them.
       lengths: [B, G] tokens of each completion; for opo only.
 
     Returns:
@@ -162,13 +169,13 @@ def compute_advantages(
       [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
     choose("estimator", estimator, ("grpo", *OTHER_ESTIMATORS))
-    choose("scale_rewards", scale_rewards, SCALES)
+    scale_rewards = choose("scale_rewards", scale_of(scale_rewards, estimator), SCALES)
     choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
     if estimator != "grpo" and (scale_rewards, multi_objective_aggregation) != ("none", "sum_then_normalize"):
         raise ValueError(
             f"estimator={estimator!r} has a scale of its own, and scale_rewards={scale_rewards!r} with"
             f" multi_objective_aggregation={multi_objective_aggregation!r} is another;"
-            ' pass scale_rewards="none" and leave the other at "sum_then_normalize".'
+            " leave both out."
         )
     rewards, weights = _rewards_and_weights(rewards, weights)
     scored_by = ~jnp.isnan(rewards)

@@ -1,4 +1,4 @@
-"""Checks at the doors of the pure functions, bounded exponents, the stop of a gradient."""
+"""Argument checks of the pure functions, bounded exponents, stop_gradient."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.advantages import compute_advantages
+from grpo_jax.maths.advantages import compute_advantages, scale_of
 
 
 def turn_advantages(
@@ -15,7 +15,7 @@ def turn_advantages(
     turns: jax.Array,
     *,
     weights: Sequence[float] | jax.Array | None = None,
-    scale_rewards: str = "group",
+    scale_rewards: str | None = None,
     multi_objective_aggregation: str = "sum_then_normalize",
     epsilon: float = 1e-4,
     estimator: str = "grpo",
@@ -85,6 +85,7 @@ def turn_advantages(
         )
     if estimator == "opo":
         raise ValueError('estimator="opo" has a baseline for whole completions, and none for a turn.')
+    scale_rewards = scale_of(scale_rewards, estimator)
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.devices.sharding import device_bytes, gather_objects, place
+from grpo_jax.devices.sharding import device_bytes, gather_objects, lower_call, place, placed_shapes, tree_sharding
+from grpo_jax.devices.targets import ProgramCost, compile_program
 from grpo_jax.hub.policy import with_checkpointing
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.rollout.draw import decode_settings
@@ -17,11 +18,14 @@ from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.types import Batch, Params, Prompts, as_argument
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.programs import update_bytes
+from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
 from grpo_jax.update.state import TrainState, create_state
 
 FILLED = 0.7
-"""Share of a device's memory that a run may be planned for; the rest is for what comes and goes inside a program."""
+"""Share of a device's memory that a run may be estimated to hold; the rest is for a program's other temporaries."""
+
+COMPILED = 0.9
+"""Share of a device's memory that an update may hold by the compiler's count; the rest is for fragmentation."""
 
 
 def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
@@ -47,14 +51,22 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """The run whose config says whether activations are recomputed, where it was left to the memory.
 
-    They are kept if there is room for them in the `memory` of each device, in bytes: beside the state, the caller's
-    params and the rest of what an update adds (`update_bytes`). Of several processes, one that has no room decides for
-    all.
+    They are kept if they fit into the `memory` of each device, in bytes, next to the state and the caller's params.
+    `peak_bytes` counts everything that a traced forward pass hands on, of which a compiler keeps a part. So if that
+    does not fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least
+    memory decides for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run
-    room = memory is not None and peak_bytes(run) <= FILLED * memory
-    recompute = not all(gather_objects(room))
+    kept, limits = _with_recomputation(run, recompute=False), gather_objects(memory)
+    if None not in limits:
+        least = min(limits)
+        if peak_bytes(kept) <= FILLED * least or compiled_peak_bytes(kept) <= COMPILED * least:
+            return kept
+    return _with_recomputation(run, recompute=True)
+
+
+def _with_recomputation(run: Run, *, recompute: bool) -> Run:
     config = dataclasses.replace(run.config, gradient_checkpointing=recompute)
     policy = run.policy.replace(model=with_checkpointing(run.policy.model, recompute=recompute))
     updater = dataclasses.replace(run.updater, model=as_argument(policy.model), config=config)
@@ -62,18 +74,48 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
 
 
 def peak_bytes(run: Run) -> int:
-    """Bytes that a device holds in an update, without a compiler and without what comes and goes inside a program."""
+    """Estimate of the bytes that a device holds in an update, without a compiler."""
+    held, state, batch = _held(run)
+    return held + update_bytes(run.updater, state, batch)
+
+
+def compiled_peak_bytes(run: Run) -> int:
+    """Bytes that a device holds in an update, by the compiler's count."""
+    held, state, batch = _held(run)
+    own = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+    cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), own)
+    return held + added_bytes(run, state, batch, cost)
+
+
+def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
+    """Bytes that an update adds on a device to those that stay, by the cost of its largest program.
+
+    The program of a packed sequence is given the gradients so far; activations of prompts wait for the backward pass.
+    """
+    own = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+    waiting = kept_bytes(run.updater, state, batch)
+    return max(0, cost.arguments + cost.results - own) + cost.temporaries + waiting
+
+
+def abstract_state(run: BaseRun) -> TrainState:
+    """The shapes of the state at step 0, with their shardings; of one device those of the params."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
 
-    model, params = as_argument(run.policy.model), run.policy.params
-    state = jax.eval_shape(make_state, params)
-    held = device_bytes(state, run.mesh) + device_bytes((model, params), run.mesh)
+    state = jax.eval_shape(make_state, run.policy.params)
+    if run.mesh is None:
+        return state.replace(params=run.policy.params)
+    return placed_shapes(state, tree_sharding(state, run.mesh))
+
+
+def _held(run: Run) -> tuple[int, TrainState, Batch]:
+    """Bytes that stay on a device, and the shapes of the state and of a minibatch."""
+    state = abstract_state(run)
+    held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
     if run.teaching is not None:
         held += device_bytes(run.teaching.teacher, run.mesh)
-    state = state.replace(params=params)  # with their places
-    return held + update_bytes(run.updater, state, abstract_batch(run, state))
+    return held, state, abstract_batch(run, state)
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[Any] | None:

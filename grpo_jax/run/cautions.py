@@ -1,4 +1,4 @@
-"""Warnings before a run of what is no error and costs hours: in its prompts, and between them and the rewards."""
+"""Checks of a policy and of tokenized rows that `train`, `sft`, `evaluate` and `chat` share, errors and warnings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_jax.config.checks import position_problems
 from grpo_jax.messages import show
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.quantized import is_quantized
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
+from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Messages, RewardFn, Row, Tokenizer
+from grpo_jax.text.templates import closing_token
+from grpo_jax.types import Json, Messages, RewardFn, Row, Tokenizer
 
 _THINK = "<think>"
 _LAST = 8
@@ -25,51 +33,145 @@ _PARTS = 100
 """Parts of an object that are looked at."""
 
 
-def warn_of_prompts(data: EncodedPrompts, tokenizer: Tokenizer, reward_fns: Sequence[RewardFn], argument: str) -> None:
-    """Warn of text prompts that bring the BOS which the tokenizer adds, of calls of tools with None among their
-    arguments, and of prompts that open <think> themselves where a reward function asks for it.
+def check_policy(policy: Any, ends: TurnEnds = BY_EOS, *, trained: bool = True) -> None:
+    """Raise unless it is a policy that can be sampled from, and trained."""
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+    if trained and is_quantized(policy.params):
+        raise ValueError(
+            "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
+            " `add_lora(policy, key)`, or load it without `quantize`."
+        )
+    policy.check_model()
+    policy.check_tokenizer()
+    if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
+        raise ValueError(
+            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
+            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...}); or stop."
+        )
+    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
+    if eos is not None and eos not in ids:
+        warnings.warn(
+            f"policy.tokenizer ends a text with {policy.tokenizer.eos_token!r} ({eos}), and completions end with"
+            f" policy.eos_token_ids = {ids} alone: if it is to end them too, {_with_eos(policy, eos)}",
+            stacklevel=2,
+        )
+
+
+def _with_eos(policy: Policy, token: int) -> str:
+    """The call that lets a token end completions."""
+    return f"policy.replace(generation_config={{'eos_token_id': {[token, *policy.eos_token_ids]}}})"
+
+
+def shape_of(policy: Policy) -> TransformerConfig | None:
+    """The shape of a policy's decoder; None if the model is not of this package."""
+    return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+
+
+def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0) -> None:
+    """Raise if the model does not have a token, or not the positions of the longest prompt and such a completion."""
+    largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
+    if shape is None:
+        return
+    if largest >= shape.vocab_size:
+        raise ValueError(
+            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
+            "the two do not belong together."
+        )
+    if max_completion_length:
+        longest, positions = max(map(len, data.token_ids)), shape.max_position_embeddings
+        for problem in position_problems(longest, max_completion_length, positions):
+            raise ValueError(problem)
+
+
+def warn_of_tokens(
+    data: EncodedPrompts,
+    policy: Policy,
+    argument: str,
+    *,
+    reward_fns: Sequence[RewardFn] = (),
+    ends: TurnEnds = BY_EOS,
+    template_kwargs: Json | None = None,
+) -> None:
+    """Warn of prompts or examples of SFT in which special tokens come twice, calls of tools have None for an argument,
+    nothing ends a turn, or <think> is opened by the prompt where a reward function asks for it.
     """
     for line in (
-        _doubled_bos(data, tokenizer, argument),
+        *_special_twice(data, policy, argument),
         _empty_arguments(data.rows, argument),
-        _opened_thought(data, tokenizer, reward_fns),
+        _endless(data, policy, ends, template_kwargs, argument),
+        _opened_thought(data, policy.tokenizer, reward_fns) if reward_fns else None,
     ):
         if line is not None:
             warnings.warn(line, stacklevel=3)
 
 
-def _doubled_bos(data: EncodedPrompts, tokenizer: Tokenizer, argument: str) -> str | None:
-    """Warns of text prompts that begin with two BOS; a chat template writes its own, and none is added."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    doubled = [i for i, ids in enumerate(data.token_ids) if bos is not None and list(ids[:2]) == [bos, bos]]
-    if not doubled or is_conversation(data.rows[doubled[0]]["prompt"]):
-        return None
-    return (
-        f"{argument}: {len(doubled)} of {len(data.rows)} prompts, the first of them"
-        f" {show(data.rows[doubled[0]]['prompt'])}, begin with the BOS {tokenizer.bos_token!r}, and the tokenizer adds"
-        " another: take it out of the text, or give the messages that it was made of"
+def _messages_in(row: Row) -> Messages:
+    """The messages of a row, [] where it has text or tokens."""
+    columns = [row.get(name) for name in ("prompt", "completion", "messages")]
+    return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
+
+
+def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
+    """Warns of texts to which the tokenizer adds a token that they have; a chat template writes its own, once."""
+    bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+    examples = isinstance(data, Examples)  # which end with one EOS
+    texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
+    ended = [ids for ids in texts if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
+    twice = [ids for ids in texts if bos is not None and list(ids[:2]) == [bos, bos]]
+    end = "end with an EOS twice" if examples else "end with an EOS, behind which completions begin"
+    for said, found in (("begin with the BOS twice", twice), (end, ended)):
+        if found:
+            yield (
+                f"{argument}: {len(found)} of {len(data.rows)} texts {said}, the first of them"
+                f" {show(policy.tokenizer.decode(found[0]))}: the tokenizer adds special tokens (add_bos_token,"
+                " add_eos_token). Take them out of the texts, or give the messages that these were made of"
+            )
+
+
+def _endless(
+    data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
+) -> str | None:
+    """Warns where no learned token ends a turn, or where the chat template ends turns with a token that does not."""
+    stops, token, foreign = {*policy.eos_token_ids, *ends.stop_token_ids}, None, None
+    if _messages_in(data.rows[0]):
+        token = closing_token(policy.tokenizer, stops, chat_template_kwargs=template_kwargs)
+    if token is not None:
+        name = policy.tokenizer.decode([token])
+        foreign = (
+            f"the chat template ends a turn with {name!r} ({token}), which ends no completion (policy.eos_token_ids ="
+            f" {list(policy.eos_token_ids)}): {_with_eos(policy, token)}"
+        )
+    if not isinstance(data, Examples):
+        return f"{argument}: {foreign}, or stop_token_ids=[{token}]" if foreign and not ends.stop else None
+    for ids, mask in zip(data.token_ids, data.masks, strict=True):
+        if not stops.isdisjoint(itertools.compress(ids[1:], mask[1:])):
+            return None
+    return f"{argument}: no learned token ends a turn, so completions will not end: " + (
+        foreign
+        or "end texts with tokenizer.eos_token, or use a chat template that writes an EOS after the assistant's turns,"
+        " inside of its generation tags; where max_length cuts all examples off, raise it"
     )
 
 
 def _empty_arguments(rows: Sequence[Row], argument: str) -> str | None:
-    """Warns of calls of tools in prompts that have None for an argument."""
-    found = [(i, name) for i, row in enumerate(rows) for name, value in _arguments(row["prompt"]) if value is None]
+    """Warns of calls of tools that have None for an argument."""
+    found = [(i, name) for i, row in enumerate(rows) for name, value in _arguments(row) if value is None]
     if not found:
         return None
     row, name = found[0]
     return (
-        f"{argument} row {row} has a call of a tool with the argument {name!r} = None in its prompt ({len(found)} such"
-        " arguments in all): the package datasets fills in what calls of other rows have, and the policy reads null."
-        " Take them out, or store arguments as JSON text"
+        f"{argument} row {row} has a call of a tool with the argument {name!r} = None ({len(found)} such arguments in"
+        " all): the package datasets fills in what calls of other rows have, and the policy reads null. Take them out,"
+        " or store arguments as JSON text, which is decoded for the chat template"
     )
 
 
-def _arguments(prompt: str | Messages) -> Iterator[tuple[str, object]]:
-    """Names and values of the arguments of all calls in a prompt."""
-    for message in () if isinstance(prompt, str) else prompt:
+def _arguments(row: Row) -> Iterator[tuple[str, object]]:
+    """Names and values of the arguments of all calls in a row."""
+    for message in _messages_in(row):
         for call in message.get("tool_calls") or ():
-            function = call.get("function") or call
-            arguments = function.get("arguments")
+            arguments = (call.get("function") or call).get("arguments")
             yield from arguments.items() if isinstance(arguments, Mapping) else ()
 
 

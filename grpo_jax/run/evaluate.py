@@ -27,6 +27,7 @@ from grpo_jax.rollout.interaction import (
     reward_columns,
     with_environments,
 )
+from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
@@ -163,8 +164,8 @@ def evaluate(
       rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
-      ValueError: `reward_weights` that are not one for each function; what can end no turn; as `text.load_rows`,
-        `text.encode_prompts` and `rewards.compute_rewards`.
+      ValueError: `reward_weights` that are not one for each function; what can end no turn; tokens or positions that
+        the model does not have; as `text.load_rows`, `text.encode_prompts` and `rewards.compute_rewards`.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
@@ -231,11 +232,13 @@ def evaluate_rows(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate`, with its settings as one value."""
     rows, interaction = list[Row](), None
+    if params is None:
+        policy.check_held()
+    check_policy(policy, settings.ends, trained=False)
     check_ends(settings.ends, policy, policy.params if params is None else params)
     if isinstance(dataset, EncodedPrompts):
         data = dataset
     else:
-        policy.check_tokenizer()
         rows = load_rows(dataset)
         interaction = make_interaction(
             policy.tokenizer,
@@ -260,6 +263,9 @@ def evaluate_rows(
     fns = with_environments(as_list(reward_fns), interaction)
     check_sampler(sampler, interaction, settings.ends)
     check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
+    check_tokens(policy, data, settings.max_completion_length)
+    template_kwargs = settings.chat_template_kwargs
+    warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=settings.ends, template_kwargs=template_kwargs)
     weights = environment_weights(settings.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
         names = ", ".join(reward_names(fns))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,9 +20,6 @@ from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.quantized import is_quantized
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
@@ -36,16 +32,16 @@ from grpo_jax.rollout.interaction import (
     with_environments,
 )
 from grpo_jax.run.beginning import decide_checkpointing
-from grpo_jax.run.cautions import warn_of_prompts
+from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.resume import describe
 from grpo_jax.run.run import Arguments, Run, SFTRun
 from grpo_jax.run.sampler import Sampler, check_ends, check_sampler
 from grpo_jax.run.seams import OwnAdvantages, check_surrogate, own_advantages
 from grpo_jax.run.teacher import Scorer, check_teacher, make_teaching
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, is_stream
+from grpo_jax.text.sources import Dataset, is_stream, several
 from grpo_jax.types import RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -66,8 +62,8 @@ def prepare(arguments: Arguments) -> Run:
     faults.of(check_optimizer, arguments.optimizer)
     fns = faults.of(_functions, arguments.reward_fns)
     rows = {"dataset": faults.of(training_rows, arguments.dataset, policy, config)}
-    if arguments.eval_dataset is not None:
-        rows["eval_dataset"] = faults.of(load_rows, arguments.eval_dataset, argument="eval_dataset")
+    for part, some in several(arguments.eval_dataset).items():
+        rows[_eval_name(part)] = faults.of(load_rows, some, argument=_eval_name(part))
     known = isinstance(policy, Policy) and isinstance(config, GRPOConfig)
     interaction = faults.of(_interaction, arguments, rows) if known else None
     faults.of(check_sampler, arguments.sampler, interaction, ends)
@@ -109,18 +105,21 @@ def _encoded_run(
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     encoded = {name: faults.of(_encode, policy, some, config, interaction, name) for name, some in rows.items() if some}
-    data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
+    data = encoded.get("dataset")
+    parts = {part: encoded.get(_eval_name(part)) for part in several(arguments.eval_dataset)}
+    held = {part: some for part, some in parts.items() if some is not None}
+    eval_data = join_prompts(held) if held else None
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
-    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    shape = shape_of(policy)
     longest, longest_of_eval = (max(map(len, some.token_ids)) if some else 1 for some in (data, eval_data))
     problems = run_problems(
         config,
         num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
         num_rows=len(data.rows) if data else 1,
         num_reward_fns=len(reward_fns) or 1,
-        num_eval_rows=None if "eval_dataset" not in rows else len(eval_data.rows) if eval_data else 1,
+        num_eval_rows=None if not parts else len(eval_data.rows) if eval_data else 1,
         longest_prompt=max(longest, longest_of_eval),
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
@@ -129,7 +128,8 @@ def _encoded_run(
     assert data is not None, "what has no data has faults"
     for name, some in encoded.items():
         if some is not None:
-            warn_of_prompts(some, policy.tokenizer, reward_fns, name)
+            kwargs = config.chat_template_kwargs
+            warn_of_tokens(some, policy, name, reward_fns=reward_fns, ends=TurnEnds.of(config), template_kwargs=kwargs)
     keep_programs()  # what is compiled from here on
     teacher = arguments.teacher
     if isinstance(teacher, Policy):
@@ -208,31 +208,6 @@ def _check_config(config: Any) -> None:
         )
 
 
-def check_policy(policy: Any, ends: TurnEnds = BY_EOS) -> None:
-    """Raise unless it is a policy that can be sampled from."""
-    if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
-    if is_quantized(policy.params):
-        raise ValueError(
-            "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
-            " `add_lora(policy, key)`, or load it without `quantize`."
-        )
-    policy.check_tokenizer()
-    if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
-        raise ValueError(
-            "policy has no EOS token, so no completion could ever end: give eos_token_id in generation_config.json, "
-            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...}); or stop."
-        )
-    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
-    if eos is not None and eos not in ids:
-        warnings.warn(
-            f"policy.tokenizer ends a text with {policy.tokenizer.eos_token!r} ({eos}), and completions end with"
-            f" policy.eos_token_ids = {ids} alone: if it is to end them too,"
-            f" policy.replace(generation_config={{'eos_token_id': {[eos, *ids]}}})",
-            stacklevel=2,
-        )
-
-
 def training_rows(dataset: Dataset, policy: Any, config: Any) -> list[Row]:
     """Rows to train on; of what can only be iterated over as many as the run samples."""
     if not (isinstance(policy, Policy) and isinstance(config, GRPOConfig)):
@@ -258,8 +233,7 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
     if not set(mesh.axis_names) <= set(AXES):
         raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
     axes = dict(mesh.shape) if config.mesh is None else config.mesh
-    if isinstance(policy.model, Transformer | LoraModel):
-        shape = policy.model.config
+    if (shape := shape_of(policy)) is not None:
         channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
         check_fits(axes, width=shape.hidden_size, heads=shape.num_heads, channels=channels)
     return mesh, dataclasses.replace(config, mesh=axes)
@@ -334,19 +308,13 @@ def _encode(
         chat_template_kwargs=config.chat_template_kwargs,
         argument=argument,
     )
-    check_vocabulary(policy, data)
+    check_tokens(policy, data)
     return data
 
 
-def check_vocabulary(policy: Policy, data: EncodedPrompts) -> None:
-    """Raise if there is a token that the model does not have."""
-    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
-    largest = max(max(ids) for ids in data.token_ids)
-    if shape is not None and largest >= shape.vocab_size:
-        raise ValueError(
-            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
-            "the two do not belong together."
-        )
+def _eval_name(part: str) -> str:
+    """The name of a dataset to evaluate on in messages; of one of several with its own."""
+    return f"eval_dataset[{part!r}]" if part else "eval_dataset"
 
 
 def about(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from grpo_jax.devices.sharding import shard_count
 from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.messages import Faults
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
+from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.loop import run_loop
-from grpo_jax.run.prepare import check_optimizer, check_policy, check_vocabulary, run_mesh
+from grpo_jax.run.prepare import check_optimizer, run_mesh
 from grpo_jax.run.run import SFTRun
 from grpo_jax.text.examples import Encoding, Examples, encode_examples, load_examples
 from grpo_jax.text.prompts import prompt_indices
@@ -123,7 +122,7 @@ def prepare_sft(
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
     longest = max((len(ids) for some in (data, eval_data) if some is not None for ids in some.token_ids), default=2)
-    shape = policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+    shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
     num_devices = mesh.size if mesh else math.prod((config.mesh or {}).values())
     problems = sft_problems(
@@ -136,6 +135,9 @@ def prepare_sft(
     )
     faults.raise_together("this run", problems)
     assert data is not None, "what has no data has faults"
+    for name, some in encoded.items():
+        if some is not None:
+            warn_of_tokens(some, policy, name, template_kwargs=config.chat_template_kwargs)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
@@ -217,5 +219,5 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
     data = encode_examples(
         rows, policy.tokenizer, encoding, max_length=config.max_length, packing=packing, argument=argument
     )
-    check_vocabulary(policy, data)
+    check_tokens(policy, data)
     return data

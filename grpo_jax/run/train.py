@@ -51,11 +51,13 @@ def train(
         under their own names: a list, a dataset, a file or a name on the hub, whatever `text.load_rows` reads.
       reward_fns: one or more reward functions with TRL's contract; with a `teacher` there may be none, [].
       config: the settings.
-      eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last.
+      eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last; or a dict of
+        several such datasets by name, whose metrics are `eval/<name>/reward` and so on.
       run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. It
         belongs to one process at a time.
       resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
-        "must" is an error if there is none, "never" if there is one.
+        "must" is an error if there is none, "never" if there is one. "changed" resumes like "auto" and accepts, with a
+        warning, reward functions, tools and environments whose source has changed.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
         raises `watch.StopRun` ends the run there, saved.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.

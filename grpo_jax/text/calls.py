@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 from grpo_jax.messages import show
-from grpo_jax.types import Json, Message
+from grpo_jax.types import Json, Message, Messages
 
 _MOST_LEVELS = 100
 
@@ -129,6 +129,48 @@ def call_of(text: str) -> ToolCall:
 def problem_of(reason: str, form: str) -> str:
     """Return the message to the policy about a call that could not be read; `form` is how calls are written."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
+
+
+def changed_calls(messages: Messages, change: Callable[[int, int, Json], Json]) -> Messages:
+    """Return a conversation with `change(message, call, function)` in each call, whose place the numbers say."""
+    changed = []
+    for place, message in enumerate(messages):
+        calls = []
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            function = change(place, number, call.get("function") or call)
+            calls.append({**call, "function": function} if call.get("function") else function)
+        changed.append({**message, "tool_calls": calls} if calls else dict(message))
+    return changed
+
+
+def decoded_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
+    """Return a conversation whose arguments of calls that are JSON text are objects, which templates write as JSON.
+
+    They stay text where `render` says that the template refuses objects, or writes them as Python does (DeepSeek's).
+    """
+    objects = list[Json]()
+
+    def decode(place: int, number: int, function: Json) -> Json:
+        value = json_value(function.get("arguments"))
+        if value is function.get("arguments") or not isinstance(value, dict):
+            return function
+        objects.append(value)
+        return {**function, "arguments": value}
+
+    decoded = changed_calls(messages, decode)
+    try:
+        shown = render(decoded) if objects else ""
+    except Exception:  # as a template raises
+        return messages
+    return messages if not objects or any(x and repr(x) in shown for x in objects) else decoded
+
+
+def json_value(arguments: Any) -> Any:
+    """Return arguments that may be JSON text as what they stand for."""
+    try:
+        return parse_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
 
 
 def assistant_message(parsed: Parsed) -> Message:

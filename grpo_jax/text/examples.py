@@ -6,8 +6,10 @@
 | `messages` | all; with `assistant_only_loss` what the assistant says |
 | `text` | all |
 | `input_ids`, and `labels` | what `labels` does not mark by −100 |
+| `input_ids`, and `assistant_masks` or `completion_mask` | their ones (`completion_only_loss=False`: of the first) |
 
-These are TRL's. Text of the first and third kind gets an EOS at its end.
+These are TRL's. Text of the first and third kind gets an EOS at its end, and so does an assistant's last message where
+the template leaves the end of a turn to the next one's opening (GLM-4).
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.pieces import common_length
-from grpo_jax.text.prompts import EncodedPrompts, apply_template
+from grpo_jax.text.pieces import common_length, special_tokens
+from grpo_jax.text.prompts import EncodedPrompts, apply_template, readable
 from grpo_jax.text.rows import (
     Columns,
     Template,
@@ -35,10 +37,12 @@ from grpo_jax.text.rows import (
     messages_fault,
 )
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
+from grpo_jax.text.templates import opening_token
+from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
 _IGNORED = -100  # PyTorch's label of what no loss looks at
+_MASKS = ("assistant_masks", "completion_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +167,8 @@ def encode_examples(
     References:
       TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.pack_dataset`.
     """
-    found = [_encode(row, tokenizer, encoding, f"{argument} row {i}") for i, row in enumerate(rows)]
+    shown: set[object] = set()
+    found = [_encode(row, tokenizer, encoding, f"{argument} row {i}", shown) for i, row in enumerate(rows)]
     cut = sum(max_length is not None and len(ids) > max_length for ids, _ in found)
     found = [_Example(ids[:max_length], mask[:max_length]) for ids, mask in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # nothing predicts the first token
@@ -208,32 +213,44 @@ def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
 
 
 def _ids_fault(row: Json) -> str:
-    """Return what is wrong with tokens and labels, "" if nothing is."""
-    for name in ("input_ids", "labels"):
-        values = row.get(name, [0])
+    """Return what is wrong with tokens, labels and masks, "" if nothing is."""
+    for name in ("input_ids", "labels", *_MASKS):
+        values = row.get(name, row["input_ids"])
         if not isinstance(values, list) or not values or not all(isinstance(x, int) for x in values):
             return f"has {show(values)} as its {name!r}: give a list of whole numbers"
+        if len(values) != len(row["input_ids"]):
+            return f"has {len(row['input_ids'])} 'input_ids' and {len(values)} {name!r}: give one for each"
     labels = row.get("labels", row["input_ids"])
-    if len(labels) != len(row["input_ids"]):
-        return f"has {len(row['input_ids'])} 'input_ids' and {len(labels)} 'labels': give one for each"
     if wrong := [i for i, (x, y) in enumerate(zip(row["input_ids"], labels, strict=True)) if y not in (x, _IGNORED)]:
         return f"has another token in its 'labels' at {wrong[0]} than in its 'input_ids': give the token, or {_IGNORED}"
     return ""
 
 
-def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str) -> _Example:
-    """Tokens and mask of a row."""
+def _encode_ids(row: Row, encoding: Encoding, where: str) -> _Example:
+    """Tokens and mask of a row that has been tokenized already."""
+    asked = (encoding.assistant_only_loss, encoding.completion_only_loss)
+    for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, asked, strict=True):
+        if needed and mask not in row and "labels" not in row:
+            raise ValueError(f"{name} = True: {where} has 'input_ids' without {mask!r} or 'labels': add one of them")
+    if "labels" in row:
+        return _Example(list(row["input_ids"]), [label != _IGNORED for label in row["labels"]])
+    used = _MASKS[: 1 if encoding.completion_only_loss is False else 2]
+    masks = zip(row["input_ids"], *(row[name] for name in used if name in row), strict=True)
+    return _Example(list(row["input_ids"]), [all(bits) for _, *bits in masks])
+
+
+def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str, shown: set[object]) -> _Example:
+    """Tokens and mask of a row; `shown` is `seen` of `readable`."""
     columns = _columns_of(row, encoding.dataset_text_field)
     if columns == ("input_ids",):
-        labels: list[int] = row.get("labels") or row["input_ids"]
-        return _Example(list(row["input_ids"]), [label != _IGNORED for label in labels])
+        return _encode_ids(row, encoding, where)
     messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
     if encoding.completion_only_loss and columns != ("prompt", "completion"):
         raise ValueError(f"completion_only_loss = True: {where} has no 'prompt' and 'completion'; leave it at None")
     if encoding.assistant_only_loss and not messages:
         raise ValueError(f"assistant_only_loss = True: {where} has no messages, only text; leave it False")
     if messages:
-        return _encode_messages(row, columns, tokenizer, encoding, where)
+        return _encode_messages(row, columns, tokenizer, encoding, where, shown)
     whole = row[columns[-1]]
     if tokenizer.eos_token and not whole.endswith(tokenizer.eos_token):
         whole += tokenizer.eos_token
@@ -247,19 +264,21 @@ def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str) -> _
 
 
 def _encode_messages(
-    row: Row, columns: tuple[str, ...], tokenizer: Tokenizer, encoding: Encoding, where: str
+    row: Row, columns: tuple[str, ...], tokenizer: Tokenizer, encoding: Encoding, where: str, shown: set[object]
 ) -> _Example:
     """Tokens and mask of a row of messages."""
     template = _Template(tokenizer, row, encoding.chat_template_kwargs, where)
     messages = [message for name in columns for message in row[name]]
+    messages = readable(messages, tokenizer, template.keywords, where=where, seen=shown)
     if encoding.assistant_only_loss:
         ids, mask = template.assistant_mask(messages, encoding.eos_token_ids)
     else:
         ids = template.ids(messages)
         mask = [True] * len(ids)
     if len(columns) == 2 and encoding.completion_only_loss is not False:
-        start = common_length(template.ids(row["prompt"], opens=True), ids)
+        start = common_length(template.ids(messages[: len(row["prompt"])], opens=True), ids)
         mask = [learned and i >= start for i, learned in enumerate(mask)]
+    template.learn_openings(ids, mask, messages[-1], encoding.eos_token_ids)
     return _Example(ids, mask)
 
 
@@ -268,14 +287,29 @@ class _Template:
 
     def __init__(self, tokenizer: Tokenizer, row: Row, keywords: Json | None, where: str):
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-        self._keywords: Json = {**(keywords or {}), **(row.get("chat_template_kwargs") or {})}
-        self._keywords = {**self._keywords, **({"tools": tools} if tools else {})}
+        self.keywords: Json = {**(keywords or {}), **(row.get("chat_template_kwargs") or {})}
+        self.keywords = {**self.keywords, **({"tools": tools} if tools else {})}
         self._tokenizer, self._where = tokenizer, where
-        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self._keywords:
+        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self.keywords:
             raise ValueError(
                 f"{where} is made of messages, but the tokenizer has no chat template: set tokenizer.chat_template, use"
                 " an instruct checkpoint, or give text"
             )
+
+    def learn_openings(self, ids: list[int], mask: list[bool], last: Message, eos_token_ids: Sequence[int]) -> None:
+        """Learn tokens that end the assistant's turns by opening the next ones, and add the one after the last turn."""
+        ends = set(eos_token_ids)
+        if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last one
+            return
+        role = "tool" if last.get("tool_calls") else "user"
+        end = opening_token(self._tokenizer, role, chat_template_kwargs=self.keywords, eos_token_ids=eos_token_ids)
+        if end is None:
+            return
+        for i in range(len(ids) - 1):
+            mask[i + 1] |= mask[i] and ids[i] not in ends and ids[i + 1] in ends
+        if mask[-1] and last["role"] == "assistant":
+            ids.append(end)
+            mask.append(True)
 
     def ids(self, messages: Messages, *, opens: bool = False) -> list[int]:
         """The tokens of a conversation; with `opens` those that open the assistant's turn after them."""
@@ -297,8 +331,8 @@ class _Template:
         return ids, mask
 
     def _has_tags(self) -> bool:
-        template = self._keywords.get("chat_template") or self._tokenizer.get_chat_template(
-            tools=self._keywords.get("tools")
+        template = self.keywords.get("chat_template") or self._tokenizer.get_chat_template(
+            tools=self.keywords.get("tools")
         )
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
@@ -309,6 +343,9 @@ class _Template:
             if message["role"] != "assistant":
                 continue
             opened, closed = self.ids(messages[:i], opens=True) if i else [], self.ids(messages[: i + 1])
+            shared = common_length(closed, ids)
+            if set(closed[shared:]) <= special_tokens(self._tokenizer).keys():
+                closed = closed[:shared]  # Phi-3 writes an EOS after the last turn alone
             if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
                 raise ValueError(
                     "assistant_only_loss = True: the chat template has no generation tags, and what it writes of"
@@ -323,6 +360,6 @@ class _Template:
         return mask
 
     def _apply(self, messages: Messages, keywords: Json) -> Mapping[str, list[int]]:
-        keywords = {**self._keywords, "tokenize": True, "return_dict": True, **keywords}
+        keywords = {**self.keywords, "tokenize": True, "return_dict": True, **keywords}
         found: Mapping[str, list[int]] = apply_template(messages, self._tokenizer, keywords, where=self._where)
         return found

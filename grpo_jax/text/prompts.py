@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.types import Json, Message, Messages, Prompts, Row, Tokenizer
+from grpo_jax.text.calls import changed_calls, decoded_arguments
+from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 ON_LONG_PROMPT = ("error", "drop")
 
@@ -89,11 +90,31 @@ def _id_array(ids: Any, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
-    """Rows of a dataset, the token ids of each row's prompt, and the indices of rows dropped for being too long."""
+    """Rows of a dataset, the token ids of each row's prompt, and the indices of rows dropped for being too long.
+
+    `parts` are the names of several datasets whose rows these are in turn, and how many are from each.
+    """
 
     rows: list[Row]
     token_ids: list[list[int]]
     dropped: list[int]
+    parts: Mapping[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def by_part(self) -> dict[str, EncodedPrompts]:
+        """The rows of each of several datasets by name; those of one dataset under ""."""
+        parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
+        for name, count in parts.items():
+            at, end = slice(end, end + count), end + count
+            found[name] = EncodedPrompts(self.rows[at], self.token_ids[at], [])
+        return found
+
+
+def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
+    """Several encoded datasets as one, which still has them as its `parts`."""
+    rows = [row for some in encoded.values() for row in some.rows]
+    token_ids = [ids for some in encoded.values() for ids in some.token_ids]
+    dropped = [index for some in encoded.values() for index in some.dropped]
+    return EncodedPrompts(rows, token_ids, dropped, parts={name: len(some.rows) for name, some in encoded.items()})
 
 
 def encode_prompts(
@@ -140,11 +161,16 @@ def encode_prompts(
         token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
     else:
         shown = [template_kwargs | ({"tools": own} if own else {}) for own in tools or [None] * len(prompts)]
-        token_ids = _encode_together(prompts, tokenizer, shown) or [
-            _encode_messages(prompt, tokenizer, kwargs, where=f"{argument} row {index}")
-            for index, (prompt, kwargs) in enumerate(zip(prompts, shown, strict=True))
+        opened = [{**own, **_opening(prompt)} for own, prompt in zip(shown, prompts, strict=True)]
+        seen: set[object] = set()
+        prompts = [
+            readable(prompt, tokenizer, kwargs, where=f"{argument} row {index}", seen=seen)
+            for index, (prompt, kwargs) in enumerate(zip(prompts, opened, strict=True))
         ]
-        _check_shown(prompts, tokenizer, shown, argument)
+        token_ids = _encode_together(prompts, tokenizer, opened) or [
+            _encode_messages(prompt, tokenizer, kwargs, where=f"{argument} row {index}")
+            for index, (prompt, kwargs) in enumerate(zip(prompts, opened, strict=True))
+        ]
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
             raise ValueError(
@@ -176,12 +202,12 @@ def _encode_together(
     if not any(kind.__module__.partition(".")[0] == "transformers" for kind in type(tokenizer).__mro__):
         return None
     kinds: dict[str, list[int]] = {}
-    for index, (prompt, kwargs) in enumerate(zip(prompts, template_kwargs, strict=True)):
-        kinds.setdefault(repr((_opening(prompt), kwargs)), []).append(index)
+    for index, kwargs in enumerate(template_kwargs):
+        kinds.setdefault(repr(kwargs), []).append(index)
     token_ids: list[list[int]] = [[]] * len(prompts)
     try:
         for members in kinds.values():
-            keywords = {**template_kwargs[members[0]], **_opening(prompts[members[0]]), "tokenize": True}
+            keywords = {**template_kwargs[members[0]], "tokenize": True}
             together = apply_template([list(prompts[i]) for i in members], tokenizer, keywords, where="several")
             for index, ids in zip(members, together, strict=True):
                 token_ids[index] = ids
@@ -204,8 +230,7 @@ def _encode_messages(prompt: Messages, tokenizer: Tokenizer, template_kwargs: Js
             f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
             "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
         )
-    keywords = {**template_kwargs, **_opening(prompt), "tokenize": True}
-    return list(apply_template(prompt, tokenizer, keywords, where=where))
+    return list(apply_template(prompt, tokenizer, {**template_kwargs, "tokenize": True}, where=where))
 
 
 def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
@@ -224,41 +249,50 @@ def apply_template(messages: Messages | Sequence[Messages], tokenizer: Tokenizer
         ) from error
 
 
-def _check_shown(
-    prompts: Sequence[Messages], tokenizer: Tokenizer, template_kwargs: Sequence[Json], argument: str
-) -> None:
-    """Raise if the template leaves out a message: one conversation of each order of roles is rendered with marks in it.
+def readable(
+    messages: Messages, tokenizer: Tokenizer, template_kwargs: Json, *, where: str, seen: set[object]
+) -> Messages:
+    """Return a conversation as the chat template takes its calls (`calls.decoded_arguments`).
 
-    Marks, since of the contents themselves a template may take something out on purpose: white space, earlier thoughts.
+    A message or a call that the template leaves out is a ValueError: the conversation is rendered with marks in their
+    places, since of the contents a template may take something out on purpose (white space, earlier thoughts). `seen`
+    holds the orders of roles and calls that were looked at before, for which nothing is rendered.
     """
-    seen = set()
-    for index, prompt in enumerate(prompts):
-        marked = [_marked(message, f"Zq{place}w") for place, message in enumerate(prompt)]
-        kind = tuple((str(message["role"]), mark, type(message["content"])) for message, mark in marked)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        try:
-            keywords = {**template_kwargs[index], **_opening(prompt), "tokenize": False}
-            text = apply_template([message for message, _ in marked], tokenizer, keywords, where=argument)
-        except Exception:  # one that looks into the contents, which the marks have replaced
-            continue
-        for place, (message, mark) in enumerate(marked):
-            if mark and mark not in text:
-                raise ValueError(
-                    f"{argument} row {index}: the chat template leaves out message {place} of its 'prompt', whose role"
-                    f" is {message['role']!r}, so the policy would never see {show(prompt[place]['content'])}: give it"
-                    " a role that the template writes (mostly 'system', 'user', 'assistant' and 'tool'), and its"
-                    " content as the template takes it (text, or a list of parts)"
-                )
+    keywords = {**template_kwargs, "tokenize": False}
+    messages = decoded_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=where))
+    marks: dict[str, tuple[int, str]] = {}  # mark → its message, and the tool that is called or ""
 
+    def mark_call(place: int, number: int, function: Json) -> Json:
+        if not function.get("name"):
+            return function
+        marks[f"Zq{place}c{number}w"] = place, function["name"]
+        return {**function, "name": f"Zq{place}c{number}w"}
 
-def _marked(message: Message, mark: str) -> tuple[Message, str]:
-    """Return a message whose content is a mark, and the mark; as it is, and "", if it has no content to be shown."""
-    content = message["content"]
-    if message.get("tool_calls") or not content or (isinstance(content, str) and not content.strip()):
-        return dict(message), ""
-    return {**message, "content": mark if isinstance(content, str) else [{"type": "text", "text": mark}]}, mark
+    marked = changed_calls(messages, mark_call)
+    for place, message in enumerate(marked):
+        content, mark = message["content"], f"Zq{place}w"
+        if not message.get("tool_calls") and any(str(part).strip() for part in content or ()):
+            marks[mark] = place, ""
+            message["content"] = mark if isinstance(content, str) else [{"type": "text", "text": mark}]
+    kinds = [(str(message["role"]), type(message["content"])) for message in marked]
+    kind = (*kinds, *marks, "tools" in template_kwargs)
+    if kind in seen:
+        return messages
+    seen.add(kind)
+    try:
+        shown = apply_template(marked, tokenizer, keywords, where=where)
+    except Exception:  # one that looks into the contents, which the marks have replaced
+        return messages
+    for mark, (place, tool) in marks.items():
+        if mark not in shown:
+            content, role = show(messages[place]["content"]), messages[place]["role"]
+            what = f"the call of the tool {tool!r} in" if tool else f"the content {content} of"
+            raise ValueError(
+                f"{where}: the chat template leaves out {what} message {place}, whose role is {role!r}, so the policy"
+                " would never see it: give roles that the template writes (mostly 'system', 'user', 'assistant' and"
+                " 'tool'), contents as it takes them (text, or a list of parts), and calls to a template with tools"
+            )
+    return messages
 
 
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.calls import Format, Parsed, ToolCall, assistant_message, parse_json
+from grpo_jax.text.calls import Format, Parsed, ToolCall, assistant_message, json_value
 from grpo_jax.text.pieces import special_tokens
 from grpo_jax.text.templates import opens_thinking, turn_of
 from grpo_jax.types import Json, Tokenizer
@@ -72,7 +72,7 @@ def call_fault(
         ends = np.flatnonzero(np.isin(ids, list(eos_token_ids)))
         text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, form, hidden)
         parsed = form.parse(text, schemas=schemas, thinking=opened and goes_on)
-        if [(one.name, _value(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
+        if [(one.name, json_value(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
             return ""
         faults.append(
             f"the chat template writes a call of {call.name} with {show(call.arguments)} as {show(written, 300)}, which"
@@ -88,14 +88,6 @@ def _described(parsed: Parsed) -> str:
     if parsed.calls:
         return f"{parsed.calls[0].name} with {show(parsed.calls[0].arguments)}"
     return f"no call ({parsed.problems[0]})" if parsed.problems else "no call"
-
-
-def _value(arguments: Any) -> Any:
-    """Return arguments that may be JSON text as what they stand for."""
-    try:
-        return parse_json(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
 
 
 def _example(schema: Json) -> Any:

@@ -182,6 +182,11 @@ def _message_fault(message: object) -> str:
         return f"a message is a dict with 'role' and 'content'; {_PROMPT}"
     if not isinstance(message["role"], str):
         return "its 'role' is text, such as \"user\""
+    calls = message.get("tool_calls") or []
+    calls = calls if isinstance(calls, (list, tuple)) else [None]
+    functions = [call.get("function") or call if isinstance(call, Mapping) else None for call in calls]
+    if not all(isinstance(function, Mapping) for function in functions):
+        return "its 'tool_calls' is a list of dicts, each with a 'function', a dict of 'name' and 'arguments'"
     # A call of a tool has no content; anything else that is None would be the word None in the prompt.
     parts = message["content"] if isinstance(message["content"], list) else []
     others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}

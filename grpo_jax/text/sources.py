@@ -56,6 +56,16 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
     )
 
 
+def several(dataset: Dataset | None) -> dict[str, Dataset]:
+    """The datasets of a dict of several, by name; one dataset under "", and {} for None."""
+    if not isinstance(dataset, Mapping) or {"path", "name"} & dataset.keys():
+        return {} if dataset is None else {"": dataset}
+    # A list of anything but rows is no dataset: a dict of columns, for example.
+    firsts = [next(iter(some), {}) if isinstance(some, list | tuple) else some for some in dataset.values()]
+    are_datasets = all(isinstance(first, RandomAccess) and not isinstance(first, str) for first in firsts)
+    return {str(name): some for name, some in dataset.items()} if firsts and are_datasets else {"": dataset}
+
+
 def is_hub_name(text: str) -> bool:
     """Return whether a text could be the name of a dataset on the hub, and is not like that of a file."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
@@ -180,6 +190,16 @@ def _read_table(table: Any, argument: str) -> list[Any]:
         raise
 
 
+_UTF16 = "is text in UTF-16: write it in UTF-8 (iconv -f utf-16 -t utf-8)"
+_BEGINNINGS = {
+    b"\x1f\x8b": "is compressed by gzip: unpack it (gunzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it (unzstd)",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+}
+"""First bytes of files that are not in UTF-8, and what to do."""
+
+
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
     """Read the lines of a file of text in UTF-8, with their ends; bytes that are none are refused with their line."""
     with open(path, "rb") as lines:
@@ -187,6 +207,9 @@ def _read_lines(path: Path, argument: str) -> Iterator[str]:
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # some programs begin with a byte-order mark
             except UnicodeDecodeError as error:
+                for start, fix in _BEGINNINGS.items() if number == 1 else ():
+                    if line.startswith(start):
+                        raise ValueError(f"{argument}: {str(path)!r} {fix}") from error
                 raise ValueError(
                     f"{argument}: line {number} of {str(path)!r} is no text in UTF-8 (byte {error.start} of it is"
                     f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, where it"
@@ -199,8 +222,13 @@ def _read_csv(path: Path, argument: str) -> list[dict[str, str]]:
     limit = csv.field_size_limit(2**31 - 1)  # of the whole process: 131,072 characters, unless somebody sets it
     lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # which may end in \r alone
     reader = csv.DictReader(lines)
+    rows = []
     try:
-        return list(reader)
+        for row in reader:
+            if None in row:
+                raise csv.Error(f"{len(row) - 1 + len(row[None])} fields where the first line names {len(row) - 1}")
+            rows.append(row)
+        return rows
     except csv.Error as error:
         raise ValueError(f"{argument}: line {reader.line_num} of {str(path)!r} is no CSV ({error})") from error
     finally:

@@ -70,7 +70,9 @@ class _Template(NamedTuple):
 def _template(
     tokenizer: Tokenizer, kwargs: Json | None, tools: Sequence[Json] | None, eos_token_ids: Collection[int] | None
 ) -> _Template:
-    return _Template(tokenizer, dict(kwargs or {}), list(tools) if tools else None, tuple(sorted(eos_token_ids or ())))
+    further = dict(kwargs or {})
+    own = further.pop("tools", None)
+    return _Template(tokenizer, further, list(tools or own or ()) or None, tuple(sorted(eos_token_ids or ())))
 
 
 class _End(NamedTuple):
@@ -249,6 +251,34 @@ def turn_of(
     same = whole[: common_length(opening, whole)]
     # Both may go on with a tag, of which the first letters are the same.
     return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
+
+
+def closing_token(
+    tokenizer: Tokenizer, ends: Collection[int], *, chat_template_kwargs: Json | None = None
+) -> int | None:
+    """Return the special token that the template writes after a last turn of the assistant; None if it writes none, or
+    one of `ends` too.
+    """
+    template = _template(tokenizer, chat_template_kwargs, None, None)
+    try:
+        after = template.after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
+    except ValueError:  # it refuses such a conversation, or does not show it
+        return None
+    special = {text: index for index, text in special_tokens(tokenizer).items() if text in after}
+    found = _first(after, sorted(special))
+    return None if found is None or set(ends) & set(special.values()) else special[found[1]]
+
+
+def opening_token(
+    tokenizer: Tokenizer, role: str, *, chat_template_kwargs: Json | None = None, eos_token_ids: Collection[int]
+) -> int | None:
+    """Return the EOS that ends a turn by opening the message of `role` after it (GLM-4's <|user|>); else None."""
+    template = _template(tokenizer, chat_template_kwargs, None, eos_token_ids)
+    try:
+        end = _end_of_turn(template, role, _MARK)
+    except ValueError:  # such a turn has no end, or cannot be written
+        return None
+    return _encode(tokenizer, end.closing)[0] if end.opens else None
 
 
 def _stand_in(message: Message, mark: str) -> Message:

@@ -115,7 +115,8 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
     """Bytes that wait for the way back in an update, on a device: gradients, and the activations of prompts and of the
     packed sequences that are at work.
 
-    Counted without a compiler, from what a traced forward pass hands on: a lower bound, without what comes and goes.
+    Counted without a compiler, from all that a traced forward pass hands on. A compiler keeps less, since it repeats
+    cheap operations: an H100's three quarters of it for Qwen3-1.7B and 16 completions of 512 tokens.
     """
     if isinstance(updater, PaddedUpdater):  # made of whatever the model is
         return 0

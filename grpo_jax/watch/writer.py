@@ -28,7 +28,7 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from grpo_jax.config.sft import Config
@@ -46,6 +46,8 @@ those that gave one for each turn), and what reward functions log beside."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
+_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credentials?|authorization)$")
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -108,6 +110,25 @@ def is_dialogue(turns: object) -> bool:
     )
 
 
+def hide_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with `***` instead of passwords in URLs and the values of options named like secrets.
+
+    Example:
+      >>> hide_secrets(["train.py", "--hf-token=hf_x", "--api_key", "x", "http://me:pw@host", "--max_steps=3"])
+      ['train.py', '--hf-token=***', '--api_key', '***', 'http://***@host', '--max_steps=3']
+    """
+    shown: list[str] = []
+    for argument in arguments:
+        name, given, _ = argument.partition("=")
+        before = shown[-1] if shown else ""
+        if before.startswith("-") and _SECRET.search(before) and not argument.startswith("--"):
+            argument = "***"
+        elif given and _SECRET.search(name):
+            argument = f"{name}=***"
+        shown.append(_CREDENTIALS.sub("://***@", argument))
+    return shown
+
+
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers, without importing them."""
     versions = {}
@@ -140,11 +161,11 @@ class RunWriter:
         return self.run_dir / name
 
     def config(self, config: Config, **more: object) -> None:
-        """Write `run.json`: the config, versions, the command line, and whatever else is given."""
+        """Write `run.json`: the config, versions, the command line without secrets, and whatever else is given."""
         content = {
             "config": config.to_dict(),
             **more,
-            "argv": sys.argv,
+            "argv": hide_secrets(sys.argv),
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), **package_versions()},
             "platform": platform.platform(),

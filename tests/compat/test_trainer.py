@@ -1,5 +1,6 @@
 """A script written for TRL runs with another import; what the trainer does not support it refuses by name."""
 
+import copy
 import json
 import types
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_readme import chat_checkpoint
-from tiny import tiny_policy
+from tiny import tiny_policy, tiny_tokenizer
 
 import grpo_jax
 from grpo_jax import compat, from_pretrained
@@ -46,6 +47,7 @@ trainer = GRPOTrainer(
 trainer.add_callback(lambda step, metrics: events.append(("function", step)))
 trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 metrics = trainer.evaluate()
+parts = trainer.evaluate({"easy": dataset, "hard": dataset})
 trainer.save_model(training_args.output_dir)
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 """
@@ -105,6 +107,8 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     found = names["metrics"]
     assert found["eval_reward"] == pytest.approx(held_out[-1])
     assert {"eval_rewards/correct/mean", "eval_rewards/brevity/mean", "eval_completions/mean_length"} < found.keys()
+    theirs = {name.replace("eval_", f"eval_{part}_", 1): x for part in ("easy", "hard") for name, x in found.items()}
+    assert names["parts"] == pytest.approx(theirs)
     # callbacks
     assert (events[0], events[-1]) == (("begin", 1e-3, 0), ("end", 2))
     assert [event for event in events if event[0] == "step"] == [("step", 1), ("step", 2)]
@@ -174,6 +178,18 @@ def test_the_policy_is_pushed_to_the_hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.quick
+def test_what_is_assigned_before_training_is_used(calls):
+    trainer = GRPOTrainer(tiny_policy(), reward, train_dataset=[{"prompt": "a"}])
+    other = copy.deepcopy(tiny_tokenizer())
+    other.chat_template, other.eos_token = "{{ messages }}", "!"
+    trainer.processing_class, trainer.args.learning_rate = other, 1e-4
+    trainer.train()
+    ((policy, *_, config), _) = calls[0]
+    assert (policy.tokenizer, trainer.processing_class, config.learning_rate) == (other, other, 1e-4)
+    assert policy.eos_token_ids[0] == other.eos_token_id
+
+
+@pytest.mark.quick
 def test_a_callback_object_can_stop_the_run(calls):
     class Early:
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -220,6 +236,7 @@ def test_an_unsupported_argument_is_refused_by_name(arguments, message):
         (lambda t: t.args.learning_rat, "has no learning_rat: did you mean learning_rate?"),
         (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would never be called"),
         (lambda t: compat.TrlParser, "has no attribute 'TrlParser'"),
+        (lambda t: setattr(t, "model", 1), r"GRPOTrainer\.model would never be used: use trainer\.policy"),
     ],
 )
 def test_any_other_attribute_is_refused_by_name(reach, message):
@@ -251,6 +268,8 @@ def test_fields_are_translated_and_checked_when_they_are_set():
     assert (args.output_dir, args.learning_rate, args.config.learning_rate) == ("out", 1e-4, 1e-4)
     with pytest.raises(ValueError, match=r"fields that are not supported:\n  hub_token: .*\n  optim: 'sgd': pass opt"):
         GRPOConfig(hub_token="hf_secret", optim="sgd")
+    with pytest.warns(UserWarning, match='fp16 became compute_dtype="auto", as there is no float16'):
+        assert GRPOConfig(fp16=True).config == grpo_jax.GRPOConfig()
     with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
         args.num_generations = 1
     assert (args.num_generations, args.eval_strategy) == (8, "no"), "nothing was taken; TRL's default"

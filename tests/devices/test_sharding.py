@@ -1,5 +1,8 @@
 """The sharding table: it knows every parameter of every shape of decoder, and loading puts shards where it says."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from tiny import tiny_model, tiny_policy
 
 from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.devices import sharding
-from grpo_jax.devices.sharding import gather_objects, parameter_sharding
+from grpo_jax.devices.sharding import gather_objects, lower_call, parameter_sharding
 
 pytestmark = pytest.mark.quick
 
@@ -63,6 +66,22 @@ def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     tokens = np.arange(12).reshape(2, 6)
     apply = jax.jit(lambda params: loaded.model.apply({"params": params}, tokens))
     np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
+
+
+def test_kernels_are_lowered_for_a_gpu_that_is_absent(monkeypatch):
+    """From jax 0.11 on, Pallas takes the GPU's name from the abstract mesh in which a program is lowered."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+
+    class Program:
+        def __call__(self): ...
+
+        def lower(self, *given):
+            return jax.sharding.get_abstract_mesh().abstract_device
+
+    on = lambda *devices: functools.partial(Program(), SimpleNamespace(sharding=SimpleNamespace(device_set=devices)))
+    gpus = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", id=i) for i in range(2)]
+    assert lower_call(on(*gpus)).device_kind == "NVIDIA H100"
+    assert lower_call(on(jax.devices()[0])) is None
 
 
 def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):

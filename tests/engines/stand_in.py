@@ -36,8 +36,7 @@ class StandIn:
 
     Attributes:
       fault: `fault(path, body, n)` of the n-th request of all says what goes wrong with it: None, a status, "hang",
-        "drop" (the connection), "short" (a token too few), "abort", "alien" (a token of another vocabulary), "early"
-        (an end without a reason), "untold" (log-probs of a prompt without those of its last token).
+        "drop" (the connection), "abort", "alien" (a token of another vocabulary), "early" (an end without a reason).
       late: tokens that it draws behind a stop string, as a server does that draws several at a time.
       deaf_head: a head that no reload reaches.
       base: the policy whose weights it starts with.
@@ -131,8 +130,6 @@ class StandIn:
         model, params = self.adapters.get(name, (self.base.model, self.params))
         head = params if name != "base" else self.head
         ids, drawn, log_probs = list(body["prompt"]), [], []
-        if max(ids) >= self.base.config["vocab_size"]:
-            return 400, {"error": {"message": "Token id is out of vocabulary"}}
         if (asked := body.get("prompt_logprobs", 0)) > self.max_logprobs:
             said = f"Requested prompt logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
             return 400, {"error": {"message": said}}
@@ -210,16 +207,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
         status, content = server.answer(self.path, body)
-        if fault == "short":
-            content["choices"][0]["token_ids"].pop()
         if fault == "abort":
             content["choices"][0]["finish_reason"] = "abort"
         if fault == "early":
             choice = content["choices"][0]
             choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "stop"
             choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:1]
-        if fault == "untold" and "prompt_logprobs" in body:
-            content["choices"][0]["prompt_logprobs"][-1] = {}
         if fault == "alien":
             content["choices"][0]["token_ids"][0] = 10**6
         return self.send(status, content)

@@ -157,14 +157,3 @@ def test_a_server_that_comes_back_with_another_model_is_no_teacher(server):
     server.answer = lambda path, body: (200, served) if path == "/v1/models" else answer(path, body)
     with pytest.raises(EngineError, match="serves other, and model = 'base'"):
         scorer.score(prompts, completions)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("untold", "told 0 log-probs in the place of the token"), (400, "answered 400, 'told to answer 400'")],
-)
-def test_answers_that_cannot_be_learned_from_end_the_run(server, fault, message):
-    server.fault = nth("/v1/completions", fault, 3)
-    with pytest.raises(EngineError, match=message):
-        vllm_scorer(server.url).score(*texts())

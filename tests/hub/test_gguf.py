@@ -198,6 +198,8 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model is 'bert'.*gpt2, llama, gemma4"),
         ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre is 'poro-chat'.*qwen2"),
         (BPE, r"tokenizer\.ggml\.pre is None"),
+        ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is cut off or damaged.*PanicException"),
+        ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, and the weights have 1 layers"),
         ({"split.count": 3}, r"one of 3 parts"),
         # A fault of a header, whatever the code that reads it raises.
         ({"llama.attention.head_count": "four"}, r"model\.gguf': it is cut off or damaged"),

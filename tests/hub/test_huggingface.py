@@ -11,9 +11,11 @@ import tokenizers
 from test_families import write_checkpoint
 
 from grpo_jax.hub import huggingface, weights
-from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.policy import Policy
+from grpo_jax.run.run_dir import keep_policy
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 96, "hidden_size": 16,
@@ -123,6 +125,34 @@ def test_a_split_checkpoint_holds_the_same_tensors(tied, tmp_path):
         from_pretrained(tmp_path / "many")
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_stored_head_that_differs_from_the_embedding_is_kept(factor, checkpoint, tmp_path):
+    """A tied config does not hide a head that is another one; the export says that it is not tied."""
+    table = "model.embed_tokens.weight"
+    rewrite(checkpoint, lambda found: found | {"lm_head.weight": factor * found[table]})
+    policy = from_pretrained(checkpoint)
+    assert policy.model.config.tie_word_embeddings == (factor == 1)
+    save_pretrained(tmp_path / "again", policy)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] == (factor == 1)
+    if factor == 2:
+        assert stored(tmp_path / "again") == stored(checkpoint)
+
+
+@pytest.mark.quick
+def test_the_tokenizer_that_is_used_is_the_one_that_is_written(policy, tmp_path):
+    """In checkpoints, with adapters, and for `grpo-jax export`: with its chat template, or another tokenizer."""
+    save_pretrained(tmp_path / "a", policy)
+    templated, other = from_pretrained(tmp_path / "a"), byte_level_tokenizer()
+    templated.tokenizer.chat_template, other.chat_template = "{{ messages }}", "{{ messages }}!"
+    for used in (templated, templated.replace(tokenizer=other), templated.replace(tokenizer=other, files={})):
+        for write in (save_pretrained, lambda path, used: save_lora(path, add_lora(used, jax.random.key(0), rank=1))):
+            write(tmp_path / "b", used)
+            assert load_tokenizer(tmp_path / "b").chat_template == used.tokenizer.chat_template
+        keep_policy(tmp_path, used)
+        assert load_tokenizer(tmp_path / "policy").chat_template == used.tokenizer.chat_template
+
+
 @pytest.mark.parametrize(("dtype", "header"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
 def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path):
     policy = from_pretrained(checkpoint)
@@ -197,6 +227,21 @@ def config(**changes):
     return lambda directory: rewrite_config(directory, **changes)
 
 
+def header(change):
+    """Change the entry of a tensor in the header of the weights."""
+
+    def spoil(directory):
+        path = directory / "model.safetensors"
+        raw = path.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8:start])
+        change(next(entry for name, entry in entries.items() if name != "__metadata__"))
+        text = json.dumps(entries).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+
+    return spoil
+
+
 BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
 
 
@@ -210,7 +255,7 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
             r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors",
         ),
         (cut, r"was cut off: it ends before tensor '.*' does"),
-        (text("model.safetensors", "version https://git-lfs.github.com/spec/v1"), r"is not a safetensors file"),
+        (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
         (
             config(architectures=["MambaForCausalLM"]),
             r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, ",
@@ -229,6 +274,28 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
             r"stored as F64, which is not supported; supported: F32, F16, BF16",
         ),
         (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
+        (text("model.safetensors", "version https://git-lfs.github.com/"), r"safetensors is a Git LFS pointer"),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
+            r"model-00001-of-00002\.safetensors are parts .* model\.safetensors\.index\.json lists: it is missing",
+        ),
+        (
+            lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+            r"model' has an adapter and no config\.json: load the model that it belongs to.*load_lora\('.*', policy\)",
+        ),
+        # Sizes are compared before anything of them is made.
+        (config(num_hidden_layers=10**9), r"config\.json: .*'num_hidden_layers' is 1,000,000,000, .* have 2 layers"),
+        (config(vocab_size=10**12), r"config\.json: config key 'vocab_size' is 1,000,000,.* have 96 numbers on"),
+        (config(head_dim=10**9), r"config\.json: config key 'head_dim' is 1,000,000,000"),
+        # The file is named whatever its parser raises.
+        (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
+        (config(num_key_value_heads="2"), r"/config\.json: TypeError: "),
+        (text("config.json", "[]"), r"/config\.json holds \[\], not a JSON object"),
+        (text("generation_config.json", '{"eos_token_id": ["</s>"]}'), r"generation_config\.json: 'eos_token_id' is "),
+        (header(lambda entry: entry.pop("dtype")), r"model\.safetensors: tensor 'model.*': 'dtype' is missing"),
+        (header(lambda entry: entry.update(shape=[96, "16"])), r"safetensors: tensor '.*': its shape is \[96, '16'\]"),
+        (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': its 4 bytes do not hold "),
+        (header(lambda entry: entry.update(data_offsets=7)), r"model\.safetensors: tensor '.*': TypeError: "),
     ],
 )
 def test_what_is_wrong_with_a_directory_is_named(spoil, message, checkpoint):

@@ -114,15 +114,34 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "changes", [{"peft_type": "IA3"}, {"bias": "all"}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}]
-)
-def test_other_kinds_of_adapters_are_named(changes, tmp_path):
+    ("changes", "message"),
+    [
+        *(({key: value}, f"config key '{key}' is .*, which is not supported") for key, value in (("peft_type", "IA3"),
+            ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]))),
+        ({"r": None}, "config key 'r' is None, which is no"),
+        ({"lora_alpha": "6"}, "config key 'lora_alpha' is '6'"),
+        ({"lora_dropout": 1.0}, "config key 'lora_dropout' is 1.0"),
+        ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is \[\]"),
+        ({"alpha_pattern": {"(": 2}}, "error: missing \\), unterminated"),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_adapters_are_named_with_the_file(changes, message, tmp_path):
     save_lora(tmp_path / "adapter", lora_policy())
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    (key,) = changes
-    with pytest.raises(ValueError, match=rf"config key '{key}' is .*, which is not supported"):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{message}"):
         load_lora(tmp_path / "adapter", base_policy())
+
+
+@pytest.mark.quick
+def test_an_adapter_next_to_a_model_is_pointed_out(tmp_path):
+    save_pretrained(tmp_path / "model", base_policy())
+    save_lora(tmp_path / "adapter", lora_policy())
+    for path in (tmp_path / "adapter").iterdir():
+        path.rename(tmp_path / "model" / path.name)
+    with pytest.warns(UserWarning, match=r"model' also has an adapter, which is not loaded: load_lora\('.*', policy\)"):
+        policy = from_pretrained(tmp_path / "model")
+    assert load_lora(tmp_path / "model", policy).model.scale == 2.0
 
 
 def test_adapters_of_another_base_are_refused(tmp_path):

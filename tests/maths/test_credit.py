@@ -21,13 +21,13 @@ TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
     [
         # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second
         ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
-        ({"estimator": "rloo"}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
+        ({"estimator": "rloo", "scale_rewards": None}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
         ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
     ],
 )
 def test_by_hand(settings, expected):
     rewards = jnp.array([[[0, 1, 0, 3], [2, 0, 0, 0], [6, 0, 0, 0.0]]])[..., None]
-    found = turn_advantages(rewards, TURNS, scale_rewards="none", **settings)
+    found = turn_advantages(rewards, TURNS, **{"scale_rewards": "none"} | settings)
     np.testing.assert_allclose(found, [expected], atol=1e-6)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 REQUIRED = inspect.Parameter.empty
 
 PROMISED = {
-    compute_advantages: """rewards, *, weights=None, scale_rewards="group",
+    compute_advantages: """rewards, *, weights=None, scale_rewards=None,
         multi_objective_aggregation="sum_then_normalize", epsilon=1e-4, estimator="grpo", lengths=None""",
     grpo_loss: """log_probs, old_log_probs, ref_log_probs, advantages, mask, *, loss_type="dapo", beta=0.0, epsilon=0.2,
         epsilon_high=None, delta=None, importance_sampling_level="token", kl_estimator="k3",
@@ -146,7 +146,7 @@ REFUSED = [
     *[(f, {"rewards": L} | SUM, "aggregation='sum_then' is not known.* Did you mean 'sum_then_n") for f in BOTH],
     (compute_advantages, {"rewards": L, "scale_rewards": "groups"}, r"scale_rewards='groups'.* Did you mean 'group'\?"),
     *[
-        (estimated, {"estimator": name} | scale, f"estimator='{name}' has a scale of its own.*pass scale_rewards")
+        (estimated, {"estimator": name} | scale, f"estimator='{name}' has a scale of its own.*leave both out")
         for name in ("rloo", "maxrl", "opo", "reinforce_pp")
         for scale in SCALES
     ],
@@ -154,7 +154,7 @@ REFUSED = [
     (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs \(2, 3\), the tokens of each'),
     (estimated, {"estimator": "rlo"}, r"estimator='rlo' is not known.* Did you mean 'rloo'\?"),
     (credited, {"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
-    (credited, {"estimator": "maxrl"}, "has a scale of its own"),
+    (credited, {"estimator": "maxrl", "scale_rewards": "batch"}, "has a scale of its own"),
     (credited, {"rewards": TURNS}, r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"),
     (kl, {"estimator": "k33"}, "estimator='k33' is not known; use one of 'k1', 'k2', 'k3'. Did you mean 'k3'"),
     (kl, {"estimator": "mean"}, r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"),

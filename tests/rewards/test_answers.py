@@ -20,74 +20,39 @@ GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 # What is written, and the number that is meant by it; None for no number.
 WRITTEN = [
-    ("18", "18"), ("It costs $18.", "18"), ("It costs $ 18", "18"), (r"It costs \$18.", "18"), ("18 apples", "18"),
-    ("18kg in all", "18"), ("75%", "75"), (r"75\%", "75"), ("Total: €1.234", "1.234"), ("1,234,567", "1234567"),
-    ("1,234.50 dollars", "1234.5"), ("1 234 567", "1234567"), ("1\u202f234", "1234"), (r"1{,}234", "1234"),
-    (r"1\,234", "1234"), ("42.0", "42"), ("42.", "42"), (".5", "0.5"), ("-7", "-7"), ("−7", "-7"), ("x = -7", "-7"),
-    ("-$7", "-7"), ("$-7", "-7"), ("(-7)", "-7"), ("10-7", "7"), ("(3+7)-7", "7"), ("5–7", "7"), ("3/4", "3/4"),
-    ("2 3/4 cups", "11/4"), ("2¾ cups", "11/4"), ("½", "1/2"), (r"\frac{3}{4}", "3/4"),
-    (r"-\dfrac{1,000}{3}", "-1000/3"), (r"2\frac{3}{4}", "11/4"), (r"\frac12", "1/2"),
-    ("2.5 million people", "2500000"), ("$5k", "5000"), ("1.5e3", "1500"), (r"1.5 \times 10^{3}", "1500"),
-    ("1.5 × 10^-3", "0.0015"), ("The field has 12 m^2.", "12"), ("The field has 12 m².", "12"),
-    ("She ate 5 on the 3rd day.", "5"), ("Model B2 has 5 of them.", "5"), ("**18**", "18"), ("__18__ ", "18"),
-    ("`18`", "18"), ("She has 3 and then 5, so 8 in all.", "8"), ("3*6=18", "18"), ("5*3*2 = **30**", "30"),
-    ("2**3 = 8", "8"), ("The answer is 18, which is 3 more than 15.", "18"), ("**Answer:** $18 for 2 days", "18"),
-    ("Final answer:\n\n18\n\nIt took 3 steps.", "18"), ("The answer would be 18 (see step 3)", "18"),
-    ("The answer is 6 * 3 = 18, for 2 days", "18"), ("The answer is 5. No wait, the answer is 6, not 5", "6"),
-    ("The final answer is $\\boxed{18}$. Check: 18 - 3 = 15", "18"), (r"\boxed{x = 18}", "18"),
-    (r"\boxed{18 \text{ apples}}", "18"), (r"\boxed{\frac{6}{2} = 3} in 5 steps", "3"),
-    (r"\boxed{18 when x_1 = 5}", "18"), (r"\boxed{17} ... so I was wrong: \boxed{18}, not 17", "18"), ("#### 18", "18"),
-    ("#### $1,018\nThat was 3 steps.", "1018"), ("#### **18** apples, 3 for each", "18"), ("#### 5 + 13 = 18", "18"),
-    ("####18.", "18"), ("#### 2. Add the 5 apples\n12 + 6 = 18 apples", "18"),
-    ("#### 2. Add\nThe answer is 18.\n#### 3. Check 5", "18"), ("<answer> 18 </answer> after 3 steps", "18"),
-    ("<answer>17</answer> no: <answer>18</answer>", "18"),
-    ("<think> 5 </think><answer>The answer is 18 for 3</answer>", "18"), (r"\boxed{f(3) = 18}", "18"),
-    (r"\boxed{S_{10} = 18}", "18"), (r"\boxed{\text{Answer} = 18}", "18"), (r"\boxed{\sqrt{324} = 18}", "18"),
-    ("#### - 18", "-18"), ("<answer>18 km/h</answer>", "18"),
-    ("Multiply by 100 to express the answer as a percentage: 50 / 200 * 100 = 25\nTotal = 25", "25"),
-    ("24 correct answers * 2 points/answer = 48 points. In all 48 + 18 = 66", "66"),
+    ("18", "18"), (r"It costs \$18.", "18"), ("18kg in all", "18"), ("75%", "75"), ("Total: €1.234", "1.234"),
+    ("1,234,567", "1234567"), ("1,234.50 dollars", "1234.5"), (r"1{,}234", "1234"), (r"1\,234", "1234"), ("42.", "42"),
+    (".5", "0.5"), ("−7", "-7"), ("-$7", "-7"), ("$-7", "-7"), ("(3+7)-7", "7"), ("5–7", "7"), ("3/4", "3/4"),
+    (r"\frac{3}{4}", "3/4"), ("1.5e3", "1500"), (r"-\dfrac{1,000}{3}", "-1000/3"), ("The field has 12 m^2.", "12"),
+    ("She ate 5 on the 3rd day.", "5"), ("__18__ ", "18"), ("She has 3 and then 5, so 8 in all.", "8"),
+    ("**Answer:** $18 for 2 days", "18"), ("Final answer:\n\n18\n\nIt took 3 steps.", "18"),
+    ("The answer would be 18 (see step 3)", "18"), ("The answer is 6 * 3 = 18, for 2 days", "18"),
+    ("The answer is 5. No wait, the answer is 6, not 5", "6"), ("Answer (in dollars): 18 for 3 days", "18"),
+    ("The answer to both questions is 18, for 3 days", "18"), (r"\boxed{17} so I was wrong: \boxed{18}, not 17", "18"),
+    (r"\boxed{S_{10} = 18}", "18"), (r"\boxed{18 \text{ apples}}", "18"), ("#### $1,018\nThat was 3 steps.", "1018"),
+    ("####18.", "18"), ("#### - 18", "-18"), ("#### 2. Add the 5 apples\n12 + 6 = 18 apples", "18"),
+    ("#### 2. Add\nThe answer is 18.\n#### 3. Check 5", "18"), ("<answer>17</answer> <answer>18 km/h</answer>", "18"),
     ("If you answer every question correctly, the total marks are 50*2 = 100. You get 10.", "10"),
-    ("It took 45 minutes for all the short answer questions: 240 - 195. So 45 / 3 = 15", "15"),
     ("Convert the answer to weeks: 28 days / 7 days/week = 4 weeks. She has 2 more.", "2"),
-    ("Given 8 pints in a gallon, the final answer is 15 gallons * 8 pints / gallon = 120 pints", "120"),
-    ("The answer to both questions is 18, for 3 days", "18"), ("Answer (in dollars): 18 for 3 days", "18"),
-    ("The answer to this question: 18 for 3 days", "18"),
-    # The last lines of solutions of GSM8K (MIT licence), with signs, separators and several numbers.
-    ("So the total is 2+1=<<2+1=3>>3 bolts of fabric\n#### 3", "3"),
-    ("So he made a profit of 200,000-130,000=$<<200000-130000=70000>>70,000\n#### 70000", "70000"),
-    ("Add the values to get $5,600 - $3,200 = $<<5600-3200=2400>>2,400\n#### 2,400", "2400"),
-    ("The temperature is 3-10=<<3-10=-7>>-7 degrees\n#### -7", "-7"),
-    *((text, None) for text in ("", "I do not know.", "eighteen", r"\boxed{}", r"\boxed{none}, though 18 came to mind",
-        "<answer>no idea</answer> 18", "18/0", "9" * 61, "2^5", "x_1", "A1 and B2", "the 3rd")),
+    *((text, None) for text in ("", "eighteen", r"\boxed{none}, though 18 came to mind", "18/0", "9" * 61, "$5k",
+        "2.5 million", r"\boxed{17 of 18}", "2^5", "x_1", "the 3rd")),
 ]  # fmt: skip
 
 # Truths of one number in the spellings of mathematics, each also in a box and at the end of a sentence.
 NUMBERS = [
-    (r"90^\circ", "90"), (r"90^{\circ}", "90"), (r"90 ^ { \circ }", "90"), (r"18.8^{\circ}", "18.8"),
-    (r"-40^{\circ}\text{C}", "-40"), ("90^o", "90"), (r"90\degree", "90"), (r"90\text{ degrees}", "90"),
-    (r"\$32,\!348", "32348"), (r"12,\!345,\!678.5", "12345678.5"), (r"10,\!080", "10080"), (r"10{,}080", "10080"),
-    (r"10\,080", "10080"), (r"\frac{-100}{9}", "-100/9"), (r"-\frac{-100}{9}", "100/9"), (r"\frac{100}{-9}", "-100/9"),
-    (r"\dfrac{ -3 }{ 4 }", "-3/4"), (r"\frac{1.5}{2}", "3/4"), (r"\cfrac{.5}{2}", "1/4"),
-    (r"\frac{1,\!000}{3}", "1000/3"), (r"-2\frac{1}{2}", "-5/2"), (r"\frac34", "3/4"), (r"15\mbox{ cm}^2", "15"),
-    (r"15\text{ cm}^{2}", "15"), (r"12\ \text{units}^3", "12"), ("12 m2", "12"), (r"5.4 \text{ cents}", "5.4"),
-    (r"\text{8 inches}", "8"), (r"6\text{ (cm)}", "6"), (r"x = -5", "-5"), (r"x = - 5", "-5"), (r"x_1 = 7", "7"),
-    (r"f(2) = 7", "7"), (r"\angle A = 60^\circ", "60"), (r"3.2\times 10^4", "32000"), (r"3 \cdot 10^{-5}", "0.00003"),
-    (r"2 \cdot 9 = 18", "18"), (r"50\%", "50"), ("$36$", "36"), ("18 a day", "18"), ("18 km/h", "18"),
-    ("June 20", "20"), ("+5", "5"), (r"32,\! 348", "32348"), (r"32\ 348", "32348"), (r"90^{\,\circ}", "90"),
-    (r"90^{\mathrm{o}}", "90"), ("90^∘", "90"), ("3.5 m²", "3.5"), ("2 × 10⁶", "2000000"), ("2 · 10⁻³", "1/500"),
+    (r"90^\circ", "90"), (r"90^{\circ}", "90"), (r"-40^{\circ}\text{C}", "-40"), (r"90\degree", "90"),
+    (r"\$32,\!348", "32348"), (r"12,\!345,\!678.5", "12345678.5"), (r"10{,}080", "10080"), (r"10\,080", "10080"),
+    (r"\dfrac{ -3 }{ 4 }", "-3/4"), (r"\frac{1.5}{2}", "3/4"), (r"15\mbox{ cm}^2", "15"),
+    (r"12\ \text{units}^{3}", "12"), (r"\text{8 inches}", "8"), (r"6\text{ (cm)}", "6"), ("x = - 5", "-5"),
+    ("f(2) = 7", "7"), (r"50\%", "50"), ("$36$", "36"), ("18 km/h", "18"), ("June 20", "20"), ("+5", "5"),
+    ("3.5 m²", "3.5"),
 ]  # fmt: skip
 
 # Truths that are no single number: the first number in them, or the last, is a wrong answer.
 NO_NUMBER = r"""
-\sqrt{13} ; 3\sqrt{13} ; 3 \cdot \sqrt{13} ; \frac{3\sqrt{2}}{2} ; \sqrt[3]{5} ; 2√3 ; 70 \sqrt{2} \text{ m}
-3 \times 10^{5}\sqrt{2} ; 7\pi ; 7 \pi ; 9π ; \frac{\pi}{4} ; \frac{10\pi}{3} ; \frac{1}{2}\pi
-2^{10} ; 2.5^3 ; 1,000^2 ; 3/4^2 ; 10^{-3} ; x^{-2} ; 3^{\frac{1}{2}} ; e^2 ; \binom{5}{2} ; \log 2 ; \sin 30^\circ
-1+2i ; 5i ; 3x ; 3x+2 ; x^2+4x+4 ; 2n ; n/2 ; \frac{x+1}{2} ; 3/x ; x + 3
-(3,4) ; (3, 4) ; [0,1) ; [3,\infty) ; (-\infty, 5] ; x \ge 3 ; x > 3 ; 3 \le x ; \pm 3 ; x = \pm 3
-3, 4 ; 3 \text{ or } 4 ; 3 \text{ and } 4 ; 3 or 4 ; 1,2,3 ; \{1,2\} ; \begin{pmatrix}1\\2\end{pmatrix}
-4:3 ; 3:30 ; 1011_2 ; 2516_{8} ; 0.\overline{3} ; .\overline{12} ; |x|=5 ; \lfloor 3.5 \rfloor
-8! ; 3 \cdot 4! ; 5² ; 12₅ ; {100 \over 9} ; 32,\,348
-\infty ; \emptyset ; \text{(B)} ; B ; even ; inf ; nan ; True ; \frac{5}{0} ; \frac{-,}{3}
+3\sqrt{13} ; 2√3 ; 7\pi ; 7 \pi ; 9π ; \frac{10\pi}{3} ; 2^{10} ; 2.5^3 ; 3/4^2 ; 10^{-3} ; e^2 ; \sin 30^\circ ; 5i
+3x ; x + 3 ; n/2 ; 3/x ; (3,4) ; [3,\infty) ; x > 3 ; \pm 3 ; 3, 4 ; 3 \text{ or } 4 ; \{1,2\} ; 4:3 ; 1011_2
+0.\overline{3} ; |x|=5 ; 8! ; 5² ; {100 \over 9} ; \infty ; \text{(B)} ; B ; nan ; \frac{5}{0}
 """
 
 
@@ -121,13 +86,6 @@ def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["25% of 80", "18 (out of 20)", "She has 3, then 8."])
-def test_what_a_policy_may_say_beside_its_answer_is_refused_in_a_truth(text):
-    assert sole_number(text) is None
-    assert final_number(rf"\boxed{{{text}}}") is not None
-
-
-@pytest.mark.quick
 def test_rows_that_it_cannot_judge_are_refused_before_a_run_all_at_once():
     rows = [{"prompt": "p", "answer": truth} for truth in ("18", r"3\sqrt{13}", None, "B", 18.5, *["(1, 2)"] * 40)]
     message = (
@@ -156,10 +114,9 @@ def test_numbers_are_read_as_they_are_written(text, number):
 # Wrong answers to a question whose answer is 18.
 @pytest.mark.quick
 @pytest.mark.parametrize("text", [
-    "-18", "180", "118", "1.8", "18.01", "1,800", "0.18", "18 000", "18/5", "1 8/9", "18 million", "18e2", "x18",
-    "18th", "It is 18 or 19", "17, not 18. The answer is 17", "18\n#### 17", "#### 17\n18", r"18 \boxed{17} 18",
-    r"\boxed{18} \boxed{17}", r"\boxed{17 or 18}", "<answer>17</answer> 18", "<answer>17 18</answer>",
-    "The answer is 17, since 9 + 9 = 18", "The answer is not 18 but 17", "18 · 2", "20 - 2", "18, 17",
+    "-18", "180", "1.8", "18.01", "1,800", "18/5", "18 million", "18e2", "18th", "It is 18 or 19", "18\n#### 17",
+    r"18 \boxed{17} 18", r"\boxed{18} \boxed{17}", r"\boxed{17 or 18}", "<answer>17</answer> 18", "18 · 2", "18, 17",
+    "The answer is 17, since 9 + 9 = 18", "The answer is not 18 but 17",
 ])  # fmt: skip
 def test_a_wrong_answer_never_scores(text):
     assert number_reward()(completions=[text], answer=["18"]) == [0.0]
@@ -185,12 +142,8 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
     truths = [solution.rpartition("#### ")[2] for solution in solutions]
     score, count = number_reward(), 8792
     assert len(solutions) == count
-    for completions in (
-        solutions,
-        [f"So it is ${truth}." for truth in truths],
-        [rf"Thus $\boxed{{{truth}.00 \text{{ units}}}}$, of 3." for truth in truths],
-    ):
-        assert sum(score(completions=completions, answer=truths)) == count
+    boxed = [rf"Thus $\boxed{{{truth}.00 \text{{ units}}}}$, of 3." for truth in truths]
+    assert sum(score(completions=solutions + boxed, answer=truths * 2)) == 2 * count
     wrong = [f"{int(truth.replace(',', '')) + 1:,}" for truth in truths]
     # Without a mark at their ends; and every solution is a truth itself.
     reasons = [re.sub("<<.*?>>", "", solution.rpartition("\n####")[0]) for solution in solutions]

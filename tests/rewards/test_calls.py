@@ -4,7 +4,6 @@ import asyncio
 import collections
 import functools
 import threading
-import time
 import warnings
 from decimal import Decimal
 
@@ -37,9 +36,11 @@ def score(fns, *, columns=COLUMNS, **keywords):
 
 
 def returns(value):
-    """A reward function that returns a value whatever it is given."""
+    """A reward function that returns a value whatever it is given, or raises it."""
 
     def reward(completions):
+        if isinstance(value, BaseException):
+            raise value
         return value
 
     return reward
@@ -88,16 +89,13 @@ def test_methods_partials_and_objects_are_functions_too():
     assert rewards.dtype == np.float32
     np.testing.assert_array_equal(rewards, [[[0, 1, 2], [0, 2, 4], [0, 3, 6]], [[1, 4, 8], [1, 5, 10], [1, 6, 12]]])
     assert {key.split("/")[1] for key in stats} == {"Judge", "method", "scaled", "unscored"}
+    named = lambda completions, answer: [float(truth == "mine") for truth in answer]
+    by_keywords = lambda completions, **columns: named(completions, columns["answer"])
+    bound = [functools.partial(fn, answer=["mine"] * N) for fn in (named, by_keywords)]
+    assert (score(bound)[0] == 1).all(), "what a partial has bound is not replaced by a column"
     reward, reward_2 = returns(None), returns(None)
     reward_2.__name__ = "reward_2"
     assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "distinct, and stay so"
-
-
-def test_what_a_partial_has_bound_is_not_replaced_by_a_column():
-    named = lambda completions, answer: [float(truth == "mine") for truth in answer]
-    by_keywords = lambda completions, **columns: named(completions, columns["answer"])
-    rewards, _ = score([functools.partial(fn, answer=["mine"] * N) for fn in (named, by_keywords)])
-    assert (rewards == 1).all()
 
 
 def test_each_completion_and_each_function_has_objects_of_its_own():
@@ -127,24 +125,18 @@ def test_each_completion_and_each_function_has_objects_of_its_own():
 
 
 def test_a_copy_shares_nothing_that_can_be_changed():
-    class Client:
-        def __deepcopy__(self, memo):
-            raise TypeError("a client is no data")
-
-    Point, client, lock = collections.namedtuple("Point", "x y"), Client(), threading.Lock()
+    Point = collections.namedtuple("Point", "x")
     default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
-    value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1], 2), np.array([1.0])]
+    value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1]), np.array([1.0])]
     copied, expected = own_copy(value), repr(value)
     assert repr(copied) == expected
     nested, members, raw, default, queue, point, array = copied
-    assert type(point) is Point
-    for part in (nested["deep"][1][1], default["new"], default["a"], queue[0], point.x):
+    for part in (nested["deep"][1][1], raw, default["new"], queue[0], point.x):
         part.append(1)
     members.add(2)
-    raw.extend(b"b")
     array += 1
     assert repr(value) == expected
-    others = [client, lock, len, Client, jnp.ones(1).dtype]
+    others = [threading.Lock(), len, Point, jnp.ones(1).dtype]
     assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
 
 
@@ -202,13 +194,6 @@ def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
     assert np.isnan(mean_of_scored(found[1, :1]))
 
 
-def raises(error):
-    def reward(completions):
-        raise error
-
-    return reward
-
-
 class Promise:
     """An array whose computation fails only when it is looked at."""
 
@@ -217,28 +202,22 @@ class Promise:
 
 
 WHOLE = {
-    "raise": (raises(KeyError("gold")), "raised KeyError: 'gold'"),
-    "exit": (raises(SystemExit(3)), "raised SystemExit: 3"),
+    "raise": (returns(KeyError("gold")), "raised KeyError: 'gold'"),
+    "exit": (returns(SystemExit(3)), "raised SystemExit: 3"),
     "none": (returns(None), r"returned None instead of a list \(is its `return` missing\?\)"),
     "too few": (returns([1.0] * 5), "returned 5 values for 6 completions; exactly one for each is needed"),
     "endless": (returns(iter(int, 1)), "returned more than 6 values for 6 completions"),
-    "text": (returns("1.0, 0.0"), "returned '1.0, 0.0', a str; a list with one float or None for each of the 6"),
-    "scalar": (returns(1.0), "returned 1.0, a float; a list with one float or None for each of the 6 completions"),
-    "0-d array": (returns(np.float32(0.5)), "returned 0.5, a float; a list"),
-    "dict": (returns({index: 1.0 for index in range(N)}), "returned {.*, a dict; a list with"),
+    "scalar": (returns(np.float32(0.5)), "returned 0.5, a float; a list with one float or None for each of the 6"),
     "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "returned {.*, a set; a list with"),
     "broken array": (returns(Promise()), "raised ArithmeticError: too late"),
 }
 
 ELEMENTS = {
     "nan": (float("nan"), "returned nan; None is how a function says 'not scored'"),
-    "inf": (float("inf"), "returned inf; rewards are finite"),
     "inf in float32": (1e39, r"returned 1e\+39; rewards are finite, in the range of float32"),
     "huge int": (10**400, "returned inf; rewards are finite"),
     "text": ("1.0", "returned '1.0', a str; rewards are numbers, or None for 'not scored'"),
     "array": (np.ones(1), r"returned array\(\[1.\]\), a ndarray; rewards are numbers"),
-    "complex": (1j, "returned 1j, a complex; rewards are numbers"),
-    "dict": ({}, r"returned {}, a dict; rewards are numbers"),
 }
 
 
@@ -277,39 +256,32 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
 def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none():
     error = KeyError("gold")
     with pytest.raises(RewardError) as caught:
-        score(raises(error))
+        score(returns(error))
     assert caught.value.__cause__ is error
     with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has faults in 2 more\. Fix"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
     with pytest.raises(KeyboardInterrupt):
-        score(raises(KeyboardInterrupt()), on_error="none")
+        score(returns(KeyboardInterrupt()), on_error="none")
 
 
 # --- asynchronous functions
 
 
-def make_async(value, seconds=0.0):
-    async def judge(completions):
-        await asyncio.sleep(seconds)
-        if isinstance(value, BaseException):
-            raise value
-        return value
-
-    return judge
-
-
 def test_async_functions_run_together_and_keep_their_order():
+    begun = []
+
+    async def judge(completions):
+        begun.append(judge)
+        await asyncio.sleep(0)
+        return [float(len(begun))] * N
+
     def thread(completions):  # math-verify, for one, uses signal.alarm, which works in the main thread only
         assert threading.current_thread() is threading.main_thread()
         return length(completions)
 
-    fns = [make_async([1.0] * N, 0.5), thread, make_async([2.0] * N, 0.5), lambda completions: fns[0](completions)]
-    started = time.perf_counter()
-    rewards, stats = score(fns)
-    elapsed = time.perf_counter() - started
-    np.testing.assert_array_equal(rewards[0, 0], [1, 1, 2, 1])
-    assert elapsed < 1.4, "one after the other they take 1.5 s"
-    assert stats["rewards/judge/seconds"] >= 0.5
+    rewards, stats = score([judge, thread, judge, lambda completions: judge(completions)])
+    np.testing.assert_array_equal(rewards[0, 0], [3, 1, 3, 3])
+    assert stats["rewards/judge/seconds"] > 0
 
 
 def test_async_objects_keep_clients_bound_to_their_loop():
@@ -336,11 +308,17 @@ def test_async_objects_keep_clients_bound_to_their_loop():
 
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
 def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
+    async def judge(completions):
+        return [1.0] * N
+
+    async def fails(completions):
+        raise error
+
     with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
-        score([make_async([1.0] * N), raises(ValueError("no"))])
+        score([judge, returns(ValueError("no"))])
     assert not recwarn.list, "nothing is left that was not awaited"
-    with pytest.raises(RewardError, match=f"reward function 'judge' raised {type(error).__name__}"):
-        score([make_async(error), make_async([1.0] * N)])
+    with pytest.raises(RewardError, match=f"reward function 'fails' raised {type(error).__name__}"):
+        score([fails, judge])
     with pytest.warns(RuntimeWarning, match="6 of 6 completions"):
-        rewards, _ = score([make_async(error), make_async([1.0] * N)], on_error="none")
+        rewards, _ = score([fails, judge], on_error="none")
     np.testing.assert_array_equal(rewards[0, 0], [np.nan, 1])

@@ -32,13 +32,6 @@ def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
         assert pieces[index] == b""
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "metaspace first", "bytes"])
-def test_a_part_of_a_character_is_its_bytes(name):
-    tokenizer = FAMILIES[name]()
-    pieces = token_bytes(tokenizer)
-    assert [pieces[i] for i in ids_of(tokenizer, "a€")][-3:] == [b"\xe2", b"\x82", b"\xac"]
-
-
 def test_tokens_that_change_their_neighbours_are_refused():
     with pytest.raises(ValueError, match=r"stop = \['a'\]: .*change the text of their neighbours.*stop_token_ids"):
         stops_of(FAMILIES["ends of words"](), ["a"])

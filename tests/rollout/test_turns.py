@@ -1,6 +1,7 @@
 """Completions of several turns: one row of tokens, with the numbers of a row read whole, whatever the clock."""
 
 import functools
+import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import assert_same
+from test_generate import Bare, assert_same
 from tiny import random_params, scored
 
 from grpo_jax.devices.sharding import make_mesh, place
@@ -77,27 +78,6 @@ def played():
     return play()
 
 
-@pytest.mark.quick
-def test_the_table_takes_what_was_drawn_and_no_more():
-    """Two bursts of three completions, one of them nobody's: an end, a limit, and an observation between."""
-    table = rollout.Table(2, 4, PAD)
-    at = np.array([[1, -1, 0]])
-    drawn = (np.array([[[5, 9, 6], [8, 8, 8], [7, 7, 7]]]), np.full((1, 3, 3), -0.5, np.float32))
-    ended = table.record(at, (*drawn, np.array([[[1, 1, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
-    assert ended.tolist() == [[True, False, False]]
-    table.observe(1, [3])
-    ended = table.record(at, (*drawn, np.array([[[1, 0, 0], [1, 1, 1], [1, 1, 1]]], bool)), (9, 8))
-    assert not ended.any()
-    assert table.tokens.tolist() == [[7, 7, 7, 7], [5, 9, 3, 5]]
-    assert table.mask.tolist() == [[True] * 4, [True, True, False, True]]
-    assert table.log_probs.tolist() == [[-0.5] * 4, [-0.5, -0.5, 0.0, -0.5]]
-    assert table.lengths.tolist() == [4, 4]
-    one, several = table.completions(2), table.completions(2, turns=True)
-    assert one.present is None
-    assert several.present.all()
-    assert several.tokens.shape == (2, 1, 4)
-
-
 def turns_of(completions, i):
     """(tokens, whether they were drawn) of the i-th completion, run after run."""
     tokens, drawn = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
@@ -153,25 +133,6 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-def test_turns_in_step_move_no_keys(monkeypatch):
-    """Where every token ends a turn nothing is aligned; where only some do, something is."""
-
-    class InStep(Script):
-        def answer(self, completion, turn, room):
-            heard = self.heard.setdefault(completion, [])
-            heard.append(turn)
-            return None if len(heard) == 5 else [10, 11 + completion % 7]
-
-    moved, original = [], rollout.move
-    monkeypatch.setattr(rollout, "move", lambda *args, **how: moved.append(how) or original(*args, **how))
-    completions, _ = play(InStep(), eos_token_ids=range(SHAPE.vocab_size))
-    assert np.asarray(completions.mask).reshape(16, -1).sum(axis=1).tolist() == [5] * 16
-    assert not moved
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-    play()
-    assert moved, "turns of different lengths are aligned"
-
-
 def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)
@@ -190,13 +151,11 @@ def test_one_turn_is_generate():
 
 def test_on_a_mesh_of_several_devices():
     mesh = make_mesh({"data": 2, "tensor": 2})
-    completions, _ = play(params=place(PARAMS, mesh))
-    np.testing.assert_array_equal(completions.tokens, played()[0].tokens)
-    np.testing.assert_allclose(completions.log_probs, played()[0].log_probs, atol=1e-5)
+    assert_same(play(params=place(PARAMS, mesh))[0], played()[0])
 
 
-def test_an_answer_that_fails_ends_all_and_is_raised():
-    asked = []
+def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
+    asked, checks = [], itertools.count()
 
     def answers(completion, turn, room):
         asked.append(completion)
@@ -208,26 +167,16 @@ def test_an_answer_that_fails_ends_all_and_is_raised():
         play(answers)
     assert asked.count(5) == 1
 
-
-def test_the_interrupt_is_looked_at_while_answers_are_waited_for():
-    calls = []
-
     def interrupt():
-        calls.append(time.monotonic())
-        if len(calls) > 20:
+        if next(checks) == 20:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         play(lambda *_: Future(), interrupt=interrupt)
 
 
-def test_an_observation_is_read_in_one_program_and_one_that_just_fits_leaves_a_token(monkeypatch):
-    shapes, original = [], rollout.read_chunk
-    monkeypatch.setattr(
-        rollout, "read_chunk", lambda *args, **how: shapes.append(args[5].shape) or original(*args, **how)
-    )
+def test_an_observation_that_just_fits_leaves_a_token():
     completions, _ = play(lambda i, turn, room: promise([9] * min(11, room)))
-    assert max(shape[-1] for shape in shapes) == 16, "the token that ended the turn and eleven more, in one go"
     assert not np.asarray(completions.ended).any()
     assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
     assert np.asarray(completions.mask)[..., -1].all()
@@ -235,11 +184,7 @@ def test_an_observation_is_read_in_one_program_and_one_that_just_fits_leaves_a_t
 
 @pytest.mark.quick
 def test_a_model_without_a_cache_is_refused():
-    class Foreign:
-        def apply(self, variables, tokens):
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="Foreign: several turns need a model of this package"):
-        generate_turns(Foreign(), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
+    with pytest.raises(ValueError, match="Bare: several turns need a model of this package"):
+        generate_turns(Bare(MODEL), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
     with pytest.raises(ValueError, match="batch_size must hold a group of 4 completions; got 3"):
         play(batch_size=3)

@@ -109,13 +109,3 @@ def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     monkeypatch.setattr(decode_module, "platform_of", lambda: ("gpu", 9.0))
     assert ladder(shapes).fixed
     assert not ladder(params).fixed, "these are on a CPU"
-
-
-@pytest.mark.parametrize(("mesh", "grows"), [(None, False), ({"tensor": 2}, False), ({"fsdp": 2, "tensor": 2}, True)])
-def test_a_device_of_a_mesh_has_to_have_enough_completions_for_the_kernel(mesh, grows):
-    """48 completions of two key heads on one device; on several each has its part of them, or of the heads."""
-    model, params = tiny_model(head_dim=16)
-    model = Transformer(dataclasses.replace(model.config, attention="triton"))
-    mesh, each = (None, 48) if mesh is None else (make_mesh(mesh), 96)
-    ladder = choose_ladder(as_argument(model), params, 20, each, 1, 512, mesh=mesh, waits=False)
-    assert (len(ladder.slots) > 1) == grows

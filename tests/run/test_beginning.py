@@ -14,7 +14,16 @@ from grpo_jax.devices.sharding import lower_call
 from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
-from grpo_jax.run.beginning import FILLED, abstract_batch, decide_checkpointing, new_state, peak_bytes
+from grpo_jax.run import beginning
+from grpo_jax.run.beginning import (
+    COMPILED,
+    FILLED,
+    abstract_batch,
+    compiled_peak_bytes,
+    decide_checkpointing,
+    new_state,
+    peak_bytes,
+)
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import as_begun
 from grpo_jax.run.run import Arguments
@@ -53,10 +62,24 @@ def recomputes(run):
     return said.pop()
 
 
-def test_activations_are_kept_where_there_is_room():
-    enough = peak_bytes(run_of(gradient_checkpointing=False)) / FILLED
-    kept, recomputed = run_of(memory=enough), run_of(memory=enough - 1)
-    assert (recomputes(kept), recomputes(recomputed)) == (False, True)
+def test_activations_are_kept_where_there_is_room(monkeypatch):
+    """By an estimate, and where that does not fit by the compiler's count of the update."""
+    run = run_of(gradient_checkpointing=False)
+    enough, compiled = peak_bytes(run) / FILLED, compiled_peak_bytes(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_jax.run.beginning.compile_program", lambda *_: pytest.fail("compiled"))
+        kept = run_of(memory=enough)
+    asked = []
+    for bytes_ in (COMPILED * (enough - 1), COMPILED * (enough - 1) + 1):
+        monkeypatch.setattr(beginning, "compiled_peak_bytes", lambda run, bytes_=bytes_: asked.append(run) or bytes_)
+        recomputed = run_of(memory=enough - 1)
+        assert recomputes(recomputed) == (len(asked) == 2)
+    assert not any(run.policy.model.config.remat for run in asked), "asked about activations that are kept"
+    assert not recomputes(kept)
+    state, batch = new_state(run), abstract_batch(run, new_state(run))
+    stats = lower_call(update_calls(run.updater, state, batch).update).compile().memory_analysis()
+    held = sum(x.nbytes for x in jax.tree.leaves((state, run.policy.params)))
+    assert compiled > held + stats.temp_size_in_bytes
     assert products(kept) < products(recomputed), "the programs do as the run says"
     assert not recomputes(run_of(memory=1, gradient_checkpointing=False)), "who says what he wants gets it"
     assert recomputes(run_of(memory=1e15, gradient_checkpointing=True))
@@ -72,7 +95,7 @@ def test_where_nothing_is_known_of_the_memory_activations_are_recomputed(monkeyp
 def test_one_process_without_room_decides_for_all(monkeypatch):
     run = run_of(gradient_checkpointing=True)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, gradient_checkpointing=None))
-    monkeypatch.setattr("grpo_jax.run.beginning.gather_objects", lambda own: [own, False])
+    monkeypatch.setattr("grpo_jax.run.beginning.gather_objects", lambda own: [own, None])
     assert decide_checkpointing(run, 1e15).config.gradient_checkpointing
 
 

@@ -1,17 +1,23 @@
-"""What a run warns of before it begins: a doubled BOS, null arguments, a thought that the prompt has opened."""
+"""Checks and warnings before anything is sampled or trained: of policies, tokens, arguments of calls and thoughts."""
 
+import contextlib
 import copy
 import re
+import sys
 import warnings
 
 import pytest
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import EOS, tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig
+from grpo_jax import GRPOConfig, SFTConfig, evaluate
+from grpo_jax.cli import chat
 from grpo_jax.rewards import format_reward, weighted
-from grpo_jax.run.cautions import warn_of_prompts
+from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.run.cautions import warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
+from grpo_jax.run.sft import prepare_sft
+from grpo_jax.text.examples import Encoding, encode_examples
 from grpo_jax.text.prompts import encode_prompts
 
 pytestmark = pytest.mark.quick
@@ -19,15 +25,17 @@ pytestmark = pytest.mark.quick
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 
-def tokenizer_with(template=None, bos=None):
+def tokenizer_with(template=None, bos=None, eos=False):
+    """The tiny tokenizer, which may add `bos` and its EOS to each text."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = template
     if bos is not None:
         tokenizer.bos_token = bos
-        ids = [(bos, tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=ids)
+    added = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (bos, EOS) if token is not None]
+    single = " ".join([*([bos] if bos else []), "$A", *([EOS] if eos else [])])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added)
     return tokenizer
 
 
@@ -35,22 +43,69 @@ def talk(text="hi"):
     return [{"role": "user", "content": text}]
 
 
-def said(rows, tokenizer, reward_fns=(), **how):
-    """The warnings of some rows."""
+def said(rows, tokenizer, reward_fns=(), *, eos=(), **how):
+    """The warnings of some rows, of SFT where they have a completion or text."""
+    policy = tiny_policy().replace(tokenizer=tokenizer)
+    if eos:
+        policy = policy.replace(generation_config={"eos_token_id": list(eos)})
+    if {"completion", "text", "messages"} & rows[0].keys():
+        data = encode_examples(rows, tokenizer, Encoding(eos_token_ids=policy.eos_token_ids))
+    else:
+        data = encode_prompts(rows, tokenizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_prompts(encode_prompts(rows, tokenizer, **how), tokenizer, list(reward_fns), "dataset")
+        warn_of_tokens(data, policy, "dataset", reward_fns=list(reward_fns), **how)
     return [str(one.message) for one in caught]
 
 
-def test_a_bos_that_is_added_again():
+def test_special_tokens_that_the_tokenizer_adds_to_those_of_the_text():
+    """A BOS twice or an EOS at the end of a prompt, a BOS or an EOS twice in an example of SFT: a warning."""
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
     (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
-    assert line.startswith("dataset: 2 of 3 prompts, the first of them '!ab', begin with the BOS '!', and the token")
+    assert line.startswith(
+        "dataset: 2 of 3 texts begin with the BOS twice, the first of them '!!ab': the tokenizer adds"
+    )
     assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # no BOS at all
     template = "!" + OPENING.replace("<think>", "")
     assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
+    (line,) = said([{"prompt": "ab"}], tokenizer_with(eos=True))
+    assert line.startswith(
+        "dataset: 1 of 1 texts end with an EOS, behind which completions begin, the first of them 'ab<"
+    )
+    for row in ({"text": "!ab"}, {"prompt": "!a", "completion": "b"}):
+        (line,) = said([row], tokenizer)
+        assert line.startswith("dataset: 1 of 1 texts begin with the BOS twice, the first of them '!!ab<eos>': ")
+        (line,) = said([row], tokenizer_with(eos=True))
+        assert line.startswith("dataset: 1 of 1 texts end with an EOS twice, the first of them '!ab<eos><eos>': ")
+        assert said([row], tokenizer_with()) == []
+
+
+CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_a_template_whose_end_of_turn_ends_no_completion():
+    """A template that ends turns with a token which ends no completion (ChatML on a base model) is a warning."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", EOS])
+    told = (
+        f"the chat template ends a turn with '<|im_end|>' ({end}), which ends no completion (policy.eos_token_ids = ["
+    )
+    (line,) = said([{"prompt": talk()}], tokenizer)
+    assert line.startswith(
+        f"dataset: {told}{eos}]): policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
+    )
+    assert line.endswith(f", or stop_token_ids=[{end}]")
+    assert said([{"prompt": "hi"}], tokenizer) == said([{"prompt": talk()}], tokenizer, eos=[end]) == []
+    for ends in (TurnEnds(stop_token_ids=(end,)), TurnEnds(stop=("a",))):
+        assert said([{"prompt": talk()}], tokenizer, ends=ends) == []
+    lesson = [{"messages": [*talk(), {"role": "assistant", "content": "yes"}]}]
+    (line,) = said(lesson, tokenizer)
+    assert line.startswith(f"dataset: no learned token ends a turn, so completions will not end: {told}")
+    assert said(lesson, tokenizer, eos=[eos, end]) == []
+    (line,) = said(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
+    assert line.startswith("dataset: no learned token ends a turn, so completions will not end: end texts with")
 
 
 def called(**arguments):
@@ -58,15 +113,19 @@ def called(**arguments):
     return [*talk(), {"role": "assistant", "content": "", "tool_calls": [call]}, *talk()]
 
 
-def test_arguments_that_datasets_has_filled_in():
+CALLS = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}<eos>{% endfor %}"
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_arguments_that_datasets_has_filled_in(column):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    tokenizer = tokenizer_with(OPENING)
-    rows = [{"prompt": called(x=1)}, {"prompt": called(y="a")}]
+    tokenizer = tokenizer_with(CALLS)
+    rows = [{column: called(x=1)}, {column: called(y="a")}]
     assert said(rows, tokenizer) == []
     (line,) = said(list(datasets.Dataset.from_list(rows)), tokenizer)
-    assert line.startswith("dataset row 0 has a call of a tool with the argument 'y' = None in its prompt (2 such")
+    assert line.startswith("dataset row 0 has a call of a tool with the argument 'y' = None (2 such arguments in all)")
     as_text = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "{}"}]}
-    assert said([{"prompt": [*talk(), as_text, *talk()]}], tokenizer) == []
+    assert said([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
 MARK = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -112,3 +171,49 @@ def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
         prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
+
+
+def by_chat(policy, text):
+    chat.talk(policy, GRPOConfig(max_completion_length=4), [text])
+
+
+def by_grpo(policy, text):
+    prepare(Arguments(policy, [{"prompt": text}], [without], GRPOConfig(max_completion_length=4)))
+
+
+def by_sft(policy, text):
+    prepare_sft(policy, [{"prompt": text, "completion": "b"}], SFTConfig())
+
+
+def by_evaluation(policy, text):
+    evaluate(policy, [{"prompt": text}], [without], max_completion_length=4)
+
+
+@pytest.mark.parametrize("used", [by_chat, by_grpo, by_sft, by_evaluation])
+def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypatch):
+    """`train`, `sft`, `evaluate` and `chat` refuse tokens and positions that a model does not have and a policy without
+    an EOS, and warn of an EOS that ends no completion and of special tokens that come twice.
+    """
+    policy, tokenizer = tiny_policy(), tokenizer_with()
+    tokenizer.add_tokens(["@@"])
+    with pytest.raises(ValueError, match=f"the token id {len(tokenizer) - 1}, and the model has a vocabulary of 258"):
+        used(policy.replace(tokenizer=tokenizer), "a@@")
+    with pytest.raises(ValueError, match="256 positions"):
+        used(policy, "a" * 300)
+    bare = tokenizer_with()
+    bare.eos_token = None
+    with pytest.raises(ValueError, match="policy has no EOS token, so no completion could ever end"):
+        used(policy.replace(tokenizer=bare, config={**policy.config, "eos_token_id": None}, generation_config={}), "a")
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "generate", stop)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "evaluate_encoded", stop)
+    strange = policy.replace(tokenizer=tokenizer_with(bos="!"), generation_config={"eos_token_id": 7})
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(KeyboardInterrupt):
+        warnings.simplefilter("always")
+        used(strange, "!a")
+    told = " ".join(str(one.message) for one in caught)
+    assert "ends a text with '<eos>' (1), and completions end with policy.eos_token_ids = [7] alone" in told
+    assert "begin with the BOS twice" in told

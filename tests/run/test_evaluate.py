@@ -42,9 +42,11 @@ def test_the_reward_of_an_evaluation_is_that_of_training():
     config = GRPOConfig(shuffle_dataset=False, reward_weights=weights, **sizes, **settings)
     lines = []
     rows, told = ROWS[:4], lambda step, line: lines.append(line)
-    train(tiny_policy(), rows, [early, reward], config, eval_dataset=rows, callbacks=[told])
+    several = {"same": rows, "part": [rows[0]] * 4}
+    train(tiny_policy(), rows, [early, reward], config, eval_dataset=several, callbacks=[told])
     (trained,) = [line["reward"] for line in lines if "reward" in line]
-    assert [line["eval/reward"] for line in lines if "eval/reward" in line] == pytest.approx([trained, trained])
+    found = [(line["eval/same/reward"], line["eval/part/reward"]) for line in lines if "eval/same/reward" in line]
+    assert found == [pytest.approx((trained, 2.0))] * 2
     with pytest.raises(ValueError, match="reward_weights has 1 weights for early, reward: give one for each"):
         evaluate(tiny_policy(), ROWS, [early, reward], reward_weights=[1.0], **settings)
 

@@ -5,6 +5,8 @@ import functools
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
+
 # Qwen 3: earlier thoughts are left out, answers of tools are a user's turn, thinking can be switched off.
 HERMES = """{%- if tools %}<|im_start|>system
 Tools:
@@ -126,6 +128,19 @@ LINES = [
     '{"name": "add", "arguments": {"a": 1, "b": 2}}',
     "<|im_start|>assistant\n<|im_start|>user\nassistant user system tool functions commentary analysis final",
 ]
+
+CALL = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
 
 # Name: template, EOS, all ids that end a turn.
 FAMILIES = {

@@ -1,8 +1,10 @@
 """Rows to examples: what is learned of each kind of row, by hand; the assistant's words by tags and by growing."""
 
 import copy
+import functools
 
 import pytest
+from chat_families import GLM, tokenizer_of
 from tiny import tiny_tokenizer
 
 from grpo_jax.text.examples import Encoding, encode_examples, fill_blocks, load_examples
@@ -19,7 +21,7 @@ TAGGED = CHAT.replace(
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<eos>{% endif %}",
 )
-FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][-1:] }}")
+FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'] | replace('s', '') }}")
 TALK = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "yes"},
@@ -57,8 +59,28 @@ def test_what_is_learned_of_text_and_of_tokens():
     )
     with pytest.raises(ValueError, match="row 0 has another token in its 'labels' at 1 than in its 'input_ids'"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
-    with pytest.raises(ValueError, match="row 0 has 2 'input_ids' and 1 'labels'"):
-        load_examples([{"input_ids": [1, 2], "labels": [1]}])
+
+
+MASKED = {"input_ids": [70, 71, EOS], "assistant_masks": [0, 1, 1], "completion_mask": [1, 0, 1]}
+
+
+def test_masks_of_tokens_say_what_is_learned():
+    """`assistant_masks` always, `completion_mask` unless `completion_only_loss=False`; `labels` alone where given."""
+    both, first = ([EOS], [71, EOS])
+    for row, settings, wanted in (
+        (MASKED, {}, both),
+        (MASKED, {"assistant_only_loss": True, "completion_only_loss": True}, both),
+        (MASKED, {"completion_only_loss": False}, first),
+        (MASKED | {"labels": [-100, 71, EOS]}, {"completion_only_loss": True}, first),
+    ):
+        (found,) = encode_examples(load_examples([row]), tiny_tokenizer(), Encoding(**settings)).masks
+        assert [x for x, learned in zip(row["input_ids"], found, strict=True) if learned] == wanted, settings
+    for setting, name in (("assistant_only_loss", "assistant_masks"), ("completion_only_loss", "completion_mask")):
+        with pytest.raises(ValueError, match=f"{setting} = True: dataset row 0 has 'input_ids' without '{name}'"):
+            learned([{name: x for name, x in MASKED.items() if name == "input_ids"}], **{setting: True})
+    for name in ("labels", "completion_mask"):
+        with pytest.raises(ValueError, match=f"row 0 has 2 'input_ids' and 1 '{name}'"):
+            load_examples([{"input_ids": [1, 2], name: [1]}])
 
 
 def test_what_is_learned_of_messages():
@@ -84,6 +106,53 @@ def test_what_the_template_or_the_rows_do_not_allow_is_refused():
         learned([{"text": "a"}], completion_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 is made of messages, but the tokenizer has no chat template"):
         learned([{"messages": TALK}])
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]}, "message 0, .* 'human'"),
+        ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1, .* 'function'"),
+        ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call of the tool 'add' in message 1"),
+    ],
+)
+def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
+    """SFT refuses a message, of whatever role, and a call of a tool that the chat template leaves out."""
+    known = chatting(CHAT.replace("in messages %}", "in messages if m['role'] in ('user', 'assistant') %}"))
+    with pytest.raises(ValueError, match=f"dataset row 0: the chat template leaves out .*{said}"):
+        learned([row], known)
+
+
+def spoken(template, eos, *ends, rows=({"messages": TALK},), **encoding):
+    """What is learned with a tokenizer of `chat_families`, as text."""
+    tokenizer = tokenizer_of(template, eos)
+    how = Encoding(eos_token_ids=tokenizer.convert_tokens_to_ids([eos, *ends]), **encoding)
+    found = encode_examples(load_examples(list(rows)), tokenizer, how)
+    return [
+        tokenizer.decode([x for x, m in zip(*pair, strict=True) if m])
+        for pair in zip(found.token_ids, found.masks, strict=True)
+    ]
+
+
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_a_turn_is_learned_with_the_token_that_ends_it():
+    """SFT teaches GLM-4, whose turns end with what opens the next one, to stop; Phi-3's EOS behind the last turn alone
+    is no obstacle to `assistant_only_loss`.
+    """
+    glm = functools.partial(spoken, GLM, "<|user|>", "<|observation|>")
+    assert glm(assistant_only_loss=True) == ["\nyes<|user|>\nok<|user|>"]
+    assert glm() == ["<|begin|><|user|>\nhi<|assistant|>\nyes<|user|>\nso<|assistant|>\nok<|user|>"]
+    assert glm(rows=[{"prompt": TALK[:1], "completion": TALK[1:2]}]) == ["\nyes<|user|>"]
+    assert glm(rows=[{"messages": TALK[:3]}], assistant_only_loss=True) == ["\nyes<|user|>"]
+    assert spoken(PHI, "<|return|>", "<|end|>", assistant_only_loss=True) == ["yes<|end|>ok<|end|>\n<|return|>"]
 
 
 @pytest.mark.parametrize(

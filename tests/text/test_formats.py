@@ -98,14 +98,6 @@ def test_tags_are_read_back_with_the_schema():
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
 
 
-def test_tags_without_a_schema_are_json_where_they_can_be():
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n[1]\n</parameter>\n"
-        "<parameter=c>\ntwelve\n\n</parameter>\n<parameter=d>\nTrue\n</parameter>\n</function>\n</tool_call>"
-    )
-    assert FORMATS["qwen_xml"].parse(text).calls == (ToolCall("f", {"a": 12, "b": [1], "c": "twelve\n", "d": "True"}),)
-
-
 # --- What the policy may write besides.
 
 
@@ -120,36 +112,22 @@ F = (ToolCall("f", {}),)
     ("name", "text", "parsed"),
     [
         ("hermes", " It is 2. ", Parsed(" It is 2. ")),
-        ("hermes", "", Parsed("")),
         (
             "hermes",
             "So: " + hermes() + "\nthen " + hermes("g"),
             Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            Parsed("", (ToolCall("f", '{"a": 1}'),)),
-        ),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("hermes", f"<think>a</think>{hermes()}", Parsed("<think>a</think>", F)),
-        ("qwen_xml", "<tool_call><function=f></function></tool_call>", Parsed("", F)),
+        (
+            "qwen_xml",  # without a schema a value is JSON where it can be
+            "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
+            "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
+            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),)),
+        ),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
-        ("llama3", 'Use {"name": "f", "parameters": {}}', Parsed('Use {"name": "f", "parameters": {}}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
-        (
-            "llama3",
-            '<think>x</think>\nI ask <|python_tag|>{"name": "f", "parameters": {}}<|eot_id|>',
-            Parsed("<think>x</think>\nI ask", F),
-        ),
-        (
-            "llama3",
-            '<think><|python_tag|>{"name": "f", "parameters": {}}</think> 3',
-            Parsed('<think>{"name": "f", "parameters": {}}</think> 3'),
-        ),
         ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
-        ("harmony", "<|channel|>final<|message|>It is 2.<|return|>", Parsed("It is 2.")),
         ("harmony", "just text", Parsed("just text")),
         (
             "harmony",
@@ -157,18 +135,7 @@ F = (ToolCall("f", {}),)
             "<|start|>assistant<|channel|>final<|message|>2<|return|>",
             Parsed("<think>\nto=functions.f\n</think>\n\n2"),
         ),
-        (
-            "harmony",
-            ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-            Parsed("", (ToolCall("f", {"a": 1}),)),
-        ),
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
-        (
-            "harmony",
-            "<|channel|>commentary<|message|>First I look.<|end|>"
-            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-            Parsed("First I look.", F),
-        ),
     ],
 )
 def test_what_a_turn_says(name, text, parsed):
@@ -180,13 +147,10 @@ def test_what_a_turn_says(name, text, parsed):
     [
         ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "no valid JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-        ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "no valid JSON"),
-        ("hermes", "</tool_call><tool_call>so</tool_call>", "Expecting value at character 0"),
         ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], which is no JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
         ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
         ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is no number"),
-        ("hermes", hermes(arguments="9" * 5000), "5000"),
         ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
         ("qwen_xml", hermes(), "no <function="),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
@@ -198,17 +162,12 @@ def test_what_a_turn_says(name, text, parsed):
         ),
         # Calls in nearly the right way: whoever means one and is told nothing never learns it.
         ("hermes", f"<think>\n{hermes()}", "within the thought: close that by </think>, and call after it"),
-        ("hermes", f"<think>\n{hermes()}\n</think>\n", "within the thought"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
-        ("qwen_xml", "I look.\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "not within <tool_call>"),
-        ("qwen_xml", "<think>\n<tool_call><function=f></function></tool_call>", "within the thought"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
-        ("llama3", '{"function": "f", "arguments": {"a": 1}}', "no 'name' of a tool"),
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
         ("llama3", '<think><|python_tag|>{"name": "f", "parameters": {}}</think><|eot_id|>', "within the thought"),
         ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
         ("llama3", "<|python_tag|>print(1)<|eot_id|>", "no valid JSON"),
-        ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "no valid JSON"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "no valid JSON"),
@@ -333,29 +292,19 @@ def test_each_family_is_recognised_by_its_template(name):
     assert found is FORMATS[name]
     assert found.keeps_special_tokens == (name in ("llama3", "harmony"))
     assert format_of({"default": PLAIN, "tool_use": FAMILIES[name][0]}) is found
+    escaped = FAMILIES[name][0].replace('"', '\\"').replace("<|python_tag|>", "")
+    assert format_of(escaped) is found, "also by JSON in a string of the template"
 
 
 @pytest.mark.parametrize(
     "template",
     [
         None,
-        "",
         PLAIN,
-        {"default": PLAIN},
         # Templates that write calls in a way that is not in the table.
         "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>",
-        '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
         "{% if tools %}{{ tools }}{% endif %}<|start|>assistant<|channel|>final<|message|>",
-        "{% if tools %}{{ tools | tojson }}{% endif %}<｜tool▁call▁begin｜>",
     ],
 )
 def test_other_templates_have_none(template):
     assert format_of(template) is None
-
-
-def test_json_escaped_in_a_template_is_recognised():
-    assert (
-        format_of(r'{{- "<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>" }}') is FORMATS["hermes"]
-    )
-    assert format_of(r'{{ "as {\"name\": function name, \"parameters\": its values}" }}') is FORMATS["llama3"]
-    assert format_of(r"""{{- 'as {"name": function name, "parameters": its values}.' }}""") is FORMATS["llama3"]

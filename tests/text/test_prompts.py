@@ -1,9 +1,12 @@
 """Prompts: rows in, tokens out, and an order that can be resumed."""
 
+import json
+
 import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_families import FAMILIES, family
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -97,12 +100,42 @@ def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role
     asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
     for rows in ([fine, fine, asked], [fine, asked, asked]):
         with pytest.raises(
-            ValueError, match=rf"eval_dataset row {rows.index(asked)}: .* leaves out message 1 .*'{role}'.* '1 \+ 1\?'"
+            ValueError,
+            match=rf"eval_dataset row {rows.index(asked)}: .* leaves out the content '1 \+ 1\?' of message 1, .*{role}",
         ):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
     shown = make_tokenizer()  # this one writes any role
     if role != "tool":
         assert len(lib.encode_prompts([fine, asked], shown).rows) == 2
+
+
+def called(arguments):
+    """A conversation with a call of a tool."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    return [user("hi"), call, {"role": "tool", "content": "3"}]
+
+
+def test_a_call_that_the_template_leaves_out_is_refused_with_its_row_and_tool():
+    tokenizer = make_tokenizer()
+    with pytest.raises(ValueError, match=r"dataset row 1: .* leaves out the call of the tool 'add' in message 1"):
+        lib.encode_prompts([{"prompt": [user("hi")]}, {"prompt": called({})}], tokenizer)
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ WRITTEN }}{% endfor %}{% endfor %}"
+
+
+def test_arguments_given_as_json_text_are_written_as_the_object_that_they_are():
+    """Arguments of calls may be JSON text: they are decoded, unless the template takes text."""
+    text = '{"city": "Oslo", "n": [1]}'
+    prompts = [called(json.loads(text)), called(text)]
+    for name in FAMILIES:
+        as_object, as_text = lib.encode_prompts([{"prompt": p} for p in prompts], family(name)[0]).token_ids
+        assert as_object == as_text, name
+    assert prompts[1] == called(text), "the row is unchanged"
+    for written in ("c.function.name + c.function.arguments", "c.function.name ~ c.function.arguments"):
+        tokenizer = make_tokenizer(chat_template=PLAIN.replace("WRITTEN", written))  # refuses objects; writes Python's
+        (ids,) = lib.encode_prompts([{"prompt": prompts[1]}], tokenizer).token_ids
+        assert tokenizer.decode(ids) == f"hiadd{text}3"
 
 
 def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():

@@ -4,30 +4,19 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from chat_families import FAMILIES, HERMES, LLAMA, family, tokenizer_of
+from chat_families import CALL, FAMILIES, HERMES, LLAMA, add, family, tokenizer_of
 from tokenizers import normalizers
 
 from grpo_jax.rollout.episodes import Episode, Texts
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import roundtrip as lib
-from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.formats import FORMATS
 from grpo_jax.text.templates import turn_of
 
 pytestmark = pytest.mark.quick
 
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
 
 
 def everything(text: str, n: int, x: float, sure: bool, many: list[int], more: dict, kind: Literal["p", "q"]) -> str:
@@ -80,12 +69,8 @@ def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template writes a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
-    for part in (
-        "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function><|eot_id|>'",
-        "as the form 'llama3' has it, is no call (A tool call could not be read: it is within <function=...>.",
-        "use a checkpoint whose template writes calls in a form that is known here",
-    ):
-        assert part in str(caught.value)
+    assert "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
+    assert "'llama3' has it, is no call (A tool call could not be read: it is within <function=" in str(caught.value)
 
 
 def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():
@@ -112,8 +97,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
     (end,) = tokenizer.convert_tokens_to_ids([eos])
     interaction = make_interaction(tokenizer, (end,), [CHAT], tools=[add])
-    call = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
-    text, _ = turn_of(tokenizer, call, tools=schemas(add))
+    text, _ = turn_of(tokenizer, CALL, tools=schemas(add))
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
@@ -125,19 +109,11 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
 
 
-def test_a_turn_begins_where_the_generation_prompt_ends():
-    call = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
-    tokenizer, _ = family("qwen_xml")
-    text, goes_on = turn_of(tokenizer, call, tools=schemas(add))
-    assert text.startswith("\n</think>\n\n<tool_call>\n<function=add>")
-    assert goes_on
-    # A prompt that opens a thought, and past turns without one: they part within the two tags.
+def test_a_call_comes_back_where_the_prompt_opens_a_thought_that_past_turns_lack():
+    """Prompt and turn then part within the two tags."""
     tokenizer = tokenizer_of(
         HERMES.replace("'<think>\n\n</think>\n\n' if '</think>' not in m.content else ''", "''").replace(
             "if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'"
         )
     )
-    text, goes_on = turn_of(tokenizer, call, tools=schemas(add))
-    assert text == '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
-    assert not goes_on
     assert lib.call_fault(tokenizer, FORMATS["hermes"], schemas(add), eos_token_ids=[tokenizer.eos_token_id]) == ""

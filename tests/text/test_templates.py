@@ -3,32 +3,23 @@
 import json
 
 import pytest
-from chat_families import FAMILIES, GLM, HERMES, PLAIN, SPECIAL, family, tokenizer_of
+from chat_families import CALL, FAMILIES, GLM, HERMES, PLAIN, SPECIAL, add, family, tokenizer_of
 
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import templates as lib
-from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message
+from grpo_jax.text.calls import tool_message
 
 pytestmark = pytest.mark.quick
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-
 TOOLS = [tool.schema for tool in read_tools([add]).values()]
-USER = {"role": "user", "content": "What is 1 + 2?"}
-CALL = assistant_message(Parsed("", (ToolCall("add", {"a": 1, "b": 2}),)))
 
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+USER = user("What is 1 + 2?")
 
 
 def encode(tokenizer, text):
@@ -79,10 +70,7 @@ def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
     tokenizer, ends = family("harmony")
     for name in ("add", "look"):
         text = tokenizer.decode(lib.observation_ids(tokenizer, [tool_message(name, "3")], eos_token_ids=ends))
-        assert (
-            text
-            == f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant'
-        )
+        assert text.startswith(f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"3"<|end|>')
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -158,19 +146,13 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
     [
         (None, "need a chat template, and the tokenizer has none"),
         (chat(after_assistant="\n"), "does not end the turn before a message of the role 'tool' with an EOS"),
-        (chat(after_assistant=""), "does not end the turn"),
         (chat(after_assistant="<|eot_id|>"), r"with an EOS \(<\|im_end\|>\), but goes on with '<\|eot_id\|>"),
         (chat(tool=False), "does not show messages of the role 'tool': a template without tool support"),
-        (PLAIN, "writes the same prompt with tools and without: a template without tool support"),
-        (
-            PLAIN.replace("{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no!') }}{% endif %}"),
-            "refuses a conversation of user, assistant, tool .*no!",
-        ),
         (
             "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
             "not show what the assistant said",
         ),
-        ("{% for m in messages %}{{ nonsense", "refuses a conversation of .*TemplateSyntaxError"),
+        ("{{ raise_exception('no!') }}", "refuses a conversation of user, assistant, tool .*no!"),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused(template, message):
@@ -179,7 +161,6 @@ def test_templates_that_cannot_be_used_are_refused(template, message):
 
 
 def test_templates_are_asked_for_what_is_needed_of_them():
-    lib.check_template(tokenizer_of(PLAIN), roles=("user",))
     lib.check_template(tokenizer_of(chat()), tools=TOOLS)
     lib.check_template(
         tokenizer_of(chat("<|eot_id|>")),
@@ -188,10 +169,8 @@ def test_templates_are_asked_for_what_is_needed_of_them():
     )
     with pytest.raises(ValueError, match="has 2 errors"):
         lib.check_template(tokenizer_of(chat("")), roles=("tool", "user"))
-    bare = tokenizer_of(PLAIN)
-    bare.eos_token = None
     with pytest.raises(ValueError, match="the tokenizer has no EOS"):
-        lib.check_template(bare, roles=("user",))
+        lib.check_template(tokenizer_of(PLAIN, eos=None), roles=("user",))
 
 
 def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
@@ -223,13 +202,6 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
         lib.observation_ids(tokenizer, [user("odd")])
     with pytest.raises(ValueError, match="messages is empty"):
         lib.observation_ids(tokenizer, [])
-
-
-def test_a_generation_prompt_that_opens_a_thought_is_seen():
-    assert lib.opens_thinking(family("qwen_xml")[0], tools=TOOLS)
-    assert not lib.opens_thinking(family("qwen_xml")[0], chat_template_kwargs={"enable_thinking": False})
-    for name in ("hermes", "llama3", "harmony"):
-        assert not lib.opens_thinking(family(name)[0])
 
 
 def test_the_sign_of_a_cut_is_no_way_around_it():

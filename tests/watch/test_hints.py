@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, LAST, SAMPLER_GAP, Hints, sampler_gap_limit
+from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, Hints, sampler_gap_limit
 
 pytestmark = pytest.mark.quick
 
@@ -94,12 +94,9 @@ def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at):
     assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "fields that exist, and a value"
 
 
-def test_every_hint_has_a_sign_here():
-    assert {sign[0] for sign in SIGNS} == set(HINTS)
-
-
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
 def test_a_healthy_run_gets_none(run):
+    assert {sign[0] for sign in SIGNS} == set(HINTS), "each of which has a sign above"
     lines = [line for line in HEALTHY if line["run"] == run]
     assert len(lines) >= 25
     assert said(lines) == []
@@ -110,19 +107,15 @@ def test_a_healthy_run_gets_none(run):
     ("lines", "config"),
     [
         (series("kl", [0.01 * i for i in range(KL_WINDOW - 1)]), CONFIG),
-        (series("kl", [0.3] * 200), CONFIG),
         (series("kl", [0.1 + 0.05 * (i % 20) for i in range(200)]), CONFIG),
         (series("kl", [0.01 * i for i in range(200)]), GRPOConfig(beta=0.1, sync_ref_model=True)),
         (series("completions/clipped_ratio", [1.0] * 9), CONFIG),
         (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
         (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
         (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
-        (series("sampler_gap", [1.4] * 50), GRPOConfig(compute_dtype="bfloat16")),
         (engine_lines(gap=0.4, weight=0.9), CONFIG),
-        (engine_lines(gap=0.01, weight=0.98), CONFIG),
         (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
         (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
-        (played(), CONFIG),
         (played(turns__mean=1.1), CONFIG),
         (played(tools__failures=13.0), CONFIG),
         (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
@@ -144,9 +137,7 @@ def test_no_hint_where_none_is_due(lines, config):
         ("float32", "gpu", "highest", "float32"),
         ("float32", "tpu", None, "bfloat16"),
         ("float32", "tpu", "high", "tensorfloat32"),
-        ("float32", "tpu", "float32", "float32"),
         ("bfloat16", "cpu", "highest", "bfloat16"),
-        ("bfloat16", "tpu", None, "bfloat16"),
     ],
 )
 def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, platform, precision, limit):
@@ -158,10 +149,9 @@ def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, pla
         assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
 
 
-def test_a_long_run_keeps_its_beginning_and_little_else():
+def test_a_long_run_keeps_its_beginning():
     hints = Hints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 300 + [0.0] * 7):
         assert hints(line) == []
-    assert len(hints._history) == FIRST + LAST
     (message,) = hints({"entropy": 0.0})
     assert "from 2 to 0.04 nats" in message

@@ -52,12 +52,11 @@ def packages(monkeypatch):
     return fakes
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_run_of_wandb_or_trackio_is_closed_also_after_an_error(name, packages):
-    with contextlib.suppress(KeyError), open_tracker(name, project="sums") as tracker:
+def test_a_tracker_gets_finite_numbers_and_is_closed_also_after_an_error(packages):
+    with contextlib.suppress(KeyError), open_tracker("wandb", project="sums") as tracker:
         notify([tracker], 10, {"reward": 0.25, "kl": math.nan, "note": "text"})
         raise KeyError
-    assert packages[name].done == [("init", {"project": "sums"}), ("log", 10, {"reward": 0.25}), ("finish",)]
+    assert packages["wandb"].done == [("init", {"project": "sums"}), ("log", 10, {"reward": 0.25}), ("finish",)]
 
 
 def report(config, run_dir, step=0):

@@ -1,0 +1,185 @@
+"""What a server may send: answers that end late or never, answers of another form, and its own key."""
+
+import contextlib
+import socket
+import threading
+import time
+import traceback
+
+import pytest
+
+from grpo_jax.engines.client import SHORT, Client, EngineError, Lost, Refused
+from grpo_jax.engines.server import VLLM
+from grpo_jax.maths.sampling import Sampling
+
+pytestmark = pytest.mark.quick
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """The address of a server that sends what `answer(request)` yields, until the client has gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with contextlib.suppress(OSError):  # the test is over
+                while True:
+                    connection, _ = listening.accept()
+                    with connection, contextlib.suppress(OSError):
+                        for piece in answer(connection.recv(2**16)):
+                            connection.sendall(piece)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def of(status, body, head=""):
+    return f"HTTP/1.1 {status} said\r\n{head or f'Content-Length: {len(body)}'}\r\n\r\n".encode() + body
+
+
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (of(200, b" " * 3 * SHORT, "Connection: close"), EngineError, f"more than {SHORT} bytes"),
+        (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
+        (of(200, b"", "Content-Length: 99999999999999"), Lost, "IncompleteRead"),
+        (of(200, b"ffffffffffffff\r\n", CHUNKED), Lost, "IncompleteRead"),
+        (of(200, b"-5\r\n", CHUNKED), Lost, "ValueError"),
+        (of(200, b'{"a":' + b"[" * 100_000), EngineError, "did not answer JSON"),
+        (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "did not answer JSON"),
+        (of(400, b"[" * 100_000), Refused, "answered 400"),
+    ],
+    ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"],
+)
+def test_answers_that_cannot_be_read_are_an_error_with_the_servers_name(answer, kind, message):
+    with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
+        Client(url).request("/v1/models")
+    assert f"{url}/v1/models" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (of(200, b"", "Content-Length: 9999"), b" "),
+        (of(200, b"", "Connection: close"), b" "),
+        (of(200, b"", CHUNKED), b"1\r\n \r\n"),
+        (b"HTTP/1.1 200", b"x"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "endless", "chunks", "status", "100 Continue"],
+)
+def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
+    """However often a server sends a byte, an answer that is not whole at the timeout is given up."""
+
+    def answer(_):
+        yield begin
+        while True:
+            yield piece
+            time.sleep(0.02)
+
+    started = time.monotonic()
+    with serving(answer) as url, pytest.raises(Lost, match=r"no answer in 0\.3 s"):
+        Client(url, timeout=0.3).request("/v1/models")
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("begin", [of(200, b"{", "Connection: close"), of(400, b"", "Connection: close"), b""])
+def test_a_key_that_a_server_sends_back_is_in_no_message(begin, monkeypatch):
+    """A server's key is in no message, also if the server sends its request back."""
+    monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen")
+    back = lambda request: [begin + request[request.index(b"Authorization") :]]
+    with serving(back) as url, pytest.raises(EngineError, match=r"Bearer \*\*\*") as caught:
+        Client(url, api_key_env="SOME_KEY").request("/v1/models")
+    assert "not-to-be-seen" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen\nX-Other: 1")
+    with pytest.raises(EngineError, match="the environment variable SOME_KEY is not printable ASCII") as caught:
+        Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models")
+    assert "not-to-be-seen" not in str(caught.value)
+
+
+# What an answer is made of ------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """A client whose server answers every request alike."""
+
+    base_url, alive, close = "http://here", None, None
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def request(self, path, body=None, **how):
+        return self.answer
+
+
+def choices(**changes):
+    choice = {"token_ids": [3, 4], "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0, 0]}}
+    choice |= {"prompt_logprobs": [None, {"4": {"logprob": -1.0, "rank": 1}}]}
+    return {"choices": [choice | changes]}
+
+
+def drawn(answer):
+    how = {"most": 2, "seed": 0, "sampling": Sampling(), "stop": [], "stops": None, "stopped": lambda: False}
+    return VLLM(Answering(answer)).draw([3, 4], **how)
+
+
+def told(answer):
+    return VLLM(Answering(answer)).tell([3, 4])
+
+
+def found(answer):
+    return VLLM(Answering(answer)).look_up(8)
+
+
+def log_probs(*values):
+    return choices(logprobs={"token_logprobs": list(values)})
+
+
+BAD = [
+    (drawn, {}, "answer.choices is None, not list"),
+    (drawn, {"choices": 7}, "answer.choices is 7, not list"),
+    (drawn, {"choices": [None]}, r"choices\[0\] is None, not dict"),
+    (drawn, {"choices": []}, "gave 0 completions for one prompt"),
+    (drawn, {"choices": [{}, {}]}, "gave 2 completions for one prompt"),
+    (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason is 5, not text"),
+    (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason is None, not text"),
+    (drawn, choices(token_ids=None), "].token_ids is None, not list"),
+    *((drawn, choices(token_ids=[3, bad]), r"\].token_ids\[1\] is .*, not a token id")
+      for bad in (3.7, "7", True, None, -1, 2**31, [4])),
+    (drawn, choices(token_ids=[3]), "gave 1 token_ids and 2 log-probs"),
+    (drawn, choices(logprobs=5), "].logprobs is 5, not dict"),
+    (drawn, choices(logprobs=None), "].logprobs is None, not dict"),
+    *((drawn, log_probs(-1.0, bad), r"\].logprobs.token_logprobs\[1\] is .*, not a log-prob")
+      for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
+    (told, choices(prompt_logprobs=None), "].prompt_logprobs is None, not list"),
+    (told, choices(prompt_logprobs=[None]), "scored 1 of 2 tokens"),
+    (told, choices(prompt_logprobs=[None, None]), "told 0 log-probs in the place of the token 4"),
+    *((told, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] is .*, not null or log-probs by token id")
+      for bad in (5, [], {"4": -1.0}, {"4": {}}, {"4": {"logprob": "-1"}}, {"four": {"logprob": -1.0}})),
+    (found, {"data": 5}, "answer.data is 5, not list"),
+    (found, {"data": []}, "serves : say which one"),
+    (found, {"data": [5]}, r"answer.data\[0\] is 5, not dict"),
+    (found, {"data": [{"id": None}]}, r"answer.data\[0\].id is None, not text"),
+    (found, {"data": [{"id": "base", "parent": []}]}, r"answer.data\[0\].parent is list, not text or null"),
+    (found, {"data": [{"id": "base", "max_model_len": "8"}]}, "max_model_len is '8', not a number of tokens or null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "answer", "message"), BAD)
+def test_an_answer_of_another_form_is_an_error_that_says_where(ask, answer, message):
+    with pytest.raises(EngineError, match=message) as caught:
+        ask(answer)
+    assert not isinstance(caught.value, Lost), "asking again would not help"
+    assert "http://here" in str(caught.value)
+
+
+def test_an_answer_of_the_right_form_is_read():
+    assert drawn(choices()) == ([3, 4], [-1.0, 0], False)
+    assert told(choices()) == [{4: -1.0}]
+    found({"data": [{"id": "base", "root": "base", "parent": None, "max_model_len": 8}]})
