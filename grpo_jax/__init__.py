@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
     from grpo_jax.config.sft import SFTConfig
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+    from grpo_jax.hub.nnx import from_nnx
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
     from grpo_jax.hub.policy import init_policy
     from grpo_jax.hub.publish import push_to_hub
@@ -57,6 +58,7 @@ __all__ = [
     "compute_advantages",
     "create_state",
     "evaluate",
+    "from_nnx",
     "from_pretrained",
     "generate",
     "grpo_loss",
@@ -85,6 +87,7 @@ _NAMES_OF = {
     "config.config": "GRPOConfig",
     "config.sft": "SFTConfig",
     "hub.huggingface": "from_pretrained save_pretrained",
+    "hub.nnx": "from_nnx",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
     "hub.policy": "init_policy",
     "hub.publish": "push_to_hub",

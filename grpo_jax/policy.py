@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.types import Json, Params
+from grpo_jax.messages import one_line, show
+from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
 
 
 class Donated(dict[str, Any]):
@@ -66,10 +67,10 @@ class Policy:
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
       files: the tokenizer's files, name to bytes, as they came; written unless `tokenizer` was replaced or changed.
-      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
       beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
         memory-mapped, and written as they came.
       stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
+      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
     """
 
     model: Any
@@ -117,6 +118,18 @@ class Policy:
             raise ValueError(
                 "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
             )
+
+    def check_model(self) -> None:
+        """Raise a `ValueError` unless the model's `apply` is that of `types.Model`; traces one of the user's own."""
+        model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
+        if is_cached(model):
+            return
+        try:
+            logits = jax.eval_shape(lambda params: model.apply({"params": params}, tokens), self.params)
+        except Exception as error:
+            raise ValueError(f"policy.model.apply raised {one_line(error)}; {MODEL_CALL}.") from error
+        if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
+            raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]; {MODEL_CALL}.")
 
     def check_held(self) -> None:
         """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""

@@ -189,6 +189,13 @@ class _Opaque:
         return getattr(self.model, name)
 
 
+MODEL_CALL = (
+    "a model is called as apply({'params': params}, tokens [B, T]), without a dropout key, and returns logits"
+    " [B, T, V]; grpo_jax.from_nnx(module, tokenizer) makes a policy of a flax.nnx module"
+)
+"""What messages say that a `Model` has to be."""
+
+
 def as_argument(model: Model) -> Any:
     """The model as an argument of a compiled function.
 
@@ -209,6 +216,8 @@ def as_argument(model: Model) -> Any:
       >>> program(as_argument(Bias()), jax.numpy.arange(3.0), jax.numpy.array([2])).tolist()
       [2.0]
     """
+    if not hasattr(model, "apply"):
+        raise ValueError(f"model is a {type(model).__name__}, which has no `apply`; {MODEL_CALL}.")
     return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 
 

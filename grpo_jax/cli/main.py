@@ -53,7 +53,7 @@ COMMANDS = {
         {
             "RUN.yaml": "the model, data, rewards and settings; see docs/cli.md",
             "--dry-run": "try one group and one update; print sizes, memory and likely mistakes",
-            "--resume auto|must|never": "whether to resume a run (default auto)",
+            "--resume auto|must|never|changed": "whether to resume a run (default auto); see docs/runs.md",
             **_PROCESSES,
         },
         [*GROUPS],
@@ -181,7 +181,7 @@ def _add_command(commands: argparse._SubParsersAction[_Parser], name: str, comma
 
 
 def _add_argument(parser: _Parser, argument: str, about: str) -> None:
-    """Add an argument of `COMMANDS`: RUN_DIR, [RUN.yaml], --merge, --out FILE or --resume auto|must|never."""
+    """Add an argument of `COMMANDS`: RUN_DIR, [RUN.yaml], --merge, --out FILE or --resume auto|must|…."""
     option, _, value = argument.partition(" ")
     if not option.startswith("-"):
         dest, metavar = option.strip("[]").partition(".")[0].lower(), option.strip("[]")

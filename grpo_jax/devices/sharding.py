@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -154,6 +153,11 @@ def _name(path: Any) -> str:
 def place(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of parameters, or a state, with each leaf where `TABLE` has it; as it is without a mesh."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
+
+
+def committed(tree: Any) -> Any:
+    """Arrays committed to the devices that they are on; those of a checkpoint are, and a program is made for either."""
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -321,7 +325,7 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[Any]:
     """Name a GPU that is absent as the target: from jax 0.11 on, Pallas lowers its kernels for a GPU that it knows."""
-    device = None if at is None else min(at.device_set, key=operator.attrgetter("id"))
+    device: Any = None if at is None else next(iter(at.device_set))
     if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)

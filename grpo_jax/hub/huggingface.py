@@ -262,6 +262,11 @@ def save_pretrained(
 
 def _check_plain(policy: Policy) -> None:
     """Raise ValueError for a policy that is no plain checkpoint, or not all of one."""
+    if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
+        raise ValueError(
+            f"policy has no config.json, and its model is a {type(policy.model).__name__}: only models that"
+            " from_pretrained or init_policy made are written as checkpoints. Write policy.params by orbax or flax."
+        )
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
     if is_quantized(policy.params):

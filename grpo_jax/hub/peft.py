@@ -21,6 +21,7 @@ from grpo_jax.hub.policy import files_of
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 
 
@@ -66,6 +67,10 @@ def add_lora(
     """
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
+    if not isinstance(policy.model, Transformer):
+        raise ValueError(
+            f"policy.model is a {type(policy.model).__name__}: adapters need a model of from_pretrained or init_policy."
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; it has to be in [0, 1).")
     adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
@@ -100,8 +105,7 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write the adapters of a policy in PEFT's format, float32, and its tokenizer; the directory appears when it is
-    complete.
+    """Write adapters in PEFT's format, float32, and the tokenizer; the directory appears when it is complete.
 
     Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
 

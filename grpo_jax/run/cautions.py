@@ -42,6 +42,7 @@ def check_policy(policy: Any, ends: TurnEnds = BY_EOS, *, trained: bool = True) 
             "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
             " `add_lora(policy, key)`, or load it without `quantize`."
         )
+    policy.check_model()
     policy.check_tokenizer()
     if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
         raise ValueError(

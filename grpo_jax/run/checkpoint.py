@@ -35,7 +35,7 @@ import numpy as np
 from grpo_jax.config.sft import Config
 from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.messages import one_line, raise_all
-from grpo_jax.run.resume import differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.run.resume import changed_functions, differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.run.schedule import Retention, best_of, is_scheduled
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.types import Batch, Completions, Json, Params
@@ -44,7 +44,7 @@ from grpo_jax.watch.progress import Progress
 
 _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
-RESUME = ("auto", "must", "never")
+RESUME = ("auto", "must", "never", "changed")
 
 _PAUSE = 20  # a checkpoint by the clock comes at least 20 times as long after the last one as that held the run up
 
@@ -224,7 +224,8 @@ class Checkpoints:
 
         Args:
           state: the state at step 0, or its `target`; arrays get its shapes and devices.
-          resume: "auto", "must" (there has to be a checkpoint) or "never" (there must not be a run).
+          resume: "auto", "must" (there has to be a checkpoint), "never" (there must not be a run) or "changed" (the
+            sources of reward functions, tools and environments may differ).
 
         Raises:
           ValueError: other settings, data or models (all differences listed), no readable checkpoint, or against
@@ -248,7 +249,8 @@ class Checkpoints:
                 continue
             if self._about is not None:
                 what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
-                raise_all(what, differences(about["run"], self._about, step))
+                changed = changed_functions(about["run"], self._about, accept=resume == "changed")
+                raise_all(what, [*differences(about["run"], self._about, step), *changed])
             found, unreadable[step] = tried_by_all(self._load, step, state, about)
             if found is None:
                 continue

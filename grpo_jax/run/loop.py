@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.devices.sharding import fetch, gather_objects
+from grpo_jax.devices.sharding import committed, fetch, gather_objects
 from grpo_jax.messages import one_line
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
@@ -28,7 +28,7 @@ from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
 from grpo_jax.run.publish import Publisher
 from grpo_jax.run.run import Run, SFTRun
-from grpo_jax.run.run_dir import keep_policy, locked
+from grpo_jax.run.run_dir import check_shared, keep_policy, locked
 from grpo_jax.run.sample import Ahead
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch
@@ -84,7 +84,7 @@ def run_loop(
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
     own_dir = run_dir if leads else None
-    state = new_state(run, donate=donate)
+    state = committed(new_state(run, donate=donate))  # as one from a checkpoint is: both run the same programs
     run.policy.empty()  # our own object, whose params may be a copy on a mesh; the caller's is emptied below
     with (
         ShortTraceback(),
@@ -139,6 +139,7 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
     check_trackers(config, run_dir)
+    check_shared(run_dir)
     return Publisher(config, run.policy, run_dir)
 
 
@@ -155,6 +156,7 @@ def begin_or_resume(loop: _Loop, state: TrainState, resume: str) -> TrainState:
         num_rows=len(data.rows),
         num_dropped=len(data.dropped),
         resumed=found is not None,
+        updates=loop.run.sizes.updates,
     )
     kept = keep_programs()
     if kept is not None and (where := where_kept(kept)) is not None:
@@ -255,6 +257,8 @@ def log_if_due(loop: _Loop) -> None:
         line = progress.log_line()
         progress.measured(config.metric_for_best_model, line)
         loop.monitor.log(progress.step, line)
+    else:
+        loop.monitor.progressed(progress.step)
 
 
 def check_skipped(loop: _Loop, state: TrainState, minibatch: Batch, metrics: dict[str, float]) -> None:
@@ -308,7 +312,10 @@ def save_after_error(loop: _Loop, state: TrainState) -> None:
     except Exception as failed:
         loop.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
     else:
-        loop.monitor.say(f"step {step} is saved: once the cause is fixed, the same call goes on from there")
+        loop.monitor.say(
+            f"step {step} is saved: once the cause is fixed, the same call goes on from there (with"
+            ' resume="changed" if a reward function or environment was edited)'
+        )
 
 
 def evaluate_if_due(loop: _Loop, state: TrainState) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import lower_call
+from grpo_jax.devices.sharding import committed, lower_call
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
@@ -152,7 +152,7 @@ def rehearse(
         run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
     with phase("state"):
-        state = jax.block_until_ready(new_state(run, donate=donate))
+        state = jax.block_until_ready(committed(new_state(run, donate=donate)))
         run.policy.empty()
         if donate:
             policy.empty()

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import textwrap
+import types
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
 
-    Data are hashed by column, frozen arrays by their first numbers, and functions of the caller by `source_of`.
+    Data are hashed by column, frozen arrays by their first numbers, and functions of the caller by their source.
     """
     sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
@@ -93,6 +94,7 @@ def describe(
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
+        "sources": _sources(reward_fns, interaction),
         "frozen": fingerprint(as_argument(model)),
         "optimizer": "the caller's" if own_optimizer else "the config's",
         "not_decayed": "norms and biases",
@@ -136,6 +138,48 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
     return {"name": f"{function.__module__}.{function.__qualname__}", "source": found}
 
 
+def sources_of(function: Any, seen: set[int] | None = None) -> str:
+    """Return a hash of the source of a reward function, tool or environment, and of the functions that it uses.
+
+    These are in a partial, in attributes, in a closure, or globals of its module. Values and base classes are not
+    compared. Functions of this package count by name and settings, since their source changes with the version.
+    """
+    seen = set() if seen is None else seen
+    seen.add(id(function))
+    partial, named = isinstance(function, functools.partial), hasattr(function, "__qualname__")
+    kind = function if named else type(function)
+    shipped = partial or _is_shipped(kind)
+    valued = partial or (shipped and dataclasses.is_dataclass(function))
+    used: list[object] = [] if named else [*getattr(function, "__dict__", {}).values()]
+    if partial:
+        used = [function.func, *function.args, *function.keywords.values()]
+    elif hasattr(function, "__code__"):
+        used = [*map(function.__globals__.get, _names_in(function.__code__))]
+        used = [one for one in used if getattr(one, "__module__", None) == function.__module__]
+        with contextlib.suppress(ValueError):  # a variable without a value
+            used += [cell.cell_contents for cell in function.__closure__ or ()]
+    elif isinstance(kind, type) and not shipped:
+        used += vars(kind).values()
+    found = [kind.__qualname__ if shipped else str(source_of(kind)["source"])]
+    for one in used:
+        if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_shipped(type(one)):
+            found += [] if id(one) in seen else [sources_of(one, seen)]
+        elif valued and isinstance(one, str | int | float | re.Pattern):
+            found.append(repr(one))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Return the names of the globals and attributes that some code reads, in the order of the code."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_in(one)]
+    return [*code.co_names, *inner]
+
+
+def _is_shipped(kind: Any) -> bool:
+    """Whether a function or class is one of this package."""
+    return str(kind.__module__).partition(".")[0] == __name__.partition(".")[0]
+
+
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
     """The config, with what it leaves to the memory of the devices as the run of a directory has decided it."""
     if run_dir is None or not isinstance(config, GRPOConfig) or config.gradient_checkpointing is not None:
@@ -176,6 +220,21 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
     lines += _of_teacher(saved.get("teacher"), present["teacher"])
     # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
     return lines or list(_of_state(saved["state"], present["state"]))
+
+
+def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> list[str]:
+    """Return a line for each reward function, tool or environment whose source has changed; `accept` warns instead."""
+    known = saved.get("sources", {})  # of an earlier version, which did not record them
+    names = [
+        f"{argument}: the source of {name}"
+        for argument, sources in present["sources"].items()
+        for name, source in sources.items()
+        if known.get(argument, {}).get(name, source) != source
+    ]
+    if accept and names:
+        warnings.warn(f"the run continues with changed functions ({'; '.join(names)})", stacklevel=2)
+    mend = 'has changed; restore it, or continue with the new one by resume="changed" (grpo-jax train --resume changed)'
+    return [] if accept else [f"{name} {mend}" for name in names]
 
 
 def warn_of_changes(saved: Json, present: Json) -> None:
@@ -329,6 +388,20 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
         },
     }
     return json.loads(json.dumps(told, default=str))
+
+
+def _sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
+    """Argument of `train` → name → hash of the source of each function that decides the rewards."""
+    found = {
+        "reward_fns": {name: sources_of(fn) for name, fn in zip(reward_names(reward_fns), reward_fns, strict=True)}
+    }
+    if interaction is not None:
+        found["tools"] = {name: sources_of(tool.function) for name, tool in interaction.tools.items()}
+        found["environment_factory"] = {
+            kind.__name__: sources_of(kind) + sources_of(interaction.factories[name])
+            for name, kind in interaction.kinds.items()
+        }
+    return found
 
 
 def _machine(state: TrainState) -> Json:

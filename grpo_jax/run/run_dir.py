@@ -8,9 +8,13 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
+from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.policy import files_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
@@ -39,6 +43,57 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
         (folder / name).write_bytes(content)
     for name, values in (("config.json", policy.config), ("generation_config.json", policy.generation_config)):
         (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
+
+
+def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
+    """Raise a `ValueError` in all processes unless each of them can write to the run directory of process 0.
+
+    Every process writes its part of a checkpoint and waits for the others; in separate directories it waits forever.
+    """
+    if jax.process_count() == 1:
+        return
+    index, fault = jax.process_index(), ""
+    token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
+    if index == 0 and run_dir is not None:
+        fault = _write_fault(token)
+    begun = gather_objects([run_dir is not None, fault])[0]  # after this, the token of process 0 is there
+    if index > 0 and not begun[1]:
+        if (run_dir is not None) != begun[0] or (begun[0] and not _appears(token)):
+            fault = (
+                f"run_dir = {str(run_dir)!r}: process {index} does not find what process 0 has written to its run_dir."
+                " All processes write the checkpoints together: give each of them the same directory, on a file system"
+                " that they share"
+            )
+        elif run_dir is not None:
+            own = token.with_name(f"{token.name}-{index}")
+            fault = _write_fault(own)
+            own.unlink(missing_ok=True)
+    fault = next(filter(None, gather_objects(fault)), "")
+    if index == 0 and run_dir is not None:
+        token.unlink(missing_ok=True)
+    if fault:
+        raise ValueError(fault)
+
+
+def _write_fault(path: Path) -> str:
+    """Create an empty file; return why it cannot be created, or ""."""
+    try:
+        with refused_if_unusable(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    except ValueError as error:
+        return f"process {jax.process_index()}: {error}"
+    return ""
+
+
+def _appears(path: Path, seconds: float = 10) -> bool:
+    """Return whether a file of another process is there; a network file system may show it late."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ def train(
       run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. It
         belongs to one process at a time.
       resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
-        "must" is an error if there is none, "never" if there is one.
+        "must" is an error if there is none, "never" if there is one. "changed" resumes like "auto" and accepts, with a
+        warning, reward functions, tools and environments whose source has changed.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
         raises `watch.StopRun` ends the run there, saved.
       optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.

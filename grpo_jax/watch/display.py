@@ -27,6 +27,9 @@ _SHOWN = (
 )
 """Metrics that are shown: name, label, digits after the point (None: three significant ones). The loss only in SFT."""
 
+SILENCE = 30
+"""Seconds after which a log file gets a line for a step that is not logged."""
+
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES: dict[int, int | str] = {
     **{i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"},
@@ -42,23 +45,28 @@ def escape_controls(text: str) -> str:
     return text.translate(_ESCAPES)
 
 
-def format_metrics(metrics: Mapping[str, float]) -> tuple[str, str]:
-    """Return the numbers of a logged step in words, and its seconds by phase; "" where there are none."""
+def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
+    """Return the numbers of a logged step in words, and the seconds of an iteration by phase; "" where there are none.
+
+    The seconds of `metrics` are the sum over `iterations`.
+    """
     shown = [one for one in _SHOWN if one[0] in metrics and (one[0] != "loss" or "reward" not in metrics)]
     numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in shown]
     numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
-    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    spent = {name: value / iterations for name, value in metrics.items() if name.startswith("seconds/")}
+    phases = {name.removeprefix("seconds/"): value for name, value in spent.items()}
     total = phases.pop("total", sum(phases.values()))
     parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items() if value >= 0.05)
-    return " · ".join(numbers), f"{_digits(total, 1)} s{': ' * bool(parts)}{parts}" if phases else ""
+    return " · ".join(numbers), f"{_digits(total, 1)} s per iteration{': ' * bool(parts)}{parts}" if phases else ""
 
 
 class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
-    In a terminal it is a bar that is redrawn in place, in a notebook a line that is redrawn, and in a log file or a
-    pipe one line per logging step. It writes to standard error (in a notebook to the cell) or to the given console, and
-    leaves standard output to the program. Leaving the `with` block restores the terminal, also after an error.
+    In a terminal it is a bar and in a notebook a line, redrawn after each optimizer step. In a log file or a pipe there
+    is one line per logging step, and one for any other step if the last line is `SILENCE` seconds old. It writes to
+    standard error (in a notebook to the cell) or to the given console, and leaves standard output to the program.
+    Leaving the `with` block restores the terminal, also after an error.
     """
 
     def __init__(
@@ -66,8 +74,11 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._clock = clock
-        self._began: float | None = None  # the first logged step: compilation before it says nothing about the rest
-        self._total_steps = self._first = 0
+        self._began: float | None = None  # the end of the first iteration, which compiles and takes longer
+        self._total_steps = self._first = self._logged = 0
+        self._updates = 1
+        self._said = clock()
+        self._lines: tuple[str, str] = "", ""
         self._live: Live | None = None
         self._bar: Progress | None = None
         self._cell: DisplayHandle | None = None
@@ -80,9 +91,10 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def start(self, total_steps: int, *, step: int = 0) -> None:
-        """Begin to show a run of `total_steps` optimizer steps, of which `step` are done already."""
-        self._total_steps, self._first, self._began = total_steps, step, None
+    def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
+        """Begin to show a run of `total_steps` optimizer steps, `updates` an iteration; `step` of them are done."""
+        self._total_steps, self._updates, self._began = total_steps, updates, None
+        self._first = self._logged = step
         if self._console is not None and self._console.is_jupyter:
             from IPython.display import DisplayHandle
 
@@ -97,27 +109,40 @@ class Display:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a logged step."""
-        if self._console is None:
-            return
-        numbers, seconds = format_metrics(metrics)
+        iterations = max(step - self._logged, 1) / self._updates
+        self._lines = format_metrics(metrics, iterations)
+        if self._lines[1]:
+            self._logged = step
+        self._show(step, self._left(step), *self._lines)
+
+    def progressed(self, step: int) -> None:
+        """Show an optimizer step that is not logged."""
+        left = self._left(step)
+        if self._live is not None or self._cell is not None:
+            self._show(step, left, *self._lines)
+        elif self._clock() - self._said >= SILENCE:
+            self._show(step, left)
+
+    def _show(self, step: int, left: str, *lines: str) -> None:
+        """Redraw the bar or the cell, or print a line."""
         if self._live is not None and self._bar is not None:
             from rich.console import Group
             from rich.text import Text
 
-            self._bar.update(self._bar.task_ids[0], completed=step, left=self._left(step))
-            lines = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in (numbers, seconds) if line]
-            self._live.update(Group(self._bar, *lines))
+            self._bar.update(self._bar.task_ids[0], completed=step, left=left)
+            shown = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in lines if line]
+            self._live.update(Group(self._bar, *shown))
+            return
+        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", *lines, left]
+        line = " · ".join(part for part in parts if part)
+        if self._cell is None:
+            self.say(line)
         else:
-            width = len(str(self._total_steps))
-            parts = [f"step {step:>{width}}/{self._total_steps}", numbers, seconds, self._left(step)]
-            line = " · ".join(part for part in parts if part)
-            if self._cell is None:
-                self.say(line)
-            else:
-                self._cell.update({"text/plain": line}, raw=True)
+            self._cell.update({"text/plain": line}, raw=True)
 
     def say(self, text: str) -> None:
         """Print a text above the bar, without markup."""
+        self._said = self._clock()
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -127,9 +152,9 @@ class Display:
             self._console.print(completions_table(rows[:limit]))
 
     def _left(self, step: int) -> str:
-        """Return the time that the rest of the run takes at the speed since the first logged step."""
+        """Return the time that the rest of the run takes at the speed since the end of the first iteration."""
         if self._began is None:
-            if step > self._first:
+            if step >= self._first + self._updates:
                 self._first, self._began = step, self._clock()
             return ""
         done, todo = step - self._first, self._total_steps - step

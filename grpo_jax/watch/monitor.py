@@ -78,6 +78,7 @@ class Monitor:
         num_rows: int,
         num_dropped: int = 0,
         resumed: bool = False,
+        updates: int = 1,
     ) -> None:
         """Print the sizes of the run, and cut the files of an earlier part of it back to where it resumes."""
         last, ending = (0, "") if resumed else self._writer.put_aside()
@@ -115,7 +116,7 @@ class Monitor:
             self._display.say(f"{num_dropped} rows are left out: their prompts are longer than max_prompt_length")
         if resumed:
             self._say_where(progress.step, total_steps)
-        self._display.start(total_steps, step=progress.step)
+        self._display.start(total_steps, step=progress.step, updates=updates)
         self._tokens = float(progress.tokens)
         self.phase.take()
 
@@ -124,9 +125,9 @@ class Monitor:
         self._complete = step >= total_steps
         if not self._complete:
             return self._display.say(f"going on after step {step}")
-        longer = "raise max_steps to go on"
+        longer = "raise max_steps to continue, or give another run_dir to begin a new run"
         if not self._config.lr_scheduler_type.startswith("constant"):
-            longer = "a longer run begins anew, in a directory of its own, since its learning rates are others"
+            longer = "give another run_dir to begin a new run; a longer one has another learning rate at every step"
         self._display.say(f"complete: {step} of {total_steps} steps; {longer}")
 
     def say(self, message: str) -> None:
@@ -140,6 +141,10 @@ class Monitor:
             self._writer.completions(step, rows)
         if self._config.log_completions and self._config.logs_at(step):
             self._display.completions(rows, self._config.num_completions_to_print)
+
+    def progressed(self, step: int) -> None:
+        """Show an optimizer step that has no line of metrics."""
+        self._display.progressed(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line of metrics and show it."""

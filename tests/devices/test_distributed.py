@@ -49,7 +49,6 @@ ALL = "coordinator, num_processes and process_id are given together, or none of 
     ("line", "message"),
     [
         ("--num-processes 2", f"coordinator and process_id are missing: {ALL}"),
-        ("--coordinator host0:1 --num-processes 2", f"process_id is missing: {ALL}"),
         ("--coordinator host0 --num-processes 2 --process-id 0", "coordinator is 'host0': write host:port, such as"),
         ("--coordinator host0:1 --num-processes 2 --process-id 2", "process_id is 2: of 2 processes it is 0 to 1"),
         ("--distributed auto --process-id 2", "--distributed auto finds out what --coordinator, --num-processes and"),

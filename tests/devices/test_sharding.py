@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_policy
+from tiny import tiny_model, tiny_policy
 
 from grpo_jax import from_pretrained, save_pretrained
 from grpo_jax.devices import sharding
@@ -44,6 +44,15 @@ def test_each_side_of_a_block_is_cut_where_it_should_be():
     path = ("embed_tokens", "embedding")
     assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
     assert parameter_sharding(path, (7, 8), mesh).spec == P(None, "fsdp")
+
+
+def test_every_matrix_of_a_decoder_is_cut():
+    mesh = mesh_of(fsdp=2, tensor=2)
+    _, params = tiny_model(qkv_bias=True, tie_word_embeddings=False, qk_norm="head")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = tuple(key.key for key in path)
+        used = {axis for axis in parameter_sharding(names, leaf.shape, mesh).spec if axis is not None}
+        assert used == ({"fsdp", "tensor"} if leaf.ndim == 2 else used), names
 
 
 def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):

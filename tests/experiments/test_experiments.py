@@ -1,4 +1,4 @@
-"""The experiments: the data of two, a reduced run of sort_digits, and the flags of all."""
+"""The experiments: their data and rewards, the lengths of docs/accelerators.md, reduced runs, and the flags of all."""
 
 import functools
 import importlib
@@ -10,24 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import sort_digits, stories
-
-HELD_OUT = 100
-
-
-@pytest.fixture(scope="module")
-def sorted_run(tmp_path_factory):
-    """The directory of a short run of sort_digits with its controls, and all that it printed."""
-    run_dir = tmp_path_factory.mktemp("sort_digits") / "run"
-    arguments = f"--seed 3 --steps 2 --warm-up-steps 40 --held-out {HELD_OUT} --run-dir {run_dir}".split()
-    arguments += ["--picture", str(run_dir.parent / "docs.png")]
-    printed: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *texts, **_: printed.append(" ".join(map(str, texts))))
-        patch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=32, layers=1))
-        patch.setattr(sort_digits, "BATCH", 64)
-        results = sort_digits.main(arguments)
-    return run_dir, printed, results
+from experiments import benchmark, gsm8k, instruct, problems, sort_digits, stories, targets
+from experiments.bounds import peaks_of
 
 
 @pytest.mark.quick
@@ -58,9 +42,17 @@ def test_teacher_is_right_one_time_in_eight():
     assert all(ok for ok, right in zip(well_formed, right, strict=True) if right)
 
 
-def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(sorted_run):
-    run_dir, printed, results = sorted_run
-    assert json.loads(printed[-1]) == results == json.loads((run_dir / "results.json").read_text())
+def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "run"
+    arguments = f"--seed 3 --steps 2 --warm-up-steps 40 --held-out 100 --run-dir {run_dir}".split()
+    monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=32, layers=1))
+    monkeypatch.setattr(sort_digits, "BATCH", 64)
+    results = sort_digits.main([*arguments, "--picture", str(tmp_path / "docs.png")])
+    assert (
+        json.loads(capsys.readouterr().out.splitlines()[-1])
+        == results
+        == json.loads((run_dir / "results.json").read_text())
+    )
     assert results["arms"]["grpo"].keys() == {"before", "after"}
     for rates in results["arms"]["grpo"].values():
         assert rates.keys() == {"greedy", "sampled", "format"}
@@ -83,6 +75,93 @@ def test_stories_has_the_task_of_the_run_it_is_compared_with():
         assert row["prompt"].startswith(f"{row['word']}. Once upon a time, there was a ")
     completions = ["He had a hat.", "Hat! he said", "He had hats.", "He had a cat", ""]
     assert stories.uses_word(completions=completions, word=["hat"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+PROBLEMS = [
+    {
+        "question": f"Tom has {n} apples and buys {n + 1}. How many has he?",
+        "answer": f"{n} + {n + 1} = {2 * n + 1}\n#### {2 * n + 1}",
+    }
+    for n in range(1, 25)
+]
+
+
+@pytest.mark.quick
+def test_a_problem_is_a_conversation_or_text():
+    chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
+    assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
+    assert chat["prompt"][1]["content"] == PROBLEMS[0]["question"] in text["prompt"]
+    assert gsm8k.INSTRUCTION in text["prompt"] == text["prompt"].strip()
+    for row in (chat, text):
+        found = gsm8k.accuracy(completions=["He has 3.", "#### 3", "#### 4"], answer=[row["answer"]] * 3)
+        assert found == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.quick
+def test_the_format_is_a_last_line_with_the_answer():
+    right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
+    wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
+    assert gsm8k.well_formed(completions=right + wrong) == [1.0] * 2 + [0.0] * 6
+    assert gsm8k.well_formed(completions=[problem["answer"] for problem in PROBLEMS]) == [1.0] * len(PROBLEMS)
+
+
+@pytest.mark.quick
+def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
+    test, learnt = instruct.held_out(size=20), instruct.train_problems(seed=3, size=30)
+    questions = [row["prompt"][-1]["content"] for row in (*test, *learnt)]
+    assert len(questions) == len(set(questions))
+    assert {row["task"] for row in test} == {row["task"] for row in learnt} == set(problems.TASKS)
+    assert [row["task"] for row in test[: len(problems.TASKS)]] == list(problems.TASKS)
+    assert [turn["role"] for turn in test[0]["prompt"]] == ["user", "assistant", "user"]
+    shown = [row["prompt"][0]["content"] for row in test]
+    assert len(set(shown)) == len(shown), "another example before each: one alone would be what the model says"
+    assert instruct.train_problems(seed=3, size=30) == learnt != instruct.train_problems(seed=4, size=30)
+
+
+def cell(rollout, update, *, memory=80e9):
+    peaks = {"rollout": rollout * 1e9, "update": update * 1e9}
+    return {"memory": memory, "held": 5e9, "peaks": peaks, "seconds": 12.4}
+
+
+@pytest.mark.quick
+def test_the_longest_completion_is_where_the_first_phase_reaches_the_memory():
+    """Between 1,024 and 8,192 tokens the rollout goes from 40 to 120 GB: 80 GB are half of the way, at 4,608."""
+    assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 20)}) == "4,608"
+    assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 290)}) == "2,816"  # a quarter, by the update
+    assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(60, 220)}) == "3,392"  # 1,024 + 7,168 / 3, by 64
+    assert targets.longest_that_fits({t: cell(40, 10) for t in targets.LENGTHS}) == "≥ 32,768"
+    assert targets.longest_that_fits({1024: cell(81, 10)}) == "none"
+    assert targets.longest_that_fits({1024: {"error": "refused"}}) == "?"
+
+
+@pytest.mark.quick
+def test_peaks_are_found_by_the_kind_of_device():
+    assert peaks_of("TPU v5 lite") != peaks_of("TPU v5")
+    assert peaks_of("TPU v6 lite")[1] == 1.64e12
+    assert peaks_of("NVIDIA H100 80GB HBM3") == peaks_of("H100")
+    assert peaks_of("cpu") is None
+
+
+def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_bounds(tmp_path, monkeypatch):
+    """The GPU's workload in small: what it adds is there, and follows from the counts by hand."""
+    shape = {**benchmark.GPU_WORKLOAD["presets"]["0.5B"], "vocab_size": 20, "hidden_size": 16, "head_dim": 8}
+    shape |= {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {**benchmark.GPU_WORKLOAD, "num_prompts": 2, "group_size": 4, "micro_batch": 4, "presets": {"tiny": shape}}
+    small["variants"] = {"short": {"prompt_len": [5, 5], "max_new_tokens": 6}}
+    (tmp_path / "workload.json").write_text(json.dumps(small))
+    monkeypatch.setattr(benchmark, "peaks_of", lambda kind: (1e9, 1e8))
+    options = ["--preset", "tiny", "--variant", "short", "--steps", "2", "--drop", "1"]
+    result = benchmark.main([*options, "--workload", str(tmp_path / "workload.json")])
+    length, median = result["mean_len"], result["median"]
+    weights = 16 * (16 + 2 * 8 + 16 + 3 * 32)
+    prompt = 5 * (weights + 2 * 16 * 3)
+    completions = 4 * length * (weights + 16 * 20 + 2 * 16 * (5 + (length + 1) / 2))
+    operations = 6 * 2 * (prompt + completions)
+    assert result["update_flops_share"] == pytest.approx(operations / median["update"] / 1e9, rel=0.02, abs=1e-4)
+    keys = 2 * (5 + 4 * (length + 1) / 2) * 2 * 8 * 2
+    read = length * (2 * (weights + 16 * 20) + keys)
+    assert result["decode_bandwidth_share"] == pytest.approx(read / median["rollout"] / 1e8, rel=0.02, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(sort_digits.__file__).parent.glob("[a-z]*.py")))

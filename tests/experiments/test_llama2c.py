@@ -14,8 +14,6 @@ TEXTS = [
     "",
     " ",
     "Once upon a time, there was a little girl named Lily.",
-    "cat. Once upon a time, there was a boy named Tom.",
-    "The other day her mother sent them out, and he was very tired.",
     "Two  spaces,\na line break\tand a tab.",
     "3 + 4 = 7 — naïve café ☃ 猫 🐈",
 ]

@@ -67,19 +67,6 @@ def test_truncated_completions_leave_the_loss_by_choice():
     np.testing.assert_array_equal(masked.mask, np.asarray(plain.mask) & ended[:, :, None])
 
 
-@pytest.mark.quick
-def test_metrics_of_a_rollout_by_hand():
-    experience = collected(run_of())
-    lengths = np.asarray(experience.batch.mask.sum(-1)).astype(float)
-    m = experience.metrics
-    assert m["reward"] == m["rewards/length_reward/mean"] == pytest.approx(lengths.mean())
-    assert m["reward_std"] == pytest.approx(np.std(lengths, axis=1, ddof=1).mean())
-    assert m["completions/mean_length"] == pytest.approx(lengths.mean())
-    assert m["num_tokens"] == lengths.sum()
-    assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in experience.rows])
-    assert m["frac_reward_zero_std"] == np.mean(np.std(lengths, axis=1) == 0)
-
-
 def silent_for(*numbers):
     def fn(completion_ids, number):
         return [0.5 if n in numbers else float(i % 4) for i, n in enumerate(number)]
@@ -112,7 +99,7 @@ def test_silent_groups_are_replaced_and_metrics_tell_of_the_first_round():
     lengths = np.asarray(sampled[0], float)
     assert m["completions/mean_length"] == pytest.approx(lengths.mean())
     assert (m["completions/min_length"], m["completions/max_length"]) == (lengths.min(), lengths.max())
-    assert m["completions/clipped_ratio"] == collected(run_of()).metrics["completions/clipped_ratio"]
+    assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in collected(run_of()).rows])
     assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "what was dropped has been sampled too"
     assert m["dynamic_sampling/refills"] == 1
     assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 once more"

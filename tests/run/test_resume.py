@@ -22,11 +22,20 @@ from grpo_jax import GRPOConfig, train
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.rewards import format_reward, weighted
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import scores
-from grpo_jax.run.resume import describe, differences, source_of, warn_of_changes, warn_of_no_rollout
+from grpo_jax.run.resume import (
+    changed_functions,
+    describe,
+    differences,
+    source_of,
+    sources_of,
+    warn_of_changes,
+    warn_of_no_rollout,
+)
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -48,8 +57,8 @@ def vowels(completions):
     return [float(any(char in "aeiouAEIOU" for char in text)) for text in completions]
 
 
-def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), **settings):
-    config, how = GRPOConfig(**SETTINGS | settings), {"run_dir": run_dir, "callbacks": callbacks}
+def run(run_dir, policy=None, reward_fn=vowels, callbacks=(), resume="auto", **settings):
+    config, how = GRPOConfig(**SETTINGS | settings), {"run_dir": run_dir, "callbacks": callbacks, "resume": resume}
     return train(policy or tiny_policy(), ROWS, reward_fn, config, eval_dataset=ROWS[:4], **how)
 
 
@@ -152,7 +161,11 @@ def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
     assert "step 6 is saved: once the cause is fixed, the same call goes on from there" in capfd.readouterr().err
-    assert_same_run(whole[0], run(tmp_path, **unsaved), whole[1], tmp_path)
+    with pytest.raises(ValueError, match=r"reward_fns: the source of vowels has changed; .* resume=\"changed\""):
+        run(tmp_path, **unsaved)
+    with pytest.warns(UserWarning, match="the run continues with changed functions"):
+        state = run(tmp_path, resume="changed", **unsaved)
+    assert_same_run(whole[0], state, whole[1], tmp_path)
 
 
 def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_path, monkeypatch, capfd):
@@ -375,6 +388,50 @@ def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_pat
     assert bound[0] == bound[1]
     assert source_of(len) == {"name": "builtins.len", "source": None}
     assert source_of([lambda x: x][0])["source"] is not None
+
+
+HELPED = """
+def helped(text):
+    return {}
+
+def right(completions):{}
+    return [helped(text) for text in completions]
+"""
+
+
+@pytest.mark.quick
+def test_a_changed_source_of_rewards_tools_and_environments_is_named(tmp_path):
+    """A reward function, tool or environment whose source has changed is refused by name, unless that is accepted."""
+
+    def made(name, body="1.0", comment=""):
+        (tmp_path / name).write_text(text := HELPED.format(body, comment))
+        names = {"__name__": "made"}
+        exec(compile(text, tmp_path / name, "exec"), names)
+        return names["right"]
+
+    one, same, other = made("1.py"), made("2.py", comment="  # the same"), made("3.py", "0.0")
+    assert sources_of(one) == sources_of(same) != sources_of(other), "the function that it calls has changed"
+    for wrap in (lambda fn: weighted(fn, 2.0), functools.partial, lambda fn: lambda **given: fn(**given)):
+        assert sources_of(wrap(one)) == sources_of(wrap(same)) != sources_of(wrap(other))
+    assert sources_of(weighted(one, 2.0)) != sources_of(weighted(one, 3.0))
+    assert sources_of(format_reward("a+")) == sources_of(format_reward("a+")) != sources_of(format_reward("b+"))
+
+    class Other(Game):
+        def respond(self, text):
+            return "more"
+
+    Other.__name__ = "Game"
+    saved = about(reward_fns=[one], environments=Game)
+    assert changed_functions(saved, about(reward_fns=[same], environments=Game)) == []
+    present = about(reward_fns=[other], environments=Other)
+    lines = changed_functions(saved, present)
+    assert [line.partition(" has changed; ")[0] for line in lines] == [
+        "reward_fns: the source of right", "environment_factory: the source of Game"
+    ]  # fmt: skip
+    with pytest.warns(UserWarning, match="continues with changed functions .*source of right; .*source of Game"):
+        assert changed_functions(saved, present, accept=True) == []
+    del saved["sources"]  # of an earlier version
+    assert changed_functions(saved, present) == []
 
 
 @pytest.mark.quick

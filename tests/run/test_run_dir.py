@@ -1,14 +1,16 @@
 """One run at a time in a directory: in one process, between processes, and whatever ends the first one."""
 
 import os
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from grpo_jax.run.run_dir import locked
+from grpo_jax.run.run_dir import check_shared, locked
 
 pytestmark = pytest.mark.quick
 
@@ -54,3 +56,31 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
         locked(str(tmp_path / "file" / "run")),
     ):
         pytest.fail("made")
+
+
+def refuse(path, *_, **__):
+    raise OSError(13, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("token", "touch", "message"),
+    [
+        (".token-7", refuse, r"process 1: run_dir = '.*': cannot be written to \(Permission denied\)"),
+        (".token-6", None, "run_dir = '.*': process 1 does not find what process 0 has written to its run_dir"),
+    ],
+    ids=["read-only", "another file system"],
+)
+def test_a_directory_that_one_process_cannot_write_to_or_has_for_itself_is_refused(
+    tmp_path, monkeypatch, token, touch, message
+):
+    """Real processes with two directories are in test_two_processes."""
+    (tmp_path / token).touch()
+    answers = iter([[7], [[True, ""]]])
+    monkeypatch.setattr("grpo_jax.run.run_dir.gather_objects", lambda own: next(answers, [own]))
+    monkeypatch.setattr("grpo_jax.run.run_dir._appears", pathlib.Path.exists)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    if touch:
+        monkeypatch.setattr(pathlib.Path, "touch", touch)
+    with pytest.raises(ValueError, match=message):
+        check_shared(tmp_path)

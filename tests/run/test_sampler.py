@@ -39,12 +39,11 @@ def hot(model, params, prompts, key, temperature, **others):
     return generate(model, params, prompts, key, temperature=1.6 * temperature, **others)
 
 
-def run(sampler=None, run_dir=None, callbacks=(), policy=POLICY, optimizer=None, **settings):
+def run(sampler=None, optimizer=None, **settings):
     """(state, lines of metrics)."""
     lines, config = [], GRPOConfig(**SMALL | settings)
-    keep = lambda step, metrics: lines.append(metrics)
-    how = {"run_dir": run_dir, "callbacks": [keep, *callbacks], "sampler": sampler, "optimizer": optimizer}
-    return train(policy, ROWS, rewards, config, **how), lines
+    how = {"callbacks": [lambda step, metrics: lines.append(metrics)], "sampler": sampler, "optimizer": optimizer}
+    return train(POLICY, ROWS, rewards, config, **how), lines
 
 
 def test_a_sampler_is_given_what_its_signature_takes():

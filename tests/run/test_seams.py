@@ -37,8 +37,8 @@ def reinforce(tokens, settings):
     return -tokens.advantages * tokens.log_probs
 
 
-def learn(config=CONFIG, **keywords):
-    return train(POLICY, ROWS, length, config, **keywords).params
+def learn(**keywords):
+    return train(POLICY, ROWS, length, CONFIG, **keywords).params
 
 
 def test_the_tables_written_as_functions_of_ones_own_learn_the_same():

@@ -19,6 +19,7 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.update import packed, prompts
 from grpo_jax.update.step import train_step
+from grpo_jax.watch.trackers import StopRun
 from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
@@ -59,13 +60,20 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
     assert len({scale.tobytes() for scale in map(np.asarray, scales)}) == 3
 
 
-def test_after_warm_up_an_iteration_compiles_nothing():
-    """A warm iteration compiles nothing."""
+def test_after_warm_up_an_iteration_compiles_nothing(tmp_path):
+    """A warm iteration compiles nothing, and neither does a resumed run whose programs are there."""
     programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
     programs += [packed.measure, decode_module.prefill, decode_module.decode, decode_module.move]
     sizes = []
-    run(max_steps=6, beta=0.1, callbacks=[lambda *_: sizes.append([program._cache_size() for program in programs])])
-    assert sizes[1:] == [sizes[1]] * 5
+
+    def note(step, metrics):
+        sizes.append([program._cache_size() for program in programs])
+        if len(sizes) == 4:
+            raise StopRun
+
+    for _ in range(2):
+        run(max_steps=6, beta=0.1, num_iterations=2, callbacks=[note], run_dir=tmp_path)
+    assert sizes[2:] == [sizes[2]] * 4
 
 
 def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
@@ -111,7 +119,7 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
     state, _ = call(lr_scheduler_type="constant")
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in ("report.html", "report.png")}
     again, told = call(lr_scheduler_type="constant")
-    assert "complete: 2 of 2 steps; raise max_steps to go on" in told
+    assert "complete: 2 of 2 steps; raise max_steps to continue, or give another run_dir to begin a new run" in told
     assert "compiles" not in told
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in before}
     chex.assert_trees_all_equal(again.params, state.params)

@@ -70,13 +70,14 @@ def together(tmp_path_factory):
 
 def test_two_processes_train_what_one_does(alone, together):
     """With a rollout ahead, an evaluation at either end, and environments, of which each process has those of its own
-    rows.
+    rows. The complete run, called again, returns its state; two directories are refused.
     """
     (one, expected, calls), run_dir = alone, together[0]
     # Five prompts held out are played at either end, in rollouts of 3 and of 2 prompts with one that fills it up.
     assert calls == {"training": 3 * 32, "evaluation": 2 * 20, "played": 3 * 32 + 2 * 24}
     said = [(run_dir / f"raise-{i}.out").read_text().rpartition("CALLS ")[2] for i in range(2)]
     calls = [json.loads(some) for some in said]
+    assert all(some["refused"] for some in calls), "two directories"
     assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
     # Five prompts × 4 completions in rollouts of 3 and 2 prompts, of which the second process has 2 and 1.
     assert [some["evaluation"] for some in calls] == [2 * 8, 2 * 12], "and for its own of 20 held-out completions"

@@ -34,7 +34,7 @@ CALLS = collections.Counter()
 
 
 def lower_case(fault):
-    """A reward function that calls `fault` in the second process before its second rewards of a run."""
+    """A reward function with a fault ("raise", "kill" or None) in the second process at its second rewards of a run."""
     called = []
 
     def lower_case(prompts, completions):
@@ -42,7 +42,10 @@ def lower_case(fault):
         CALLS["evaluation" if held_out else "training"] += len(completions)
         called.append(held_out)
         if jax.process_index() == 1 and called.count(False) == 2:
-            fault()
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "raise":
+                raise KeyError("of one process alone")
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
     return lower_case
@@ -64,7 +67,7 @@ class Game:
         return np.float32(sum(map(len, self.heard)) % 5)
 
 
-def play(run_dir, fault=lambda: None):
+def play(run_dir, fault=None):
     """Three iterations of several turns with a rollout ahead, whose collectives run in a thread beside the rewards."""
     # A quarter of the bytes end a turn, so that most completions have several.
     policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -73,7 +76,7 @@ def play(run_dir, fault=lambda: None):
     return train(policy, ROWS, lower_case(fault), config, **how)
 
 
-def learn(run_dir, steps, fault=lambda: None):
+def learn(run_dir, steps, fault=None):
     """Iterations of two updates with an engine that draws other tokens in the second process."""
 
     def engine(**how):
@@ -83,10 +86,6 @@ def learn(run_dir, steps, fault=lambda: None):
 
     config = GRPOConfig(**SETTINGS, num_iterations=2, max_steps=steps)
     return train(tiny_policy(), ROWS, lower_case(fault), config, run_dir=run_dir, sampler=engine)
-
-
-def fail():
-    raise KeyError("of one process alone")
 
 
 def main():
@@ -102,13 +101,18 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
     if arguments.fault == "kill":
-        learn(arguments.run_dir / "engine", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    state = play(arguments.run_dir / "turns")
+        learn(arguments.run_dir / "engine", 4, "kill")
+    try:
+        learn(arguments.run_dir / f"own-{jax.process_index()}", 2)
+    except ValueError as error:
+        CALLS["refused"] = "does not find what process 0 has written" in str(error)
+    for _ in range(2):  # called again, the run is complete
+        state = play(arguments.run_dir / "turns")
     whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
     if jax.process_index() == 0:
         np.savez(arguments.run_dir / "turns.npz", *whole)
     print("CALLS " + json.dumps(CALLS), flush=True)
-    play(arguments.run_dir / "failing", fail)
+    play(arguments.run_dir / "failing", "raise")
 
 
 if __name__ == "__main__":

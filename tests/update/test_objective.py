@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from test_packed import OPTIMIZER, G, T, batch
 
-from grpo_jax import Batch, GRPOConfig
+from grpo_jax import GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.scoring import Scores
@@ -15,23 +15,11 @@ from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_c
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import apply_gradients
 
-B, G, T = 3, 4, 5
-OPTIMIZER = optax.sgd(1.0)
-
 
 def case(**changes):
     """A batch, log-probs and entropies [B, G, T]."""
-    rng = np.random.default_rng(0)
-    noise = jnp.asarray(rng.normal(-2, 0.3, (4, B, G, T)), jnp.float32)
-    given = {
-        "prompts": None,
-        "tokens": np.zeros((B, G, T), np.int32),
-        "mask": np.arange(T) < rng.integers(1, T + 1, (B, G, 1)),
-        "advantages": rng.normal(size=(B, G)).astype(np.float32),
-        "sampling_log_probs": noise[1],
-        "ref_log_probs": noise[2],
-    }
-    return jax.tree.map(jnp.asarray, Batch(**{**given, **changes})), noise[0], -noise[3]
+    l, h = np.random.default_rng(0).normal(-2, 0.3, (2, 4, G, T)).astype(np.float32)
+    return batch(prompts=None, **changes), jnp.asarray(l), jnp.asarray(-h)
 
 
 def state_of(**settings):
@@ -40,7 +28,7 @@ def state_of(**settings):
 
 def test_the_load_balancing_loss_is_weighed_by_tokens():
     """Parts of 1/4 and 3/4 of the tokens, with losses 2 and 4: their mean is 3.5, of which a tenth is minimised."""
-    mask = jnp.array([[[True] * 2 + [False] * 3], [[True] * 5], [[True] + [False] * 4]])
+    mask = jnp.asarray(np.arange(T) < np.array([2, 5, 1, 0])[:, None, None])
     batch, log_probs, entropies = case()
     one = lambda x: x[:, :1]
     batch = jax.tree.map(one, batch).replace(mask=mask)
@@ -55,7 +43,7 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
         )
         return loss_of(scores, part, state, totals, config=config, on_policy=True, router_coef=0.1)
 
-    first, rest = jnp.array([0]), jnp.array([1, 2])
+    first, rest = jnp.array([0]), jnp.array([1, 2, 3])
     grad = jax.grad(lambda x, rows: of(rows, x)[0])
     np.testing.assert_allclose((grad(2.0, first), grad(4.0, rest)), (0.1 / 4, 0.3 / 4), rtol=1e-6)
     parts = [of(first, jnp.float32(2)), of(rest, jnp.float32(4))]
@@ -91,7 +79,7 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 def test_groups_that_only_fill_the_batch_are_not_counted():
     """Groups that only fill the batch have no share in what the losses divide by."""
     batch, *_ = case()
-    counted = jnp.array([True, True, False])
+    counted = jnp.array([True, True, False, False])
     filled = batch.replace(mask=batch.mask & counted[:, None, None], counted=counted)
     two = jax.tree.map(lambda x: x[:2], batch)
     assert jax.tree.map(int, count_totals(filled)) == jax.tree.map(int, count_totals(two))

@@ -44,6 +44,19 @@ def test_norms_and_biases_do_not_decay():
         np.testing.assert_allclose(update, -0.05 * matrix * flatten_dict(params)[path], rtol=1e-6, err_msg=path)
 
 
+def test_no_second_gradient_is_held_to_clip_it():
+    """XLA would hold all clipped leaves together with the gradient, as it does for `optax.clip_by_global_norm`."""
+    optimizer = make_optimizer(GRPOConfig(learning_rate=0.1), 10)
+    params = {str(i): jnp.zeros((64, 64 + i)) for i in range(20)}
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(params))
+
+
 def test_one_config_gives_one_object_so_that_jit_knows_it_again():
     assert make_optimizer(GRPOConfig(), 10) is make_optimizer(GRPOConfig(), 10)
     assert make_optimizer(GRPOConfig(), 10) is not make_optimizer(GRPOConfig(), 11)

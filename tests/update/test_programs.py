@@ -9,6 +9,8 @@ from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
 from grpo_jax.devices.sharding import lower_call
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.programs import decode_call
 from grpo_jax.update import packed, step
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.programs import kept_bytes, update_calls
@@ -56,3 +58,5 @@ def test_what_an_update_of_whole_completions_runs_is_described(monkeypatch, kind
     names = ("_train_step", "_score_batch") if kind == "padded" else ("add_gradients", "add_scores")
     assert [ran[name] for name in names] == [lower_call(call).as_text() for call in described]
     assert (kept_bytes(updater, *shapes) > 0) == (kind != "padded")
+    sizes = {"num_generations": G, "max_completion_length": T, "settings": DecodeSettings()}
+    assert kind != "padded" or decode_call(updater.model, state.params, 2, 3, **sizes) is None

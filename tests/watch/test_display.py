@@ -15,7 +15,7 @@ METRICS = {"reward": 0.5, "kl": 0.00123, "completions/mean_length": 41.26, "toke
 METRICS |= {"eval/accuracy": 0.9, "eval/mean_length": 40.0}
 METRICS |= {"seconds/rollout": 2.14, "seconds/update": 2.4, "seconds/total": 5.0}
 NUMBERS = "reward 0.500 · KL 0.00123 · length 41.3 · tokens/s 4,120 · held-out accuracy 0.900"
-SECONDS = "5.0 s: rollout 2.1, update 2.4"
+SECONDS = "5.0 s per iteration: rollout 2.1, update 2.4"
 
 
 def console(terminal=False):
@@ -26,7 +26,7 @@ def test_the_numbers_in_words():
     assert format_metrics(METRICS) == (NUMBERS, SECONDS)
     assert format_metrics({}) == ("", "")
     assert format_metrics({"reward": None, "kl": float("nan")}) == ("reward – · KL –", "")
-    assert format_metrics({"seconds/a": 1.0, "seconds/b": 2.0})[1] == "3.0 s: a 1.0, b 2.0"
+    assert format_metrics({"seconds/a": 2.0, "seconds/b": 4.0}, 2)[1] == "3.0 s per iteration: a 1.0, b 2.0"
     assert format_metrics({"tokens_per_second": 12.345, "kl": 1e-7})[0] == "KL 1e-07 · tokens/s 12.3"
 
 
@@ -40,10 +40,21 @@ def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
             display(step, metrics)
     assert out.file.getvalue().splitlines() == [
         "step   10/1000 · held-out accuracy 0.100",
-        f"step   20/1000 · {NUMBERS} · {SECONDS}",  # most of this time may be compilation
+        f"step   20/1000 · {NUMBERS} · 0.5 s per iteration: rollout 0.2, update 0.2",
         "step   90/1000 · reward 0.750 · 1:00:40 left",  # 910 steps of 280 s / 70 each
         "step 1000/1000",
     ]
+
+
+def test_a_step_that_is_not_logged_breaks_a_long_silence_and_the_second_iteration_tells_the_time_left():
+    now = [0.0]
+    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
+    with Display(console=out, clock=lambda: now[0]) as display:
+        display.start(total_steps=100, updates=2)
+        for now[0], step in ((20.0, 1), (40.0, 2), (69.0, 3), (70.0, 4)):
+            display.progressed(step)
+    # The first iteration, which compiles, does not count: 96 steps of 15 s are to come.
+    assert out.file.getvalue().splitlines() == ["step   2/100", "step   4/100 · 0:24:00 left"]
 
 
 def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
@@ -51,7 +62,7 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
         display.start(total_steps=4, step=1)
         display(2, METRICS)
-        display(3, METRICS)
+        display.progressed(3)
         display.say("[note] kept above")
         raise KeyboardInterrupt
     text = out.file.getvalue()

@@ -1,0 +1,173 @@
+"""The tasks of experiments: Countdown and its checker, the guessing game and its bounds, and asking a calculator."""
+
+import functools
+import re
+import statistics
+from fractions import Fraction
+
+import pytest
+
+from experiments import calculator, countdown, guess
+from experiments.calculator import calculate, last_number, used_tool
+from experiments.countdown import expression_value, last_answer
+from experiments.guess import Game, bisection, random_play
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3+5+9", "17"),
+        ("9*(5-3)", "18"),
+        ("3/5/9", "1/15"),
+        ("9/(5/3)", "27/5"),
+        ("3-5-9", "-11"),
+        ("9 × 5 ÷ 3", "15"),
+        (r"9 \times 5 \div 3", "15"),
+        ("9 − 5 + 3 = 7", "7"),
+        ("((((9))))-5-3", "1"),
+    ],
+)
+def test_expressions_are_counted_exactly(text, value):
+    assert expression_value(text, [3, 5, 9]) == Fraction(value)
+
+
+WITHOUT_VALUE = (
+    "3+5 | 3+5+9+9 | 3+5+5 | 3+5+8 | 35+9 | 3**5+9 | 3//5+9 | 3%5+9 | -3+5+9 | +3+5+9 | ~3+5+9 | 9/(5-5)*3 | "
+    "5/(9-3*3) | 3+5+9=18 | 3+5+9==17 | =17 | 3+5+ | (3+5+9 | 3+5,9 | 3(5)(9) | 3 5 9 | 3+5+09 | 3.0+5+9 | "
+    "3e0+5+9 | 3_+5+9 | ３+5+9 | [3+5+9] | (3+5+9).real | (3).__class__+5+9 | "
+    "__import__('os').system('true') | 3 if 5 else 9 | 3+5+9 # easy | True+5+9 | (lambda: 3)()+5+9"
+)
+
+
+def test_what_breaks_the_rules_has_no_value():
+    """Countdown executes nothing."""
+    for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
+        assert expression_value(text, [3, 5, 9]) is None, text
+    assert expression_value("9-5", [3, 5, 9]) is None
+    assert expression_value("9-5", [3, 5, 9], use_all=False) == 4
+    assert expression_value("9-5-5", [3, 5, 9], use_all=False) is None
+    assert expression_value("5+5", [5, 5], use_all=False) == 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
+    ids=lambda text: text[:8],
+)
+def test_a_hostile_text_is_read_at_once(text):
+    assert expression_value(text, [3, 5, 9]) is None
+    assert last_answer("<answer>" * 10**5 + text) is None
+
+
+@pytest.mark.parametrize("numbers", [3, 4, 5, 6])
+def test_problems_differ_and_their_solutions_solve_them(numbers):
+    problems = countdown.make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
+    assert len({(problem["target"], *sorted(problem["numbers"])) for problem in problems}) == 60
+    for problem in problems:
+        assert len(set(problem["numbers"])) == numbers
+        assert problem["target"] in range(10, 500)
+        # Python's own arithmetic is another road: every step of a solution is a whole number.
+        assert (
+            eval(problem["solution"]) == problem["target"] == expression_value(problem["solution"], problem["numbers"])
+        )
+    assert problems == countdown.make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
+    assert problems != countdown.make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
+
+
+def test_rewards_look_at_the_last_answer():
+    row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
+    for completion, right, legal in [
+        ("<answer>3+5+9</answer>", 1.0, 1.0),
+        ("hm <answer>3*5+9</answer> no <answer> (3 + 5) + 9 = 17 </answer> so", 1.0, 1.0),
+        ("<answer>3*5+9</answer>", 0.0, 1.0),
+        ("<answer>9+9-1</answer>", 0.0, 0.0),
+        ("<answer>17</answer>", 0.0, 0.0),
+        ("3+5+9", 0.0, 0.0),
+        ("<answer>3+5+9", 0.0, 0.0),
+        ("<answer>3+5+9</answer> <answer></answer>", 0.0, 0.0),
+    ]:
+        assert countdown.accuracy(completions=[completion], **row) == [right]
+        assert countdown.follows_rules(completions=[completion], **row) == [legal]
+
+
+def test_the_game_tells_higher_from_lower_until_the_number_is_found():
+    game = Game()
+    game.reset(target=5, prompt="guess: ")
+    assert [game.respond(text) for text in ("4", "6", "5")] == [guess.HIGHER, guess.LOWER, None]
+    assert guess.found([game]) == guess.found_soon([game]) == [1.0]
+    assert guess.guesses([game]) == [3.0]
+    assert guess.few_guesses([game]) == [pytest.approx(1 - 2 / guess.LIMIT)]
+    (by_turn,) = guess.few_guesses_by_turn([game])
+    assert by_turn == pytest.approx([0, -1 / guess.LIMIT, 1 - 1 / guess.LIMIT])
+
+
+def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
+    slow, wild = Game(), Game()
+    slow.reset(target=5)
+    assert [slow.respond("4") for _ in range(guess.LIMIT)] == [guess.HIGHER] * (guess.LIMIT - 1) + [None]
+    for text in ("", "five", " 5", "5 ", "-5", "5.0", "٥", "²", "5" * 5000):
+        wild.reset(target=5)
+        assert wild.respond(text) is None
+        assert guess.few_guesses([slow, wild]) == guess.found([slow, wild]) == guess.found_soon([slow, wild]) == [0, 0]
+        assert guess.few_guesses_by_turn([slow, wild]) == [0, 0]
+        assert guess.guesses([slow, wild]) == [guess.LIMIT] * 2
+
+
+def mean_of_all_games(numbers, choose):
+    """By enumeration: of every first guess the games that are left on either side of it, of which `choose` takes one.
+
+    `choose` is `min` for the best first guess, and the mean for a random one.
+    """
+
+    @functools.cache
+    def total(n):
+        """Guesses in all for the n numbers of an interval."""
+        return n + choose([total(g) + total(n - 1 - g) for g in range(n)]) if n else 0
+
+    return total(numbers) / numbers
+
+
+@pytest.mark.parametrize("numbers", [1, 2, 3, 7, 50, 64])
+def test_bounds_are_those_of_all_games(numbers):
+    assert random_play(numbers) == pytest.approx(mean_of_all_games(numbers, statistics.mean))
+    assert bisection(numbers) == pytest.approx(mean_of_all_games(numbers, min))
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {}}}]}
+
+
+def conversation(result, answer):
+    return [CALLED, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
+
+
+def test_answers_are_those_of_their_expressions_and_differ():
+    problems = calculator.make_problems(3, 300)
+    assert len({problem["text"] for problem in problems}) == 300
+    for problem in problems:
+        a, sign, b = problem["expression"].split()
+        assert problem["answer"] == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] >= 0
+        assert re.findall(r"\d+", problem["text"]) == [a, b]
+    assert {problem["expression"].split()[1] for problem in problems} == set("+-*")
+
+
+def test_the_tool_works_out_expressions_and_refuses_all_else():
+    for text, value in (("37 * 48", "1776"), ("7 - 9", "-2"), ("(1+2)*3", "9"), ("9 / 2", "9/2"), ("2*2", "4")):
+        assert calculate(text) == value
+    for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
+        with pytest.raises(ValueError, match="is no expression of whole numbers"):
+            calculate(text)
+
+
+def test_only_what_the_policy_says_last_is_an_answer():
+    said = lambda text: [{"role": "assistant", "content": text}]
+    completions = [
+        *(said("The answer is 80."), said("80 or 81"), said("The answer is 8,0"), said("nothing"), said("-80")),
+        *(conversation("80", "It is 80"), conversation("80", ""), conversation("80", "81"), conversation("7", "80")),
+        [CALLED, {"role": "tool", "content": "80"}],
+    ]
+    assert calculator.accuracy(completions, [80] * 10) == [1, 0, 1, 0, 0, 1, 0, 0, 1, 0]
+    assert used_tool(completions) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert used_tool([conversation("ValueError: '2 +' is no expression", "80")]) == [0]
+    assert last_number("9" * 5000) is None

@@ -1,0 +1,102 @@
+"""A module of flax.nnx as a policy, and what is said of models that cannot be called."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_tokenizer
+
+from grpo_jax import GRPOConfig, add_lora, evaluate, from_nnx, save_pretrained, train
+from grpo_jax.policy import Policy
+
+nnx = pytest.importorskip("flax.nnx", reason="this flax's nnx does not run on this jax")
+ROWS = [{"prompt": "ab"}, {"prompt": "c"}]
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.mix, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.seen = nnx.BatchStat(jnp.ones(8))
+
+    def __call__(self, x):
+        return x + self.drop(jnp.tanh(self.mix(jnp.cumsum(x, axis=1) * self.seen[None, None])))
+
+
+class Decoder(nnx.Module):
+    """A list of more than ten layers, whose numbers do not sort as texts; the head is tied to the embedding."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(len(tiny_tokenizer()), 8, rngs=rngs)
+        layers = [Layer(rngs) for _ in range(11)]
+        self.layers = nnx.List(layers) if hasattr(nnx, "List") else layers
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(x)
+
+
+def ends(completions):
+    return [float(len(text)) for text in completions]
+
+
+def test_a_module_is_trained_and_its_run_resumes(tmp_path):
+    """A module of flax.nnx is a policy: its logits are the module's own without dropout, and a run of it resumes."""
+    module = Decoder(nnx.Rngs(0))
+    policy = from_nnx(module, tiny_tokenizer())
+    module.eval()
+    tokens = np.arange(12).reshape(2, 6)
+    logits = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+    np.testing.assert_allclose(logits, nnx.jit(lambda module: module(tokens))(module), atol=1e-5)
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "save_steps": 1}
+    settings |= {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    for steps in (1, 2):
+        state = train(policy, ROWS, ends, GRPOConfig(max_steps=steps, **settings), run_dir=tmp_path)
+    assert int(state.step) == 2
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, policy.params)
+    assert moved["layers"]["10"]["mix"]["kernel"] > 0
+    assert "seen" not in moved["layers"]["10"], "statistics are constants"
+    nnx.update(module, policy.model.state(state.params))
+    np.testing.assert_array_equal(module.embed.embedding[...], state.params["embed"]["embedding"])
+
+
+class WithDropout:
+    """A module in a closure, with dropout left on."""
+
+    def __init__(self):
+        self.module = Decoder(nnx.Rngs(0))
+
+    def apply(self, variables, tokens):
+        return self.module(tokens)
+
+
+class WithoutBatch:
+    def apply(self, variables, tokens):
+        return variables["params"][tokens[0]]
+
+
+OTHER = Policy(WithoutBatch(), {})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: from_nnx(WithDropout()), "module is a WithDropout: give a flax.nnx.Module"),
+        (lambda: train_by(Decoder(nnx.Rngs(0))), "model is a Decoder, which has no `apply`; .*grpo_jax.from_nnx"),
+        (lambda: train_by(WithDropout()), "apply raised .*; a model is called as .*without a dropout key"),
+        (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens \[2, 3\]; a model is called as"),
+        (lambda: add_lora(OTHER, jax.random.key(0)), "policy.model is a WithoutBatch: adapters need"),
+        (lambda: evaluate(Policy(Decoder(nnx.Rngs(0)), {}), ROWS, ends), "model is a Decoder, which has no `apply`"),
+        (lambda: save_pretrained("x", OTHER), "no config.json, and its model is a WithoutBatch"),
+    ],
+)
+def test_models_that_cannot_be_called_or_written_are_named(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def train_by(model):
+    policy = Policy(model, jnp.zeros((300, 4)), tiny_tokenizer())
+    return train(policy, ROWS, ends, GRPOConfig(num_generations=2, max_steps=1))
