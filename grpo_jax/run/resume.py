@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import inspect
 import json
-import re
-import textwrap
-import types
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +26,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.interaction import Interaction
+from grpo_jax.run.function_sources import reward_sources, source_of
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
@@ -94,7 +89,7 @@ def describe(
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
-        "sources": _sources(reward_fns, interaction),
+        "sources": reward_sources(reward_fns, interaction),
         "frozen": fingerprint(as_argument(model)),
         "optimizer": "the caller's" if own_optimizer else "the config's",
         "not_decayed": "norms and biases",
@@ -115,69 +110,6 @@ def fingerprint(tree: Params) -> str:
     for leaf in jax.tree.leaves(tree):
         digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
     return digest.hexdigest()
-
-
-def source_of(function: Callable[..., object]) -> dict[str, str | None]:
-    """Return the name of a function and the hash of its source without comments, None where there is no source.
-
-    Bound arguments of a partial and fields of a dataclass count as their reprs; closures and globals are not followed.
-    """
-    bound = ""
-    while isinstance(function, functools.partial):
-        bound, function = f"{bound}{function.args}{sorted(function.keywords.items())}", function.func
-    if not hasattr(function, "__qualname__"):
-        bound, function = bound + (repr(function) if dataclasses.is_dataclass(function) else ""), type(function)
-    try:
-        source = inspect.getsource(function)
-        with contextlib.suppress(SyntaxError):  # of a lambda in the middle of a line
-            source = ast.unparse(ast.parse(textwrap.dedent(source)))
-        bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # an address, which is of this process alone
-        found = hashlib.sha256((source + bound).encode()).hexdigest()
-    except (OSError, TypeError):
-        found = None
-    return {"name": f"{function.__module__}.{function.__qualname__}", "source": found}
-
-
-def sources_of(function: Any, seen: set[int] | None = None) -> str:
-    """Return a hash of the source of a reward function, tool or environment, and of the functions that it uses.
-
-    These are in a partial, in attributes, in a closure, or globals of its module. Values and base classes are not
-    compared. Functions of this package count by name and settings, since their source changes with the version.
-    """
-    seen = set() if seen is None else seen
-    seen.add(id(function))
-    partial, named = isinstance(function, functools.partial), hasattr(function, "__qualname__")
-    kind = function if named else type(function)
-    shipped = partial or _is_shipped(kind)
-    valued = partial or (shipped and dataclasses.is_dataclass(function))
-    used: list[object] = [] if named else [*getattr(function, "__dict__", {}).values()]
-    if partial:
-        used = [function.func, *function.args, *function.keywords.values()]
-    elif hasattr(function, "__code__"):
-        used = [*map(function.__globals__.get, _names_in(function.__code__))]
-        used = [one for one in used if getattr(one, "__module__", None) == function.__module__]
-        with contextlib.suppress(ValueError):  # a variable without a value
-            used += [cell.cell_contents for cell in function.__closure__ or ()]
-    elif isinstance(kind, type) and not shipped:
-        used += vars(kind).values()
-    found = [kind.__qualname__ if shipped else str(source_of(kind)["source"])]
-    for one in used:
-        if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_shipped(type(one)):
-            found += [] if id(one) in seen else [sources_of(one, seen)]
-        elif valued and isinstance(one, str | int | float | re.Pattern):
-            found.append(repr(one))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def _names_in(code: types.CodeType) -> list[str]:
-    """Return the names of the globals and attributes that some code reads, in the order of the code."""
-    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_in(one)]
-    return [*code.co_names, *inner]
-
-
-def _is_shipped(kind: Any) -> bool:
-    """Whether a function or class is one of this package."""
-    return str(kind.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
@@ -388,20 +320,6 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
         },
     }
     return json.loads(json.dumps(told, default=str))
-
-
-def _sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
-    """Argument of `train` → name → hash of the source of each function that decides the rewards."""
-    found = {
-        "reward_fns": {name: sources_of(fn) for name, fn in zip(reward_names(reward_fns), reward_fns, strict=True)}
-    }
-    if interaction is not None:
-        found["tools"] = {name: sources_of(tool.function) for name, tool in interaction.tools.items()}
-        found["environment_factory"] = {
-            kind.__name__: sources_of(kind) + sources_of(interaction.factories[name])
-            for name, kind in interaction.kinds.items()
-        }
-    return found
 
 
 def _machine(state: TrainState) -> Json:

@@ -1,0 +1,62 @@
+"""Functions of the user are known by their source, by what they call and by what they are bound to."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from grpo_jax.rewards import format_reward, weighted
+from grpo_jax.run.function_sources import source_of, sources_of
+
+pytestmark = pytest.mark.quick
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    scale: float
+
+    def __call__(self, rewards, mask):
+        return self.scale * rewards
+
+
+HELPED = """
+def helped(text):
+    return {}
+
+def right(completions):{}
+    return [helped(text) for text in completions]
+"""
+
+
+def made(path, text):
+    """The function `right` of a module with that text."""
+    path.write_text(text)
+    names = {"__name__": "made"}
+    exec(compile(text, path, "exec"), names)
+    return names["right"]
+
+
+def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_path):
+    texts = ["return x + 1", "return x+1  # by one", "return x + 2"]
+    one, same, other = (
+        source_of(made(tmp_path / f"{i}.py", f"def right(x):\n    {text}\n")) for i, text in enumerate(texts)
+    )
+    assert one == same != other
+    assert one["name"] == "made.right"
+    assert source_of(Scaled(1.0)) == source_of(Scaled(1.0)) != source_of(Scaled(2.0))
+    assert source_of(Scaled(1.0))["name"] == "test_function_sources.Scaled"
+    # One object, at another address in each process.
+    bound = [source_of(functools.partial(made, other=object())) for _ in range(2)]
+    assert bound[0] == bound[1]
+    assert source_of(len) == {"name": "builtins.len", "source": None}
+    assert source_of([lambda x: x][0])["source"] is not None
+
+
+def test_a_reward_function_is_known_by_the_functions_that_it_calls(tmp_path):
+    bodies = [("1.0", ""), ("1.0", "  # the same"), ("0.0", "")]
+    one, same, other = (made(tmp_path / f"{i}.py", HELPED.format(*body)) for i, body in enumerate(bodies))
+    assert sources_of(one) == sources_of(same) != sources_of(other)
+    for wrap in (lambda fn: weighted(fn, 2.0), functools.partial, lambda fn: lambda **given: fn(**given)):
+        assert sources_of(wrap(one)) == sources_of(wrap(same)) != sources_of(wrap(other))
+    assert sources_of(weighted(one, 2.0)) != sources_of(weighted(one, 3.0))
+    assert sources_of(format_reward("a+")) == sources_of(format_reward("a+")) != sources_of(format_reward("b+"))
