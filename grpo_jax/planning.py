@@ -21,7 +21,7 @@ import jax
 from grpo_jax.config.checks import device_problems, mesh_problems
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.devices.platform import compute_dtype, memory_of
-from grpo_jax.devices.sharding import device_bytes, lower_call, make_mesh, placed_shapes, split_sharding, tree_sharding
+from grpo_jax.devices.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
 from grpo_jax.devices.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.hub.abstract import Loading, ModelName, read_model
 from grpo_jax.hub.families import read_config
@@ -32,7 +32,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.variables import copies
-from grpo_jax.run.beginning import abstract_batch, abstract_state, added_bytes, decide_checkpointing, rollout_call
+from grpo_jax.run.beginning import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
@@ -315,9 +315,8 @@ class AbstractRun:
             made = derive_run(*(policy, config, _NO_ROWS), prompt_length=prompt_length, mesh=mesh, optimizer=optimizer)
             run = decide_checkpointing(made, memory)
 
-        state = abstract_state(run)
-        batch = abstract_batch(run, state)
-        return cls(run, mesh, state, base, placed_shapes(batch, split_sharding(batch, mesh)))
+        state, batch = abstract_arrays(run)
+        return cls(run, mesh, state, base, batch)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """The largest program of each phase."""

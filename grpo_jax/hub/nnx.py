@@ -44,7 +44,7 @@ class NnxModel:
         return self.treedef.unflatten([leaves[path] for path in self.paths])
 
 
-def from_nnx(module: Any, tokenizer: Tokenizer | None = None, *, eos_token_ids: Sequence[int] = ()) -> Policy:
+def from_nnx(module: Any, tokenizer: Tokenizer | None = None) -> Policy:
     """Return the policy of a flax.nnx module, to `train`, `sft`, `evaluate` and `generate` with.
 
     Such a model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, several
@@ -54,8 +54,7 @@ def from_nnx(module: Any, tokenizer: Tokenizer | None = None, *, eos_token_ids: 
       module: `module(tokens)` takes [B, T] int32 right-padded tokens and returns logits [B, T, V], in which position t
         depends on tokens 0..t only. Its `nnx.Param` variables are trained; all others, such as running statistics, are
         constants. It is called in evaluation mode. Later changes of the module do not reach the policy.
-      tokenizer: of transformers, or None.
-      eos_token_ids: ids that end a completion; empty uses the tokenizer's.
+      tokenizer: of transformers; its EOS token ends a completion. None for a policy that only generates.
 
     Returns:
       A `Policy`, whose params are a nested dict.
@@ -67,11 +66,9 @@ def from_nnx(module: Any, tokenizer: Tokenizer | None = None, *, eos_token_ids: 
       ...         self.table = nnx.Embed(8, 8, rngs=rngs)
       ...     def __call__(self, tokens):
       ...         return self.table(tokens)
-      >>> policy = from_nnx(Bigram(nnx.Rngs(0)), eos_token_ids=[1])
+      >>> policy = from_nnx(Bigram(nnx.Rngs(0)))
       >>> policy.model.apply({"params": policy.params}, jnp.zeros((2, 3), "int32")).shape
       (2, 3, 8)
-      >>> policy.params["table"]["embedding"].shape
-      (8, 8)
     """
     from flax import nnx
 
@@ -82,5 +79,4 @@ def from_nnx(module: Any, tokenizer: Tokenizer | None = None, *, eos_token_ids: 
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     paths = [tuple(str(entry.key) for entry in path if hasattr(entry, "key")) for path, _ in found]
     params = unflatten_dict({path: jnp.array(leaf) for path, (_, leaf) in zip(paths, found, strict=True)})
-    generation_config = {"eos_token_id": list(eos_token_ids)} if eos_token_ids else {}
-    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer, generation_config=generation_config)
+    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer)

@@ -9,7 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.devices.sharding import device_bytes, gather_objects, lower_call, place, placed_shapes, tree_sharding
+from grpo_jax.devices.sharding import (
+    device_bytes,
+    gather_objects,
+    lower_call,
+    place,
+    placed_shapes,
+    split_sharding,
+    tree_sharding,
+)
 from grpo_jax.devices.targets import ProgramCost, compile_program
 from grpo_jax.hub.policy import with_checkpointing
 from grpo_jax.models.lora import LoraModel
@@ -97,25 +105,30 @@ def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost
     return max(0, cost.arguments + cost.results - own) + cost.temporaries + waiting
 
 
-def abstract_state(run: BaseRun) -> TrainState:
-    """The shapes of the state at step 0, with their shardings; of one device those of the params."""
+def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
+    """The shapes of the state at step 0 and of a minibatch, with their shardings on the mesh of the run.
+
+    Without a mesh only the params have one.
+    """
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
 
     state = jax.eval_shape(make_state, run.policy.params)
+    batch = abstract_batch(run, state)
     if run.mesh is None:
-        return state.replace(params=run.policy.params)
-    return placed_shapes(state, tree_sharding(state, run.mesh))
+        return state.replace(params=run.policy.params), batch
+    state = placed_shapes(state, tree_sharding(state, run.mesh))
+    return state, placed_shapes(batch, split_sharding(batch, run.mesh))
 
 
 def _held(run: Run) -> tuple[int, TrainState, Batch]:
     """Bytes that stay on a device, and the shapes of the state and of a minibatch."""
-    state = abstract_state(run)
+    state, batch = abstract_arrays(run)
     held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
     if run.teaching is not None:
         held += device_bytes(run.teaching.teacher, run.mesh)
-    return held, state, abstract_batch(run, state)
+    return held, state, batch
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[Any] | None:
