@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.hub.huggingface import quiet_import, save_pretrained
-from grpo_jax.hub.policy import init_policy
+from grpo_jax.hub.huggingface import save_pretrained
+from grpo_jax.hub.policy import init_policy, quiet_import
 from grpo_jax.types import Tokenizer
 
 RUN = "my_run.yaml"

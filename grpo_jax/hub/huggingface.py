@@ -7,13 +7,12 @@ never holds a second copy of the model. `save_pretrained` writes into a director
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import sees, text_config
-from grpo_jax.hub.policy import files_of, state_of
+from grpo_jax.hub.policy import files_of, quiet_import, state_of
 from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_method, find_nf4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
@@ -327,21 +326,6 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
         f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it "
         f"as {type(tokenizer).__name__}); repair its tokenizer files, or give it a token for unknown words."
     )
-
-
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Import transformers without its advice that PyTorch was not found: nothing here needs it."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def find_checkpoint(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import os
 import tempfile
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,18 @@ def _with_shape(model: Model, **changes: Any) -> Model:
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))
     return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import transformers without its advice that PyTorch was not found: nothing here needs it."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
