@@ -20,17 +20,17 @@ from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.update.state import create_state, finish_update
 
-# A pair of layers, and two that are over its keys and values.
+# A pair of layers, and a second one that is over its keys and values.
 SHAPE = TransformerConfig(
-    *(24, 16, 32, 6, 4, 2, 6),
-    windows=(3, None) * 3,
+    *(24, 16, 32, 4, 4, 2, 6),
+    windows=(3, None) * 2,
     local_rope=Rope(theta=100.0),
     norms="sandwich",
     qk_norm="head",
     query_scale=0.25,
     v_norm=True,
     full_heads=(1, 10),
-    shared_kv_layers=4,
+    shared_kv_layers=2,
     shared_kv_mlp=64,
     layer_input_size=6,
     layer_scalar=True,
@@ -65,24 +65,24 @@ def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
 def test_a_layer_over_others_keys_keeps_nothing():
     read = functools.partial(Transformer(SHAPE).apply, method="prefill")
     _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
-    assert [len(layer) for layer in prefix.layers] == [2] * 2 + [0] * 4
+    assert [len(layer) for layer in prefix.layers] == [2] * 2 + [0] * 2
     cache = empty_like(prefix.layers, 3, 5)
-    assert [len(layer) for layer in cache] == [2] * 2 + [0] * 4
+    assert [len(layer) for layer in cache] == [2] * 2 + [0] * 2
     assert [layer[0].shape[1:4:2] for layer in cache[:2]] == [(2, 6), (1, 10)]
     assert slots_of(with_slots(cache, 9)) == 9
-    names = {name for layer in range(2, 6) for name in params()[f"layers_{layer}"]["self_attn"]}
+    names = {name for layer in range(2, 4) for name in params()[f"layers_{layer}"]["self_attn"]}
     assert names == {"q_proj", "q_norm", "o_proj"}
 
 
 def test_weights_keys_and_scores_are_counted():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
-    assert read_width(SHAPE) == 3 * 2 * (2 * 6 + 1 * 10)
+    assert read_width(SHAPE) == 2 * 2 * (2 * 6 + 1 * 10)
     step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
     assert step.own == 100 * 2 * read_width(SHAPE)
     work = dict(prompts=1, group=1, completion_length=1, itemsize=2)
     longer, shorter = (Work(SHAPE, prompt_length=n, **work).update_operations for n in (101, 100))
-    assert longer - shorter == 6 * (kernels + 2 * 3 * 4 * (6 + 10) * 102)
+    assert longer - shorter == 6 * (kernels + 2 * 2 * 4 * (6 + 10) * 102)
 
 
 def test_what_is_not_trained_stays_as_it_is():
