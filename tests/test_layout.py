@@ -260,7 +260,7 @@ def test_each_file_of_tests_has_a_quick_one():
     """`-m quick` runs the core of every module while editing."""
     files = Path(__file__).parent.rglob("test_*.py")
     slow = {path.name for path in files if "pytest.mark.quick" not in path.read_text()}
-    assert slow == {"test_two_processes.py"}, "its processes take longer than all of the quick tests"
+    assert slow == {"test_two_processes.py", "test_training_variants.py", "test_rehearse.py"}, "whole runs"
 
 
 @pytest.mark.quick

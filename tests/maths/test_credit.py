@@ -10,8 +10,6 @@ import pytest
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.credit import turn_advantages
 
-pytestmark = pytest.mark.quick
-
 NAN = np.nan
 TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
 
@@ -31,6 +29,7 @@ def test_by_hand(settings, expected):
     np.testing.assert_allclose(found, [expected], atol=1e-6)
 
 
+@pytest.mark.quick
 def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     """(0.5 at the first token of turn 0, 1 at its second, 2 observed), then 4; against nothing at all."""
     rewards = jnp.zeros((1, 3, 4, 1)).at[0, 0, :, 0].set(jnp.array([0.5, 1.0, 2.0, 4.0]))

@@ -17,8 +17,6 @@ from grpo_jax.maths.distillation import (
 )
 from grpo_jax.maths.surrogates import LOSS_TYPES
 
-pytestmark = pytest.mark.quick
-
 GOLDEN = np.load(Path(__file__).parent / "golden" / "distillation.npz")
 
 # One state, five tokens, the policy as softmax(θ); closed forms worked out by hand in NumPy.
@@ -123,6 +121,7 @@ def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):
     assert (abs(less) < 1e-6) == (k == 4)  # a single other token is no loss
 
 
+@pytest.mark.quick
 def test_the_rest_of_a_whole_distribution_is_next_to_nothing_and_finite():
     log_probs = jax.nn.log_softmax(jnp.array([30.0, 0.0, -30.0]))
     value, gradient = jax.value_and_grad(lambda x: with_rest(x)[-1])(log_probs)

@@ -16,8 +16,6 @@ from grpo_jax.maths.losses import grpo_loss
 sys.path.append(str(Path(__file__).with_name("golden")))
 import make_estimators as made
 
-pytestmark = pytest.mark.quick
-
 
 @functools.cache
 def golden():
@@ -58,6 +56,7 @@ def assert_golden(name, value, gradient, tolerance):
     assert np.abs(expected).max() > 1e-3
 
 
+@pytest.mark.quick
 def test_the_inputs_are_those_of_the_script():
     for name, value in made.make_inputs().items():
         np.testing.assert_array_equal(golden()[f"inputs/{name}"], value)
@@ -66,6 +65,7 @@ def test_the_inputs_are_those_of_the_script():
 # Advantages ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", made.TRL_ADVANTAGES)
 def test_advantages_of_trl(case):
     settings = made.TRL_ADVANTAGES[case]
@@ -75,6 +75,7 @@ def test_advantages_of_trl(case):
     np.testing.assert_allclose(got, golden()[f"trl/advantages/{case}"], atol=2e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", made.VERL_ADVANTAGES)
 def test_advantages_of_verl(case):
     none = {"scale_rewards": "none"}

@@ -611,7 +611,6 @@ def test_one_row_or_rows_of_one_length_make_reductions_agree():
     assert value(everything, short, "dapo") != pytest.approx(value(everything, short, "grpo"), rel=1e-2)
 
 
-@pytest.mark.quick
 def test_levels_agree_on_one_token_and_differ_on_more():
     first = MASK & (np.arange(T) == 0)
     l, old = jnp.asarray(data()["l"]), jnp.asarray(data()["old"])

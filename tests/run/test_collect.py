@@ -49,7 +49,6 @@ def test_rows_rewards_and_advantages_belong_together():
     assert experience.cursor == 4
 
 
-@pytest.mark.quick
 def test_completions_come_from_the_old_policy_where_one_is_kept():
     """Completions come from the old policy where one is kept, and the reference scores the same tokens."""
     run = run_of(num_iterations=2)

@@ -114,7 +114,6 @@ def test_all_of_an_update_is_tried_whatever_the_rewards_are(monkeypatch):
     assert back.call_count
 
 
-@pytest.mark.quick
 def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}

@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, train
@@ -77,7 +76,6 @@ def test_a_flax_module_of_the_users_own_learns():
     assert np.mean(rewards[-3:]) > 0.8
 
 
-@pytest.mark.quick
 def test_conversations_reach_the_reward_as_messages():
     policy = tiny_policy()
     tokenizer = copy.copy(tiny_tokenizer())
