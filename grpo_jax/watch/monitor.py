@@ -124,7 +124,7 @@ class Monitor:
         """Print the step that the run resumes from, or that it is complete."""
         self._complete = step >= total_steps
         if not self._complete:
-            return self._display.say(f"going on after step {step}")
+            return self._display.say(f"resuming after step {step}")
         longer = "raise max_steps to continue, or give another run_dir to begin a new run"
         if not self._config.lr_scheduler_type.startswith("constant"):
             longer = "give another run_dir to begin a new run; a longer one has another learning rate at every step"
