@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIGNATURES = "tests/maths/test_signatures.py"
 # After the quick check: the cheap tests that kill most, then the rest, and last the comparison with NumPy.
 CHEAP = (
-    "bad_arguments or edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
+    "edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
     " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient"
     " or dtype_of or hole or excluded"
 )

@@ -199,6 +199,7 @@ class Client:
         (connection, kept), closed = self._taken(), self._closed
         end = time.monotonic() + self._timeout
 
+        # typeshed asks for a socket and a class; http.client calls `makefile` of the one and only calls the other.
         def bounded(sock: socket.socket, method: str | None) -> http.client.HTTPResponse:
             return http.client.HTTPResponse(_Bounded(sock, end, most_bytes), method=method)  # type: ignore[arg-type]
 

@@ -103,6 +103,8 @@ def test_what_looks_wrong_is_said(monkeypatch):
         "all advantages are 0: such a group teaches nothing",
     )
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
+    donated = dataclasses.replace(report, memory={"training state": 10**9, "policy": 0})
+    assert "memory: training state 1 GB\n" in str(donated), "a part of no bytes is not shown"
 
 
 def test_all_of_an_update_is_tried_whatever_the_rewards_are(monkeypatch):

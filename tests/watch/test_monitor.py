@@ -38,10 +38,11 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
 
 
-def test_a_run_that_stops_in_a_hurry_leaves_the_picture_out(tmp_path):
-    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
+def test_a_run_that_stops_in_a_hurry_leaves_the_picture_out(tmp_path, capsys):
+    with Monitor(tmp_path, CONFIG) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
         monitor.end(1, 4, hurry=True)
+    assert f"{tmp_path}/report.html shows the run" in capsys.readouterr().err
     assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.png").exists()
 
