@@ -20,10 +20,10 @@ from typing import Any
 import jax
 
 from grpo_jax import GRPOConfig, Policy, SFTConfig, evaluate, sft
-from grpo_jax.devices import distributed
-from grpo_jax.devices.sharding import gather_objects, parse_mesh
+from grpo_jax.models.sharding import gather_objects, parse_mesh
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.run import distributed
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
 from grpo_jax.watch.summary import held_out

@@ -45,8 +45,8 @@ from grpo_jax import (
     sft,
     train,
 )
-from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import place_policy
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.watch.summary import short_number
 from grpo_jax.watch.trackers import StopRun
 

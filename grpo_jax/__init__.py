@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grpo_jax.hub.nnx import from_nnx
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
     from grpo_jax.hub.policy import init_policy
-    from grpo_jax.hub.publish import push_to_hub
     from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
     from grpo_jax.maths.kl import kl_divergence
     from grpo_jax.maths.log_probs import token_log_probs
@@ -27,10 +26,12 @@ if TYPE_CHECKING:
     from grpo_jax.maths.reference import mixup, sync_reference
     from grpo_jax.maths.sampling import sample_tokens
     from grpo_jax.models.scoring import completion_log_probs
+    from grpo_jax.models.sharding import make_mesh
     from grpo_jax.planning import Plan, plan
     from grpo_jax.policy import Policy
     from grpo_jax.rollout.generate import generate
     from grpo_jax.run.evaluate import evaluate
+    from grpo_jax.run.publish import push_to_hub
     from grpo_jax.run.rehearse import DryRun, rehearse
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.sft import sft
@@ -65,6 +66,7 @@ __all__ = [
     "init_policy",
     "kl_divergence",
     "load_lora",
+    "make_mesh",
     "make_prompts",
     "merge_lora",
     "mixup",
@@ -90,7 +92,7 @@ _NAMES_OF = {
     "hub.nnx": "from_nnx",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
     "hub.policy": "init_policy",
-    "hub.publish": "push_to_hub",
+    "run.publish": "push_to_hub",
     "maths.advantages": "compute_advantages zero_signal_groups",
     "maths.kl": "kl_divergence",
     "maths.log_probs": "token_log_probs",
@@ -98,6 +100,7 @@ _NAMES_OF = {
     "maths.reference": "mixup sync_reference",
     "maths.sampling": "sample_tokens",
     "models.scoring": "completion_log_probs",
+    "models.sharding": "make_mesh",
     "planning": "Plan plan",
     "policy": "Policy",
     "rollout.generate": "generate",

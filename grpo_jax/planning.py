@@ -1,6 +1,6 @@
 """The programs of a run before there are weights or devices: their memory and FLOPs, by the compiler of the devices.
 
-They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`devices.targets`).
+They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`models.targets`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import jax
 
 from grpo_jax.config.checks import device_problems, mesh_problems
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
-from grpo_jax.devices.platform import compute_dtype, memory_of
-from grpo_jax.devices.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
-from grpo_jax.devices.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.hub.abstract import Loading, ModelName, read_model
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.messages import raise_all
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.platform import compute_dtype, memory_of
+from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
+from grpo_jax.models.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.variables import copies
@@ -120,7 +120,7 @@ def programs(
 ) -> dict[str, jax.stages.Lowered]:
     """Lower the largest program of each phase that `train` would run on some devices.
 
-    Devices without hardware will do (`devices.targets`, `jax.experimental.topologies`): `compile()` then gives that
+    Devices without hardware will do (`models.targets`, `jax.experimental.topologies`): `compile()` then gives that
     machine's program, with its memory (`memory_analysis`) and its kernels (`as_text`). No weight is read.
 
     Args:
@@ -173,7 +173,7 @@ def plan(
       model: as in `planning.programs`, as all arguments but the next three.
       config: of `train` or of `sft`.
       prompt_length: P, tokens.
-      device: "H100", "H100-8", "v5e-8", … (`devices.targets`), by a compiler that needs no hardware; None: the devices
+      device: "H100", "H100-8", "v5e-8", … (`models.targets`), by a compiler that needs no hardware; None: the devices
         of this machine.
       memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
       param_dtype: "float32" or "bfloat16".

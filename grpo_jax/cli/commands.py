@@ -24,12 +24,12 @@ from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.migrate import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
-from grpo_jax.devices import distributed
 from grpo_jax.hub.huggingface import save_pretrained
 from grpo_jax.hub.peft import merge_lora, write_policy
 from grpo_jax.messages import some
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
+from grpo_jax.run import distributed
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY

@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     """Run the function of a command."""
     from grpo_jax.cli import commands
-    from grpo_jax.devices import distributed
+    from grpo_jax.run import distributed
 
     try:
         getattr(commands, arguments.command.replace("-", "_"))(arguments)

@@ -9,12 +9,12 @@ import jax
 
 from grpo_jax.cli.named import find, is_reference, scorer_of, teacher_model
 from grpo_jax.cli.runfile import RunFile, config_of, in_folder
-from grpo_jax.devices.platform import compute_dtype
-from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer
 from grpo_jax.hub.peft import add_lora
 from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.models.platform import compute_dtype
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.policy import Policy
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.teacher import Scorer

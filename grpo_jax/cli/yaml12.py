@@ -11,8 +11,8 @@ import yaml
 
 from grpo_jax.cli.keys import FIELDS
 from grpo_jax.config.fields import read
-from grpo_jax.devices.sharding import parse_mesh
 from grpo_jax.messages import show
+from grpo_jax.models.sharding import parse_mesh
 from grpo_jax.types import Json
 
 

@@ -17,11 +17,11 @@ from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer,
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
-from grpo_jax.hub.publish import push_to_hub
 from grpo_jax.messages import nearest
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list, reward_names
 from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
+from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.train import train
 from grpo_jax.text.sources import Dataset, several
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer

@@ -1,10 +1,8 @@
-"""Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format;
-`push_to_hub` publishes them."""
+"""Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.policy import init_policy, place_policy
-from grpo_jax.hub.publish import push_to_hub
 from grpo_jax.policy import Policy
 
 __all__ = [
@@ -15,7 +13,6 @@ __all__ = [
     "load_lora",
     "merge_lora",
     "place_policy",
-    "push_to_hub",
     "save_lora",
     "save_pretrained",
 ]

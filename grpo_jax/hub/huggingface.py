@@ -21,7 +21,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.config.readers import NO_FLOAT16
-from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,
@@ -49,6 +48,7 @@ from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
+from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.devices.sharding import fetch, gather_objects
 from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, reading, stored_tensors, write_json
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import files_of
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
+from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 

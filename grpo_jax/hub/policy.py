@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.platform import compute_dtype, has_wide_sums, platform_of
-from grpo_jax.devices.sharding import place
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.hub.keys import sees, text_config
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.platform import compute_dtype, has_wide_sums, platform_of
+from grpo_jax.models.sharding import place
 from grpo_jax.models.sight import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.devices.sharding import parameter_sharding
 from grpo_jax.hub.files import Stored, StoredTensor, check_read
 from grpo_jax.hub.quantize import Nf4Tensor, Quantization, Source, check_sources, held_shape, read_nf4, read_quantized
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
 from grpo_jax.messages import some
 from grpo_jax.models.quantized import Quantized
+from grpo_jax.models.sharding import parameter_sharding
 from grpo_jax.types import Json, Params
 
 BLOCK = 1 << 24

@@ -305,7 +305,7 @@ def attend(
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
       sight: what `see` returned for them.
       kernel: as it was given to `see`, with scale, window and soft cap.
-      mesh: over whose devices the first two axes are cut, as `devices.sharding` does it; None: one device.
+      mesh: over whose devices the first two axes are cut, as `models.sharding` does it; None: one device.
       sinks: as in `group_attention`.
 
     Returns:

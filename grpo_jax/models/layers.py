@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax.devices.platform import has_wide_sums
 from grpo_jax.models.matmul import matmul, matmul_by_columns, scale_columns
+from grpo_jax.models.platform import has_wide_sums
 from grpo_jax.models.quantized import Quantized, matmul_quantized, quantized_kernel
 from grpo_jax.models.rope import Rope
 

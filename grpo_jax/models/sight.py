@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from grpo_jax.devices.platform import platform_of
+from grpo_jax.models.platform import platform_of
 
 NOBODY = -1
 """The number of what no token sees and what sees nothing: padding."""

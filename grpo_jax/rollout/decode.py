@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax.devices.platform import platform_of
-from grpo_jax.devices.sharding import constrain, for_head, for_lookup
-from grpo_jax.devices.streams import shared
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.cache import empty_like, turned, with_slots
+from grpo_jax.models.platform import platform_of
+from grpo_jax.models.sharding import constrain, for_head, for_lookup
+from grpo_jax.models.streams import shared
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.devices.sharding import constrain
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.maths.stops import Stops
+from grpo_jax.models.sharding import constrain
 from grpo_jax.types import CachedModel, Params, Tokenizer
 
 Variables = dict[str, Params]

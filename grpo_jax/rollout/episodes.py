@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.messages import show
+from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import describe_fault, own_copy
 from grpo_jax.rollout.interaction import Interaction, schemas_of
 from grpo_jax.rollout.played import EpisodeCounts, Played

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling, check_sampling
+from grpo_jax.models.sharding import fetch, mesh_of, shard_count
 from grpo_jax.rollout.decode import decode, prefill
 from grpo_jax.rollout.draw import (
     DecodeSettings,

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.devices.sharding import fetch, shard_count
-from grpo_jax.devices.streams import count_streams, run_in_streams
 from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.models.fused_step import has_step_kernel
+from grpo_jax.models.sharding import fetch, shard_count
 from grpo_jax.models.sight import implementation
+from grpo_jax.models.streams import count_streams, run_in_streams
 from grpo_jax.rollout.decode import Drawn, Stream, grow, on_cpu
 from grpo_jax.rollout.ladder import Ladder, whole_cache
 from grpo_jax.rollout.rollout import Rollout

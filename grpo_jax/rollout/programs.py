@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.devices.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
+from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
 from grpo_jax.rollout.decode import Stream, decode, place_stream, prefill
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.layout import choose_ladder, places

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.devices.sharding import mesh_of, split
 from grpo_jax.maths.stops import Stops
+from grpo_jax.models.sharding import mesh_of, split
 from grpo_jax.rollout.decode import Drawn, Stream, decode, move, on_cpu, prefill, read_chunk, refill
 from grpo_jax.rollout.draw import DecodeSettings, Variables
 from grpo_jax.rollout.variables import decode_variables

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, shard_count, split
-from grpo_jax.devices.streams import run_in_streams
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count, split
+from grpo_jax.models.streams import run_in_streams
 from grpo_jax.rollout.decode import Drawn, on_cpu
 from grpo_jax.rollout.draw import completion_keys, decode_settings
 from grpo_jax.rollout.generate import check_request

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.devices.sharding import abstract
-from grpo_jax.devices.streams import devices_of
 from grpo_jax.models.quantized import Quantized
+from grpo_jax.models.sharding import abstract
+from grpo_jax.models.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.draw import Variables
 from grpo_jax.types import CachedModel, Params

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.devices.sharding import (
+from grpo_jax.hub.policy import with_checkpointing
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import (
     device_bytes,
     gather_objects,
     lower_call,
@@ -18,9 +20,7 @@ from grpo_jax.devices.sharding import (
     split_sharding,
     tree_sharding,
 )
-from grpo_jax.devices.targets import ProgramCost, compile_program
-from grpo_jax.hub.policy import with_checkpointing
-from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.targets import ProgramCost, compile_program
 from grpo_jax.rollout.draw import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.run import BaseRun, Run

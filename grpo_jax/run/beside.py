@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
-from grpo_jax.devices.streams import beside
+from grpo_jax.models.streams import beside
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import Sampled, sample
 from grpo_jax.run.sampler import Request, follows, with_old_log_probs

@@ -33,8 +33,8 @@ import jax
 import numpy as np
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.messages import one_line, raise_all
+from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.run.resume import changed_functions, differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.run.schedule import Retention, best_of, is_scheduled
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all

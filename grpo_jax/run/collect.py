@@ -31,10 +31,10 @@ import numpy as np
 
 from grpo_jax.config import settings
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import fetch
-from grpo_jax.devices.streams import beside
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
+from grpo_jax.models.sharding import fetch
+from grpo_jax.models.streams import beside
 from grpo_jax.rewards.calls import means_of
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.extras import Extras, check_metrics

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import mesh_of, shard_count
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names

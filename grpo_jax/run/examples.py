@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.models.packing import evenly, lengths_of
+from grpo_jax.models.sharding import fetch
 from grpo_jax.run.run import SFTRun
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import prompt_indices

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.devices.sharding import committed, fetch, gather_objects
 from grpo_jax.messages import one_line
+from grpo_jax.models.sharding import committed, fetch, gather_objects
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state

@@ -14,12 +14,12 @@ import optax
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.devices.platform import compute_dtype, memory_of
-from grpo_jax.devices.sharding import AXES, check_fits, make_mesh, mesh_of
-from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
+from grpo_jax.models.platform import compute_dtype, memory_of
+from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of
+from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds

@@ -1,26 +1,171 @@
-"""The policy of a run on the hub, at each of its checkpoints and at its end."""
+"""The policy of a run on the Hugging Face hub, with a model card made from its run: once, or at each checkpoint."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.sharding import gather_objects
+from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
-from grpo_jax.hub.publish import Repository, check_publishable
 from grpo_jax.messages import one_line
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import gather_objects
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Params
+from grpo_jax.watch.summary import MARK, model_card
 
 if TYPE_CHECKING:  # importing grpo_jax must stay light
-    from huggingface_hub import CommitInfo
+    from huggingface_hub import CommitInfo, HfApi
+
+Files = dict[str, Path | bytes]
+"""Files of a repository by their names: where they lie, or their content."""
+
+_LOG_IN = "log in by `hf auth login` or HF_TOKEN, see that the name may be yours"
+
+
+def push_to_hub(
+    policy: Policy,
+    repo_id: str,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    base_model: str | None = None,
+    dataset: str | None = None,
+    license: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload policy",
+) -> str:
+    """Publish a policy on the hub, with a model card, in one commit.
+
+    All weights go in Hugging Face's layout, adapters in PEFT's. A card that stands there is replaced only if it still
+    has the line that says it was made here. The hub is that of the variable HF_ENDPOINT, where it is set; the login is
+    that of `hf auth login` or HF_TOKEN. All processes of a run call it together.
+
+    Args:
+      policy: what to publish; after a run, `policy.replace(params=state.params)`.
+      repo_id: of the repository, as "owner/model" or "model"; made if it is not there.
+      run_dir: of the run: the card then has its result, its curves and its settings.
+      base_model: name on the hub of the model that training began with, for the card.
+      dataset: name on the hub of the data, for the card.
+      license: the hub's name of a licence, such as "apache-2.0", for the card; None leaves the field to you.
+      private: visibility of a repository that is made; None leaves it to the hub.
+      revision: branch to push to, made if it is not there; None for the main branch.
+      commit_message: of the commit.
+
+    Returns:
+      The address of the commit; "" in processes other than the first.
+
+    Raises:
+      ValueError: a malformed repo_id, or a model that no checkpoint can hold.
+      FileNotFoundError: run_dir is no directory of a run.
+      PermissionError: nobody is logged in. This and the above are found before anything is sent or written.
+      OSError: the repository cannot be made.
+
+    Example:
+      Once `hf auth login` has been called, this makes the repository "me/sums" and returns where its commit is:
+
+      >>> from grpo_jax import init_policy, push_to_hub
+      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> push_to_hub(policy, "me/sums", license="apache-2.0")  # doctest: +SKIP
+      >>> push_to_hub(policy, "me/my/sums")  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ValueError: repo_id is 'me/my/sums': give a name like owner/model (HFValidationError: ...).
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    check_publishable(policy, "policy")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"repo_id is {repo_id!r}: give a name like owner/model ({one_line(error)}).") from error
+    if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no metrics.jsonl: give the directory of a run, or None.")
+    if get_token() is None:
+        raise PermissionError("nobody is logged in to the hub: call `hf auth login`, or set HF_TOKEN.")
+    repository = None
+    if jax.process_index() == 0:
+        repository = Repository(repo_id, f"repo_id is {repo_id!r}", private=private, revision=revision)
+    with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
+        write_policy(Path(scratch, "model"), policy, base_name=base_model)
+        if repository is None:
+            return ""
+        files = repository.card(policy, run_dir, base_model=base_model, dataset=dataset, license=license)
+        return str(repository.commit(Path(scratch, "model"), files, commit_message).commit_url)
+
+
+class Repository:
+    """One branch of a repository of the hub, which is made if it does not exist (else OSError, after `argument`)."""
+
+    def __init__(self, name: str, argument: str, *, private: bool | None, revision: str | None):
+        from huggingface_hub import HfApi
+
+        self._api: HfApi = HfApi(endpoint=hub_endpoint())
+        self._revision = revision
+        try:
+            self.name = self._api.create_repo(name, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/"):
+                self._api.create_branch(self.name, branch=revision, exist_ok=True)
+        except Exception as error:
+            raise OSError(f"{argument}: the repository cannot be made ({one_line(error)}); {_LOG_IN}") from error
+
+    def card(
+        self,
+        policy: Policy,
+        run_dir: str | os.PathLike[str] | None,
+        *,
+        base_model: str | None = None,
+        dataset: str | None = None,
+        license: str | None = None,
+    ) -> Files:
+        """The card of a policy with its picture; {} where a person has written another card."""
+        if self._api.file_exists(self.name, "README.md", revision=self._revision):
+            path = self._api.hf_hub_download(self.name, "README.md", revision=self._revision)
+            if MARK not in Path(path).read_text("utf-8"):
+                return {}
+        picture = None if run_dir is None else Path(run_dir, "report.png")
+        files: Files = {"report.png": picture} if picture is not None and picture.is_file() else {}
+        card = model_card(
+            self.name,
+            run_dir=run_dir,
+            adapters=isinstance(policy.model, LoraModel),
+            base_model=base_model,
+            dataset=dataset,
+            license=license,
+            picture="report.png" if files else None,
+        )
+        return {"README.md": card.encode(), **files}
+
+    def commit(self, directory: Path, files: Files, message: str, *, in_background: bool = False) -> Any:
+        """Push the files of a directory and others in one commit; return its `CommitInfo`, or a future of it."""
+        from huggingface_hub import CommitOperationAdd
+
+        added: Files = {**{path.name: path for path in sorted(directory.iterdir())}, **files}
+        create: Any = self._api.create_commit  # its overloads take no bool for `run_as_future`
+        return create(
+            self.name,
+            [CommitOperationAdd(name, content) for name, content in added.items()],
+            commit_message=message,
+            revision=self._revision,
+            run_as_future=in_background,
+        )
+
+
+def check_publishable(policy: Policy, what: str) -> None:
+    """Refuse a model that is not written as a checkpoint."""
+    if not isinstance(policy.model, Transformer | LoraModel):
+        raise ValueError(f"{what} has a model of your own, which no checkpoint can hold")
 
 
 class Publisher:

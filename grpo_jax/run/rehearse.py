@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import committed, lower_call
 from grpo_jax.maths.surrogates import Surrogate
+from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names

@@ -18,11 +18,11 @@ import jax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
 from grpo_jax.config.sft import Config, SFTConfig, config_class
-from grpo_jax.devices.sharding import fetch
-from grpo_jax.devices.streams import count_cores, devices_of
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import fetch
+from grpo_jax.models.streams import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.interaction import Interaction

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.hub.policy import files_of
+from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.watch.writer import refused_if_unusable

@@ -21,10 +21,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
+from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import parameters_of, takes_everything
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import gather_objects, own_part
 from grpo_jax.maths.advantages import zero_signal_groups
+from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, reward_stats, total_rewards
 from grpo_jax.rewards.contract import own_copy, reward_names
 from grpo_jax.rewards.extras import Extras

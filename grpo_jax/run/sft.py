@@ -12,11 +12,11 @@ import optax
 
 from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.devices.platform import compute_dtype
-from grpo_jax.devices.sharding import shard_count
-from grpo_jax.devices.streams import devices_of
 from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.messages import Faults
+from grpo_jax.models.platform import compute_dtype
+from grpo_jax.models.sharding import shard_count
+from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
 from grpo_jax.run.loop import run_loop

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import gather_objects
 from grpo_jax.messages import one_line
+from grpo_jax.models.sharding import gather_objects
 from grpo_jax.types import Batch, Completions, Params, Prompts
 
 _Arguments = TypeVarTuple("_Arguments")

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.messages import raise_all, show, some
+from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.resume import fingerprint
 from grpo_jax.run.sampler import ROUNDING

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch
 from grpo_jax.maths.checks import clean
 from grpo_jax.messages import show
+from grpo_jax.models.sharding import fetch
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.packed import Updater
 

@@ -25,8 +25,6 @@ import numpy as np
 import optax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.sharding import constrain, keep_placed, shard_count, split
-from grpo_jax.devices.streams import devices_of, in_turn, run_in_streams
 from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
@@ -39,7 +37,9 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import ReadPrompts
+from grpo_jax.models.sharding import constrain, keep_placed, shard_count, split
 from grpo_jax.models.sight import implementation
+from grpo_jax.models.streams import devices_of, in_turn, run_in_streams
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, learns_by_advantages, sampling_of
 from grpo_jax.update.order import Packing, count_needs, count_work, plan_order

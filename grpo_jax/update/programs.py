@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from grpo_jax.devices.sharding import abstract, device_bytes, place_of, split_sharding, tree_sharding
-from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import PackedSequence, SequenceShape, pack_as
 from grpo_jax.models.scoring import ReadPrompts, score_packed
+from grpo_jax.models.sharding import abstract, device_bytes, place_of, split_sharding, tree_sharding
+from grpo_jax.models.streams import count_streams
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import count_totals, sampling_of
 from grpo_jax.update.packed import PackedUpdater, Updater

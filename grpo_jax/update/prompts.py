@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from grpo_jax.devices.sharding import constrain, keep_placed
-from grpo_jax.devices.streams import count_streams, in_turn, run_in_streams, shared
 from grpo_jax.models.scoring import ReadPrompts, read_prompts
+from grpo_jax.models.sharding import constrain, keep_placed
+from grpo_jax.models.streams import count_streams, in_turn, run_in_streams, shared
 from grpo_jax.types import CachedModel, Params, Prompts
 from grpo_jax.update.step import zeros_like
 

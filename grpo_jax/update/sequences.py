@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.sharding import constrain
-from grpo_jax.devices.streams import shared
 from grpo_jax.maths.metrics import MetricSums
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import PackedSequence
 from grpo_jax.models.scoring import ReadPrompts, score_packed
+from grpo_jax.models.sharding import constrain
+from grpo_jax.models.streams import shared
 from grpo_jax.types import Batch, CachedModel
 from grpo_jax.update.objective import loss_of, router_coef, sampling_of
 from grpo_jax.update.prompts import place_gradients, rngs_of

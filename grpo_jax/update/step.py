@@ -18,11 +18,11 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
-from grpo_jax.devices.sharding import keep_placed, split
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
+from grpo_jax.models.sharding import keep_placed, split
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState, finish_update

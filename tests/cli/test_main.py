@@ -15,8 +15,8 @@ from grpo_jax.cli import commands
 from grpo_jax.cli.keys import GROUPS, OWN, explain
 from grpo_jax.cli.main import COMMANDS, keys_of, main, make_parser, parse
 from grpo_jax.cli.named import find
-from grpo_jax.devices import distributed
 from grpo_jax.rewards import compute_rewards
+from grpo_jax.run import distributed
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from test_families import write_checkpoint
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
@@ -22,6 +21,7 @@ from grpo_jax.hub.quantize import Source, dynamic_levels, quantized_shape, read_
 from grpo_jax.hub.tensors import Part
 from grpo_jax.models.lora import LoraModel, merge_adapters
 from grpo_jax.models.quantized import NF4, Quantized, is_quantized
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.update.state import create_state
 
 QWEN3 = {

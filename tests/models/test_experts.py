@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.sharding import make_mesh, place
 
 SHAPE = TransformerConfig(
     *(32, 16, 32, 1, 2, 1, 8),

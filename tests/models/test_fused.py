@@ -13,10 +13,10 @@ from test_scoring import PROMPTS, completions
 from tiny import tiny_model
 
 from grpo_jax import completion_log_probs
-from grpo_jax.devices.sharding import constrained_sharding, make_mesh
 from grpo_jax.models import fused
 from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
 from grpo_jax.models.packing import pack
+from grpo_jax.models.sharding import constrained_sharding, make_mesh
 from grpo_jax.models.sight import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 

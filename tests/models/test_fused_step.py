@@ -9,10 +9,10 @@ import test_turns
 from test_fused import arrays
 from tiny import random_params
 
-from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
 from grpo_jax.models.fused_step import has_step_kernel, step_attention
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.sight import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 

@@ -12,8 +12,8 @@ from tiny import scored, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import DecodeSettings, decode_settings
 from grpo_jax.rollout.turns import generate_turns

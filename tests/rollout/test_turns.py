@@ -12,9 +12,9 @@ import pytest
 from test_generate import Bare, assert_same
 from tiny import random_params, scored
 
-from grpo_jax.devices.sharding import make_mesh, place
 from grpo_jax.models.cache import slots_of
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
+from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import rollout, turns
 from grpo_jax.rollout.generate import generate

@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.devices.sharding import abstract, lower_call, make_mesh, place
+from grpo_jax.models.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout.draw import DecodeSettings

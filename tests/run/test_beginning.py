@@ -10,10 +10,10 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.devices.sharding import lower_call
-from grpo_jax.devices.streams import count_streams
 from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
+from grpo_jax.models.sharding import lower_call
+from grpo_jax.models.streams import count_streams
 from grpo_jax.run import beginning
 from grpo_jax.run.beginning import (
     COMPILED,

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, evaluate, train
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rewards import number_reward
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout import rollout as rollout_module

@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, generate, init_policy, make_prompts, train
-from grpo_jax.devices.sharding import make_mesh, place, shard_count
+from grpo_jax.models.sharding import make_mesh, place, shard_count
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer

@@ -14,8 +14,8 @@ from test_updater import Bare
 from tiny import scored, tiny_model
 
 from grpo_jax import Completions, GRPOConfig, compute_advantages, train
-from grpo_jax.devices.sharding import make_mesh
 from grpo_jax.maths.surrogates import ppo
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments

@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, generate, train
-from grpo_jax.devices import distributed
-from grpo_jax.devices.sharding import fetch
+from grpo_jax.models.sharding import fetch
+from grpo_jax.run import distributed
 from grpo_jax.watch import monitor
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]

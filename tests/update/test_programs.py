@@ -8,7 +8,7 @@ from test_packed import OPTIMIZER, G, T, batch
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
-from grpo_jax.devices.sharding import lower_call
+from grpo_jax.models.sharding import lower_call
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.update import packed, step

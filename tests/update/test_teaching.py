@@ -15,7 +15,7 @@ from test_packed import batch as random_batch
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
-from grpo_jax.devices.sharding import make_mesh, place
+from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
 from grpo_jax.update.packed import PackedUpdater, choose_updater

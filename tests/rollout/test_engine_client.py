@@ -8,9 +8,9 @@ import traceback
 
 import pytest
 
-from grpo_jax.engines.client import SHORT, Client, EngineError, Lost, Refused
-from grpo_jax.engines.server import VLLM
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.rollout.engine_client import SHORT, Client, EngineError, Lost, Refused
+from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from grpo_jax.engines.client import Client
-from grpo_jax.engines.engine import MOST, Engine
-from grpo_jax.engines.scorer import EngineScorer
-from grpo_jax.engines.server import VLLM
+from grpo_jax.rollout.engine import MOST, Engine
+from grpo_jax.rollout.engine_client import Client, EngineError
+from grpo_jax.rollout.engine_scorer import EngineScorer
+from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.types import Tokenizer
+
+__all__ = ["Engine", "EngineError", "EngineScorer", "vllm", "vllm_scorer"]
 
 
 def vllm(

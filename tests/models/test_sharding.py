@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import from_pretrained, save_pretrained
-from grpo_jax.devices import sharding
-from grpo_jax.devices.sharding import gather_objects, lower_call, parameter_sharding
+from grpo_jax.models import sharding
+from grpo_jax.models.sharding import gather_objects, lower_call, parameter_sharding
 
 pytestmark = pytest.mark.quick
 

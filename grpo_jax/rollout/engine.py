@@ -29,16 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import gather_objects
-from grpo_jax.engines.client import EngineError, Lost, run_together
-from grpo_jax.engines.server import VLLM, Drawn
-from grpo_jax.engines.weights import probe_ids, score_probe, stale_tensors, write_weights
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import one_line
+from grpo_jax.models.sharding import gather_objects
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import TurnEnds, stops_of
+from grpo_jax.rollout.engine_client import EngineError, Lost, run_together
+from grpo_jax.rollout.engine_server import VLLM, Drawn
+from grpo_jax.rollout.engine_weights import probe_ids, score_probe, stale_tensors, write_weights
 from grpo_jax.rollout.rollout import Table
 from grpo_jax.rollout.turns import Answers, wait_for
 from grpo_jax.types import Completions, Params, Prompts, Tokenizer

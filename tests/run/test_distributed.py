@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from grpo_jax.cli.main import main
-from grpo_jax.devices import distributed
+from grpo_jax.run import distributed
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.engines.client import SHORT, Client, EngineError, Lost, Refused
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import show, some
+from grpo_jax.rollout.engine_client import SHORT, Client, EngineError, Lost, Refused
 from grpo_jax.types import Json
 
 START = (
@@ -93,7 +93,7 @@ class Drawn(NamedTuple):
 class VLLM:
     """Requests to a vLLM server, for an `Engine` and an `EngineScorer`; called from many threads.
 
-    All of it raises `engines.client.EngineError`; its subclass `Lost` means that the server may come back. `model` is
+    All of it raises `engines.EngineError`; its subclass `Lost` means that the server may come back. `model` is
     the name that it serves the base model under; "" for the only one.
     """
 

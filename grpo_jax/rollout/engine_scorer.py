@@ -12,10 +12,10 @@ from typing import TypeVar
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.engines.client import EngineError, Lost, run_together
-from grpo_jax.engines.engine import MOST, NOTHING, RECOVERIES
-from grpo_jax.engines.server import VLLM
 from grpo_jax.messages import raise_all
+from grpo_jax.rollout.engine import MOST, NOTHING, RECOVERIES
+from grpo_jax.rollout.engine_client import EngineError, Lost, run_together
+from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.types import Completions, Prompts, Tokenizer, Told
 
 _Answer = TypeVar("_Answer")

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.devices.sharding import fetch, mesh_of, shard_count
 from grpo_jax.hub.files import stored_tensors
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.peft import load_lora, write_policy
 from grpo_jax.hub.tensors import layout_of, tensor_plan
 from grpo_jax.maths.log_probs import token_log_probs
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import fetch, mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.types import Model, Params, as_argument, is_cached
 

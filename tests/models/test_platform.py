@@ -5,8 +5,8 @@ import os
 import jax
 import pytest
 
-from grpo_jax.devices import platform
-from grpo_jax.devices.platform import compute_dtype, memory_of, platform_of
+from grpo_jax.models import platform
+from grpo_jax.models.platform import compute_dtype, memory_of, platform_of
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.devices import streams
+from grpo_jax.models import streams
 from grpo_jax.rollout import layout as layout_module
 from grpo_jax.rollout.decode import decode, prefill
 
