@@ -59,14 +59,17 @@ An optimizer's moments have the paths of their parameters at the end of their ow
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of the first devices that there are, as many as the sizes multiply to.
+    """Make a mesh of the first devices, as many as the product of the sizes.
 
     Args:
-      axes: sizes of "data", "fsdp" and "tensor", as in `GRPOConfig.mesh`; one that is left out has the size 1.
-      devices: None for `jax.devices()`.
+      axes: sizes of "data", "fsdp" and "tensor", as in `GRPOConfig.mesh`; the default of each is 1.
+      devices: the devices to choose from; None for `jax.devices()`.
+
+    Returns:
+      A mesh with all three axes, of type Auto.
 
     Raises:
-      ValueError: an unknown axis, more devices than there are, or some only of those of several processes.
+      ValueError: an unknown axis, too few devices, or in several processes a mesh that leaves out some of the devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
