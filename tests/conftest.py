@@ -81,6 +81,26 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
+# .ci/run installs optional packages one after the other, and runs again what was skipped without them.
+_skipped: dict[str, None] = {}
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped[report.nodeid] = None
+
+
+def pytest_collectreport(report):  # of a file that is skipped as a whole
+    if report.skipped:
+        _skipped[report.nodeid] = None
+
+
+def pytest_sessionfinish(session):
+    names = os.environ.get("GRPO_JAX_TESTS_SKIPPED")
+    if names and not hasattr(session.config, "workerinput"):
+        Path(names).write_text("".join(f"{name}\n" for name in _skipped))
+
+
 def pytest_collection_finish():
     """What is imported stays: the garbage collector need not look through all of it again, nor after every program."""
     gc.collect()
