@@ -30,7 +30,7 @@ from grpo_jax.messages import some
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run import distributed
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
+from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft
@@ -269,7 +269,8 @@ def evaluate(arguments: Namespace) -> None:
         policy,
         rows,
         run.rewards,
-        EvaluationSettings.of(run.config),
+        run.config,
+        params=policy.params,
         tools=run.tools,
         environment_factory=run.environment_factory,
         sampler=run.sampler if "sampler" in arguments.keys else None,

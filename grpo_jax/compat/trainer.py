@@ -20,7 +20,7 @@ from grpo_jax.engines import vllm
 from grpo_jax.messages import nearest
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list, reward_names
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_rows
+from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.train import train
 from grpo_jax.text.sources import Dataset, several
@@ -337,19 +337,16 @@ class GRPOTrainer:
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
-        found: dict[str, float] = {}
-        for part, some in several(data).items():
-            metrics, rows = evaluate_rows(
-                self.policy,
-                some,
-                self._reward_funcs,
-                EvaluationSettings.of(self.config),
-                tools=self._tools,
-                environment_factory=self._environment_factory,
-            )
-            start = f"eval/{part}/" if part else "eval/"
-            found |= trl_names({start + name: x for name, x in metrics.items()}, rows[0]["rewards"], [part])
-        return found
+        metrics, rows = evaluate_rows(
+            self.policy,
+            data,
+            self._reward_funcs,
+            self.config,
+            params=self.policy.params,
+            tools=self._tools,
+            environment_factory=self._environment_factory,
+        )
+        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], several(data))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.

@@ -1,11 +1,11 @@
-"""Evaluation: sample completions of held-out prompts and score them, with settings of their own."""
+"""Evaluation: completions of held-out prompts, and the means of their rewards."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -31,66 +31,18 @@ from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
 from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Environments, Json, Params, RewardFn, Row
+from grpo_jax.text.sources import Dataset, several
+from grpo_jax.types import Environments, Params, RewardFn
 
 EVALUATION = 2
-"""What the key of a seed is folded with here; a run of the same seed samples with 0, and drops out with 1."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """The settings of an evaluation, which `evaluate` documents.
-
-    In a run, `eval/reward` is the same mean of weighted sums as the `reward` of a rollout
-    (`run.scores.rollout_metrics`), over other completions: of all of `eval_dataset`, by the present policy, and always
-    sampled by `generate`, with the same random numbers in each evaluation.
-
-    Example:
-      >>> EvaluationSettings.of(GRPOConfig(temperature_eval=0.0)).num_generations
-      1
-    """
-
-    num_generations: int
-    max_completion_length: int
-    sampling: Sampling
-    ends: TurnEnds
-    batch_size: int
-    pad_to_multiple_of: int
-    seed: int
-    max_prompt_length: int | None
-    on_long_prompt: str
-    chat_template_kwargs: Json | None
-    on_reward_error: str
-    reward_weights: Sequence[float] | None
-    max_tool_calling_iterations: int | None
-    environment_timeout: float | None
-    on_environment_error: str
-
-    def __post_init__(self) -> None:
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of must be at least 1 (no padding); got {self.pad_to_multiple_of!r}.")
-
-    @classmethod
-    def of(cls, config: GRPOConfig) -> EvaluationSettings:
-        """The settings of the evaluations of a run."""
-        names = (field.name for field in dataclasses.fields(cls))
-        settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        settings |= {
-            "num_generations": config.eval_generations,
-            "sampling": Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),
-            "ends": TurnEnds.of(config),
-            "batch_size": max(1, config.per_device_eval_batch_size // config.eval_generations),
-            "pad_to_multiple_of": config.padding,
-        }
-        return cls(**settings)
+"""Folded into the key of a seed; a run of the same seed folds in 0 for sampling and 1 for dropout."""
 
 
 def evaluate(
     policy: Policy,
-    dataset: Dataset | EncodedPrompts,
+    dataset: Dataset,
     reward_fns: RewardFn | Sequence[RewardFn],
     *,
     params: Params | None = None,
@@ -107,65 +59,46 @@ def evaluate(
     pad_to_multiple_of: int = 32,
     seed: int = 0,
     max_prompt_length: int | None = None,
-    on_long_prompt: str = "error",
+    on_long_prompt: Literal["error", "drop"] = "error",
     chat_template_kwargs: dict[str, Any] | None = None,
-    on_reward_error: str = "raise",
+    on_reward_error: Literal["raise", "none"] = "raise",
     reward_weights: Sequence[float] | None = None,
-    trainer_state: TrainerState | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
     max_tool_calling_iterations: int | None = None,
     environment_timeout: float | None = 300.0,
-    on_environment_error: str = "raise",
+    on_environment_error: Literal["raise", "end"] = "raise",
     sampler: Sampler | None = None,
-    interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
 
+    Arguments that are not listed here have the meaning of the field of `GRPOConfig` with the same name.
+
     Args:
       policy: model, params and tokenizer.
-      dataset: rows with a `prompt`, as for `train`; or `EncodedPrompts`, which saves their encoding.
+      dataset: rows with a `prompt`, as for `train`, or a dict of several datasets by name.
       reward_fns: reward functions with TRL's contract; they may be others than in training.
-      params: other parameters than the policy's own, the `params` of a `TrainState` for instance.
+      params: parameters to use instead of the policy's own, such as `TrainState.params`.
       num_generations: completions of each prompt.
-      max_completion_length: T, tokens.
       temperature: 0 is greedy.
-      top_k: see `sampling.process_logits`.
-      top_p: likewise.
-      min_p: likewise.
-      stop: as in `GRPOConfig`.
-      stop_token_ids: likewise.
-      max_turn_length: likewise.
-      batch_size: prompts at a time on each device that prompts are cut over: one device without a mesh, all but for
-        those along "tensor" with one. It does not change the samples.
-      pad_to_multiple_of: tokens; prompts are padded to a multiple of it, as in training, so that a run and its
-        evaluations share their compiled programs.
+      batch_size: prompts at a time on each data-parallel device. It does not change the samples.
+      pad_to_multiple_of: tokens; with the value used in training, a run and its evaluations share compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
-      max_prompt_length: see `text.encode_prompts`.
-      on_long_prompt: likewise.
-      chat_template_kwargs: likewise.
-      on_reward_error: "raise", or "none" to score a failure as missing.
-      reward_weights: of the functions in the metric `reward`, as in training; None for ones.
-      trainer_state: for reward functions that name it.
-      tools: as in `train`, for completions of several turns.
-      environment_factory: likewise.
-      max_tool_calling_iterations: as in `GRPOConfig`.
-      environment_timeout: likewise.
-      on_environment_error: likewise.
-      sampler: another engine in the place of `generate`, as in `train`: it is given `params`, and prompts of one batch
-        at a time. Not beside tools or environments.
-      interrupt: called between batches and every few tokens; what it raises ends the evaluation.
+      reward_weights: weights of the functions in the metric `reward`; None for ones.
+      tools: as in `train`.
+      environment_factory: as in `train`.
+      sampler: an engine instead of `generate`, as in `train`; it is given `params`, and prompts of one batch at a time.
 
     Returns:
       metrics: for each function its mean over the scored completions under its name (or as `rewards/<name>/mean`, if
         it has the name of a metric that follows); `reward`, the mean over completions of the weighted sum over the
         functions that scored them (`rewards.calls.total_rewards`); `mean_length` (tokens) and `clipped_ratio` (share of
-        completions that have not ended by themselves); and what the functions logged by `log_metric`.
+        completions that were truncated); and what the functions logged by `log_metric`. With several datasets, each
+        name begins with `<dataset>/`.
       rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
 
     Raises:
-      ValueError: `reward_weights` that are not one for each function; what can end no turn; tokens or positions that
-        the model does not have; as `text.load_rows`, `text.encode_prompts` and `rewards.compute_rewards`.
+      ValueError: settings, rows or reward functions that cannot be used, before anything is sampled.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
@@ -186,12 +119,19 @@ def evaluate(
       >>> metrics["right"], [row["completion"] for row in rows]
       (0.5, ['b', ''])
     """
-    settings = EvaluationSettings(
-        num_generations=num_generations,
+    if params is None:
+        policy.check_held()
+    config = GRPOConfig(
+        num_generations_eval=num_generations,
         max_completion_length=max_completion_length,
-        sampling=Sampling(temperature, top_k, top_p, min_p),
-        ends=TurnEnds.read(stop, stop_token_ids, max_turn_length),
-        batch_size=batch_size,
+        temperature_eval=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        max_turn_length=max_turn_length,
+        per_device_eval_batch_size=batch_size * num_generations,
         pad_to_multiple_of=pad_to_multiple_of,
         seed=seed,
         max_prompt_length=max_prompt_length,
@@ -207,66 +147,61 @@ def evaluate(
         policy,
         dataset,
         reward_fns,
-        settings,
-        params=params,
-        trainer_state=trainer_state,
+        config,
+        params=policy.params if params is None else params,
         tools=tools,
         environment_factory=environment_factory,
         sampler=sampler,
-        interrupt=interrupt,
     )
 
 
 def evaluate_rows(
     policy: Policy,
-    dataset: Dataset | EncodedPrompts,
+    dataset: Dataset,
     reward_fns: RewardFn | Sequence[RewardFn],
-    settings: EvaluationSettings,
+    config: GRPOConfig,
     *,
-    params: Params | None = None,
-    trainer_state: TrainerState | None = None,
-    tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Environments | None = None,
+    params: Params,
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: Environments | None,
     sampler: Sampler | None = None,
-    interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`evaluate`, with its settings as one value."""
-    rows, interaction = list[Row](), None
-    if params is None:
-        policy.check_held()
-    check_policy(policy, settings.ends, trained=False)
-    check_ends(settings.ends, policy, policy.params if params is None else params)
-    if isinstance(dataset, EncodedPrompts):
-        data = dataset
-    else:
-        rows = load_rows(dataset)
-        interaction = make_interaction(
-            policy.tokenizer,
-            policy.eos_token_ids,
-            rows,
-            tools=tools,
-            environment_factory=environment_factory,
-            chat_template_kwargs=settings.chat_template_kwargs,
-            most_calls=settings.max_tool_calling_iterations,
-            seconds=settings.environment_timeout,
-            on_error=settings.on_environment_error,
-            ends=settings.ends,
-        )
-        data = encode_rows(
+    """`evaluate` with the settings of a run's config."""
+    ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
+    check_policy(policy, ends, trained=False)
+    check_ends(ends, policy, params)
+    by_part = {name: load_rows(some) for name, some in several(dataset).items()}
+    rows = [row for some in by_part.values() for row in some]
+    interaction = make_interaction(
+        policy.tokenizer,
+        policy.eos_token_ids,
+        rows,
+        tools=tools,
+        environment_factory=environment_factory,
+        chat_template_kwargs=template_kwargs,
+        most_calls=config.max_tool_calling_iterations,
+        seconds=config.environment_timeout,
+        on_error=config.on_environment_error,
+        ends=ends,
+    )
+    encoded = {
+        name: encode_rows(
             interaction,
-            rows,
+            some,
             policy.tokenizer,
-            max_prompt_length=settings.max_prompt_length,
-            on_long_prompt=settings.on_long_prompt,
-            chat_template_kwargs=settings.chat_template_kwargs,
+            max_prompt_length=config.max_prompt_length,
+            on_long_prompt=config.on_long_prompt,
+            chat_template_kwargs=template_kwargs,
         )
+        for name, some in by_part.items()
+    }
+    data = join_prompts(encoded)
     fns = with_environments(as_list(reward_fns), interaction)
-    check_sampler(sampler, interaction, settings.ends)
+    check_sampler(sampler, interaction, ends)
     check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
-    check_tokens(policy, data, settings.max_completion_length)
-    template_kwargs = settings.chat_template_kwargs
-    warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=settings.ends, template_kwargs=template_kwargs)
-    weights = environment_weights(settings.reward_weights, fns)
+    check_tokens(policy, data, config.max_completion_length)
+    warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=ends, template_kwargs=template_kwargs)
+    weights = environment_weights(config.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
         names = ", ".join(reward_names(fns))
         raise ValueError(f"reward_weights has {len(weights)} weights for {names}: give one for each")
@@ -274,12 +209,10 @@ def evaluate_rows(
         policy,
         data,
         fns,
-        dataclasses.replace(settings, reward_weights=weights),
-        params=policy.params if params is None else params,
-        trainer_state=trainer_state,
+        dataclasses.replace(config, reward_weights=weights),
+        params=params,
         interaction=interaction,
         sampler=sampler,
-        interrupt=interrupt,
     )
 
 
@@ -287,75 +220,83 @@ def evaluate_encoded(
     policy: Policy,
     data: EncodedPrompts,
     reward_fns: Sequence[RewardFn],
-    settings: EvaluationSettings,
+    config: GRPOConfig,
     *,
     params: Params,
-    trainer_state: TrainerState | None,
+    interaction: Interaction | None,
+    sampler: Sampler | None = None,
+    trainer_state: TrainerState | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """`evaluate` of encoded rows and checked reward functions, which include the environments'.
+
+    `interrupt` is called between batches and every few tokens; what it raises ends the evaluation.
+    """
+    metrics, rows = dict[str, float](), list[dict[str, Any]]()
+    for name, part in data.by_part().items():
+        found, completions = _evaluate_part(
+            policy, part, reward_fns, config, params, interaction, sampler, trainer_state, interrupt
+        )
+        metrics |= {f"{name}/{metric}" if name else metric: value for metric, value in found.items()}
+        rows += completions
+    return metrics, rows
+
+
+def _evaluate_part(
+    policy: Policy,
+    data: EncodedPrompts,
+    reward_fns: Sequence[RewardFn],
+    config: GRPOConfig,
+    params: Params,
     interaction: Interaction | None,
     sampler: Sampler | None,
+    trainer_state: TrainerState | None,
     interrupt: Callable[[], None],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`evaluate`, of rows that are encoded and reward functions that are checked, those of environments among them."""
-    count, longest, padding = len(data.rows), max(map(len, data.token_ids)), settings.pad_to_multiple_of
+    """`evaluate_encoded` of one dataset."""
+    count, longest = len(data.rows), max(map(len, data.token_ids))
     request = Request(
-        num_generations=settings.num_generations,
-        max_completion_length=settings.max_completion_length,
-        sampling=settings.sampling,
+        num_generations=config.eval_generations,
+        max_completion_length=config.max_completion_length,
+        sampling=Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),
         eos_token_ids=policy.eos_token_ids,
         pad_token_id=policy.pad_token_id,
-        prompt_length=-(-longest // padding) * padding,
-        padding=padding,
+        prompt_length=-(-longest // config.padding) * config.padding,
+        padding=config.padding,
         interaction=interaction,
         sampler=sampler,
         policy=policy,
-        ends=settings.ends,
+        ends=TurnEnds.of(config),
     )
-    key, names = jax.random.fold_in(jax.random.key(settings.seed), EVALUATION), reward_names(reward_fns)
-    scored, lengths, ended, found = [], [], [], list[dict[str, Any]]()
-    batch_size = settings.batch_size * shard_count(mesh_of(params))
-    batch_size = -(-count // -(-count // batch_size))  # as many rollouts of equal sizes: the last one is fuller
+    key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
+    scored, lengths, ended, rows = list[Rewarded](), [], [], list[dict[str, Any]]()
+    most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
+    batch_size = -(-count // -(-count // most))  # batches of equal size; the last one may be filled up by less
     for start in range(0, count, batch_size):
-        # The last batch is filled up with its last prompt, so that its shape is not compiled for it alone.
+        # The last batch repeats its last prompt, so that it has the shape of the others and needs no compilation.
         at = [min(i, count - 1) for i in range(start, start + batch_size)]
         sampled = sample(policy.model, params, data, at, key, request, prompt_indices=np.array(at), interrupt=interrupt)
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        own = score_own(
-            policy.tokenizer, reward_fns, sampled, on_error=settings.on_reward_error, extras=Extras(trainer_state)
-        )
+        extras = Extras(trainer_state)
+        own = score_own(policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, extras=extras)
         scored.append(of_all_processes(own, reward_fns))
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
-        found += completion_rows(scored[-1], names, sampled)
-    metrics = _means(
-        names,
-        settings.reward_weights,
-        scored,
-        mean_length=float(np.concatenate(lengths).mean()),
-        clipped_ratio=float(1 - np.concatenate(ended).mean()),
-    )
-    return metrics, found
-
-
-def _means(
-    names: Sequence[str],
-    weights: Sequence[float] | None,
-    scored: Sequence[Rewarded],
-    *,
-    mean_length: float,
-    clipped_ratio: float,
-) -> dict[str, float]:
-    """The metrics of an evaluation: means of logged numbers, of each function's scores and of their weighted sums."""
+        rows += completion_rows(scored[-1], names, sampled)
+    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
+    metrics = {
+        "reward": mean_of_scored(total_rewards(scores, config.reward_weights)),
+        "mean_length": float(np.concatenate(lengths).mean()),
+        "clipped_ratio": float(1 - np.concatenate(ended).mean()),
+    }
+    keys = [f"rewards/{name}/mean" if name in metrics else name for name in names]
+    metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | metrics
     logged: dict[str, list[float]] = {}
     for name, values in (item for some in scored for item in some.logged.items()):
         logged.setdefault(name, []).extend(values)
-    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
-    reward = mean_of_scored(total_rewards(scores, weights))
-    own = {"reward": reward, "mean_length": mean_length, "clipped_ratio": clipped_ratio}
-    keys = [f"rewards/{name}/mean" if name in own else name for name in names]
-    metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | own
     check_metrics(logged, metrics)
-    return means_of(logged) | metrics
+    return means_of(logged) | metrics, rows
 
 
 def pass_at_k(right: npt.ArrayLike, k: int) -> float:

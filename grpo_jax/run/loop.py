@@ -22,7 +22,7 @@ from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.checkpoint import RESUME, Checkpoints
 from grpo_jax.run.collect import collect, request_of
-from grpo_jax.run.evaluate import EvaluationSettings, evaluate_encoded
+from grpo_jax.run.evaluate import evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
@@ -343,25 +343,18 @@ def evaluate_if_due(loop: _Loop, state: TrainState) -> None:
 
 
 def _evaluate(loop: _Loop, run: Run | SFTRun, state: TrainState) -> dict[str, float]:
-    """The metrics of an evaluation: of examples their loss, else the rewards of completions (`EvaluationSettings`).
-
-    Of several datasets, the name of each metric begins with the name of its dataset.
-    """
+    """The metrics of an evaluation: of examples their loss, else the rewards of completions."""
     if isinstance(run, SFTRun):
         return evaluate_examples(run, state.params, interrupt=loop.signals.interrupt)
     assert run.eval_data is not None, "asked by the caller"
-    found: dict[str, float] = {}
-    for part, data in run.eval_data.by_part().items():
-        metrics, _ = evaluate_encoded(
-            run.policy,
-            data,
-            run.reward_fns,
-            EvaluationSettings.of(run.config),
-            params=state.params,
-            trainer_state=run.trainer_state(loop.progress.step, loop.progress.cursor),
-            interaction=run.interaction,
-            sampler=None,
-            interrupt=loop.signals.interrupt,
-        )
-        found |= {f"{part}/{name}" if part else name: value for name, value in metrics.items()}
-    return found
+    metrics, _ = evaluate_encoded(
+        run.policy,
+        run.eval_data,
+        run.reward_fns,
+        run.config,
+        params=state.params,
+        interaction=run.interaction,
+        trainer_state=run.trainer_state(loop.progress.step, loop.progress.cursor),
+        interrupt=loop.signals.interrupt,
+    )
+    return metrics

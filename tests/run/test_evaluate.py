@@ -109,7 +109,7 @@ def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatc
     for multiple in (32, 5):
         evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
     assert lengths == [32, 5]
-    with pytest.raises(ValueError, match=r"pad_to_multiple_of must be at least 1 \(no padding\); got 0"):
+    with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
         evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
 
 
