@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.checks import device_problems, mesh_problems
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.hub.abstract import Loading, ModelName, read_model
 from grpo_jax.hub.families import read_config
@@ -248,8 +247,7 @@ def _last_error(stderr: str) -> str:
 def _check(raw: Json, config: Config, loading: Loading) -> None:
     """Raise a `ValueError` for a model or settings that `train` would refuse on the devices of the mesh."""
     devices = math.prod((config.mesh or {}).values())
-    problems = mesh_problems(config, devices) if isinstance(config, SFTConfig) else device_problems(config, devices)
-    raise_all("this plan", list(problems))
+    raise_all("this plan", list(config.device_problems(devices)))
     loading.check(raw)
 
 

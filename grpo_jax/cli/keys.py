@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
-from grpo_jax.config import config
+from grpo_jax.config import config, settings
 from grpo_jax.config.config import GRPOConfig
 
 OWN = {
@@ -73,21 +73,21 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 def _read_source() -> tuple[dict[str, str], dict[str, str]]:
     """Return the group and the documentation of each field, from the source: comments and attribute docstrings."""
-    source = Path(config.__file__).read_text(encoding="utf-8")
-    titles = [re.match(r"    # ([A-Z][^(]*?)(?: \(.*\))?\.$", line) for line in source.splitlines()]
-    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     groups, docs = {}, {}
-    for node, doc in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            groups[name] = next(title[1] for title in reversed(titles[: node.lineno]) if title)
+    for module in (config, settings):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        titles = [re.match(r"    # ([A-Z][^(]*?)(?: \(.*\))?\.$", line) for line in source.splitlines()]
+        for node, doc in itertools.pairwise(ast.walk(ast.parse(source))):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in FIELDS):
+                continue
             if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                docs[name] = inspect.cleandoc(str(doc.value.value))
+                groups[node.target.id] = next(title[1] for title in reversed(titles[: node.lineno]) if title)
+                docs[node.target.id] = inspect.cleandoc(str(doc.value.value))
     return groups, docs
 
 
 _GROUPS, _DOCS = _read_source()
-GROUPS = dict.fromkeys(OWN, "The run") | {name: _GROUPS[name] for name in FIELDS}
+GROUPS = dict.fromkeys(OWN, "The run") | _GROUPS
 """Every key → the title of its group, in their order."""
 
 

@@ -1,8 +1,7 @@
-"""Settings held against each other, and against the data, the devices and the model of a run."""
+"""Checks of settings against the data, the devices and the model of a run."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from grpo_jax.config.config import GRPOConfig
@@ -22,12 +21,16 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return an error line for each setting that does not fit the run; the settings are valid by themselves.
+    """Return an error line for each setting that does not fit the run.
 
-    None is not known; of `num_eval_rows`, no dataset to evaluate on. `num_rows` counts rows left after long prompts
-    were dropped, and `num_experts` those of each sparse layer.
+    Args:
+      num_rows: rows without the dropped long prompts.
+      num_eval_rows: None if the run has no evaluation dataset.
+      longest_prompt: tokens; None: unknown, and `max_prompt_length` stands for it.
+      context_length: positions of the model; None: unknown.
+      num_experts: experts of each sparse layer, 0 for a dense model; None: unknown.
     """
-    problems = list(device_problems(config, num_devices))
+    problems = list(config.device_problems(num_devices))
     if num_rows < 1:
         problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
@@ -47,35 +50,23 @@ def run_problems(
 
 
 def position_problems(longest_prompt: int, max_completion_length: int, context_length: int) -> Iterator[str]:
-    """Yield the error line of prompts and completions that are longer than what the model has positions for."""
-    room = context_length - longest_prompt
-    if max_completion_length > room:
+    """Yield the error line of prompts and completions that need more positions than the model has."""
+    left = context_length - longest_prompt
+    if max_completion_length > left:
         mend = (
-            f"use {room} or less, or shorter prompts"
-            if room > 0
-            else "no value helps, the prompts fill them: shorten the prompts, drop long ones (max_prompt_length with"
+            f"use {left} or less, or shorter prompts"
+            if left > 0
+            else "the prompts alone fill them: shorten the prompts, drop long ones (max_prompt_length with"
             ' on_long_prompt="drop"), or use another model'
         )
         yield (
             f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens this"
-            f" passes the {context_length} positions of the model; {mend}"
+            f" exceeds the {context_length} positions of the model; {mend}"
         )
-
-
-def device_problems(config: GRPOConfig, num_devices: int) -> Iterator[str]:
-    """Yield the error lines of batches and of a mesh that do not fit the devices."""
-    shards, group = config.data_shards(num_devices), config.num_generations
-    yield from config.split_problems(shards)
-    if shards > 1 and config.rollout_batch_size is not None and config.rollout_batch_size < shards * group:
-        yield (
-            f"{shown(config, 'rollout_batch_size')}: does not hold a group of num_generations = {group} on each of"
-            f" the {shards} devices that prompts are cut over; use {shards * group} or more, or None for all at once"
-        )
-    yield from mesh_problems(config, num_devices)
 
 
 def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
-    """Yield the error lines of an evaluation dataset that is empty, does not fit or is missing."""
+    """Yield the error lines of an evaluation dataset that is missing, empty or does not fit the batch size."""
     if num_rows is None:
         yield from missing_evaluation(config, "train")
         return
@@ -99,7 +90,7 @@ def sft_problems(
     num_experts: int | None,
 ) -> list[str]:
     """Return an error line for each setting that does not fit the SFT run; arguments as in `run_problems`."""
-    problems = list(mesh_problems(config, num_devices))
+    problems = list(config.device_problems(num_devices))
     if not has_eval_data:
         problems += missing_evaluation(config, "sft")
     if context_length is not None and longest > context_length:
@@ -111,18 +102,8 @@ def sft_problems(
     return problems
 
 
-def mesh_problems(config: Settings, num_devices: int) -> Iterator[str]:
-    """Yield the error line of a mesh that does not fit the devices."""
-    if config.mesh is not None and math.prod(config.mesh.values()) != num_devices:
-        product = " × ".join(str(size) for size in config.mesh.values())
-        yield (
-            f"{shown(config, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
-            " that, or leave mesh at None for one device"
-        )
-
-
 def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
-    """Yield the error line of a setting that asks for an evaluation where `function` was given nothing for one."""
+    """Yield the error line of a setting that needs an evaluation dataset, which `function` was not given."""
     missing = f"there is nothing to evaluate on; pass eval_dataset to {function}"
     if config.eval_steps is not None:
         yield f"{shown(config, 'eval_steps')}: {missing}"
@@ -131,9 +112,9 @@ def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
 
 
 def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:
-    """Yield the error line of a router's loss where there is no router."""
+    """Yield the error line of a router loss for a dense model."""
     if config.router_aux_loss_coef and num_experts == 0:
         yield (
-            f"{shown(config, 'router_aux_loss_coef')}: the model is no mixture of experts, so there is no router to"
+            f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts and has no router to"
             " balance; leave it at None"
         )

@@ -1,11 +1,23 @@
-"""`Settings`: a frozen dataclass that checks all of its fields at once; `Batches`: the batch sizes of `GRPOConfig`."""
+"""`Settings`: the fields that `GRPOConfig` and `SFTConfig` share, and how all fields are read and checked at once."""
 
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from grpo_jax.config.fields import nearest_sizes, read, unknown_field
+from grpo_jax.config.fields import (
+    Count,
+    In,
+    NotNegative,
+    Positive,
+    read,
+    read_dtype,
+    read_keywords,
+    read_mesh,
+    read_trackers,
+    setting,
+    unknown_field,
+)
 from grpo_jax.messages import names_from_elsewhere, raise_all, show
 
 if TYPE_CHECKING:  # which imports jax
@@ -15,23 +27,19 @@ if TYPE_CHECKING:  # which imports jax
 class Sizes(NamedTuple):
     """The sizes of an iteration, its updates and their micro-batches, over all devices.
 
-    ```
-    iteration:  prompts × G = completions          sampled together from one snapshot of the policy
-      pass:     num_iterations (μ) times over the same completions
-        update: minibatches in a pass; prompts_per_update prompts each; one optimizer step each
-          micro-batch: micro_batches in an update; [micro_prompts, micro_completions] completions each
-    ```
+    An iteration samples `prompts` × G completions and passes over them `num_iterations` (μ) times. A pass is cut into
+    minibatches, each of which is one optimizer step and is cut into micro-batches.
 
     Attributes:
-      prompts: B, prompts of an iteration, over all devices.
-      completions: B × G, completions of an iteration, over all devices (TRL's `generation_batch_size`).
-      minibatches: that one pass over the completions is cut into, along B.
+      prompts: B, prompts of an iteration.
+      completions: B × G, completions of an iteration (TRL's `generation_batch_size`).
+      minibatches: minibatches of one pass.
       updates: optimizer steps of an iteration, `num_iterations` × `minibatches`.
-      prompts_per_update: prompts in one minibatch, over all devices.
-      micro_batches: micro-batches of one minibatch (`gradient_accumulation_steps`).
-      micro_prompts: prompts in one micro-batch, over all devices.
-      micro_completions: completions of each of them in one micro-batch: G, or a divisor of G when a micro-batch is
-        smaller than a group.
+      prompts_per_update: prompts of a minibatch.
+      micro_batches: micro-batches of a minibatch (`gradient_accumulation_steps`).
+      micro_prompts: prompts of a micro-batch.
+      micro_completions: completions of each of its prompts: G, or a divisor of G if a micro-batch is smaller than a
+        group.
     """
 
     prompts: int
@@ -56,39 +64,116 @@ OTHER_NAMES = {
     "group_size": "use num_generations",
     "batch_size": "use per_device_train_batch_size (completions)",
 }
-"""Names that people bring from elsewhere, and what to do."""
+"""Name of another library's setting → what to use here."""
 
 
 def hints() -> dict[str, str]:
-    """Name that no field has → what to do in its place: `OTHER_NAMES`, and what was handed in to `messages`."""
+    """Return the advice for names that are not fields: `OTHER_NAMES`, and the tables registered in `messages`."""
     return OTHER_NAMES | {name: advice for table in names_from_elsewhere for name, advice in table().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of a frozen dataclass of settings, whose values are read and checked before anybody sees an object of it.
+    """Base class of the configs: their common fields. Values are read and checked before the constructor returns.
 
-    The annotation of a field is its rule (`config.fields`); fields that a subclass of a settings class adds are kept as
-    they come.
+    The annotation of a field is its rule, see `config.fields`.
     """
 
-    if TYPE_CHECKING:  # fields that each of these classes has, and that the methods below read
-        mesh: dict[str, int] | None
-        max_steps: int
-        num_train_epochs: float
-        warmup_steps: float
-        pad_to_multiple_of: int | Literal["auto"] | None
-        logging_steps: int
-        logging_first_step: bool
-        eval_steps: int | None
-        metric_for_best_model: str | None
-        greater_is_better: bool | None
-        router_aux_loss_coef: float | None
+    # Text.
+    chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
+    """Further keywords of the tokenizer's `apply_chat_template` (TRL's SFT: a column of that name)."""
+    pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
+    """Pad prompts (SFT: examples) to a multiple of this many tokens, so that few shapes are compiled; "auto": 32; None:
+    pad to the longest only. TRL's "auto" pads on Trainium only."""
 
-        def sizes(self, num_devices: int | None = None) -> Sizes: ...
+    # Batches (see `Sizes`).
+    per_device_train_batch_size: Count = setting(8, resume="rounding")
+    """Completions (not prompts) of one micro-batch on one device: whole groups, or a divisor of one. SFT: examples, or
+    blocks with `packing`."""
+    gradient_accumulation_steps: Count = setting(1, resume="rounding")
+    """Micro-batches of one optimizer step; how a batch is cut does not change the gradient."""
+    max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = setting(-1, resume="length")
+    """Optimizer steps of the run; -1: as many as `num_train_epochs` takes."""
+    num_train_epochs: Positive = setting(3.0, resume="length")
+    """Passes over the dataset if `max_steps` is -1; batches continue across the end of an epoch."""
+    seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
+    """Seed of every random key of the run: sampling and shuffling."""
+
+    # Optimizer, memory and devices.
+    learning_rate: NotNegative = 1e-6
+    """Peak of the schedule, for AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Shape of the schedule over the run: down to 0 ("linear", "cosine"), or flat."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps of linear warm-up from 0; below 1: a fraction of all steps."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay of AdamW, on all parameters but norms and biases, as in transformers."""
+    adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: NotNegative = 1.0
+    """Bound of the global gradient norm; 0: no clipping."""
+    router_aux_loss_coef: NotNegative | None = None
+    """Factor of the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
+    The loss is over the trained tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_dtype] = "auto"
+    """Dtype of matrix products; softmax, norms, logits and log-probs are always float32. "auto": bfloat16 on TPUs and
+    on GPUs of compute capability 8.0 or more, float32 elsewhere. Ours (TRL: `bf16`)."""
+    mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
+    """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
+
+    # Evaluation, logging, checkpoints.
+    eval_steps: Count | None = setting(None, resume="free")
+    """Optimizer steps between two evaluations; None: only before the first step and after the last."""
+    per_device_eval_batch_size: Count = setting(8, resume="free")
+    """Completions (SFT: examples) evaluated at a time on one device."""
+    logging_steps: Count = setting(10, resume="free")
+    """Optimizer steps between two lines of metrics, which are means over them; unlike TRL's, not a fraction."""
+    logging_first_step: bool = setting(True, resume="free")
+    """Write a line after the first optimizer step too, so that curves start at step 1 (TRL: False)."""
+    save_steps: Count | None = setting(500, resume="free")
+    """Optimizer steps between two checkpoints; None: only at the end. One is always written at the end."""
+    save_minutes: Positive | None = setting(5.0, resume="free")
+    """Also write a checkpoint at the end of an optimizer step if the last is this many minutes old, or 20 times the
+    time it took to write, if that is longer; None: off. Of several processes the clock of process 0 decides. Ours."""
+    save_total_limit: Count | None = setting(None, resume="free")
+    """Number of checkpoints of `save_steps` to keep: the newest, and the best; None: all. A checkpoint of a stop signal
+    or of `save_minutes` is deleted when the next is written."""
+    max_skipped_updates: Count | None = setting(10, resume="free")
+    """Stop the run after this many consecutive updates that were skipped for a loss or gradient that is not finite;
+    None: never. Ours."""
+    metric_for_best_model: str | None = setting(None, resume="free")
+    """Metric that compares checkpoints, as in `metrics.jsonl`: "reward", "eval/reward", SFT: "eval/loss". The best is
+    kept in addition to `save_total_limit`. Its last logged value counts; of an evaluation that of the same step."""
+    greater_is_better: bool | None = setting(None, resume="free")
+    """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
+    load_best_model_at_end: bool = setting(False, resume="free")
+    """Return the state of the checkpoint with the best `metric_for_best_model` instead of the last."""
+
+    # Trackers and the hub.
+    report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
+    """Trackers that the run opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
+    installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
+    run_name: str | None = setting(None, resume="free")
+    """Name of the run in the trackers; None: they choose one."""
+    project: str = setting("huggingface", resume="free")
+    """Project in trackio, and in Weights & Biases if the variable WANDB_PROJECT is not set."""
+    push_to_hub: bool = setting(False, resume="free")
+    """Push the policy to the hub in the background at every checkpoint of `save_steps`, and at the end."""
+    hub_model_id: str | None = setting(None, resume="free")
+    """Repository, "name" or "owner/name"; None: the name of the run directory."""
+    hub_private_repo: bool | None = setting(None, resume="free")
+    """Whether a new repository is private; None: the default of its owner, usually public."""
+    hub_strategy: Literal["end", "every_save"] = setting("every_save", resume="free")
+    """When to push the policy. Checkpoints are not pushed (TRL's "checkpoint" and "all_checkpoints")."""
+    hub_revision: str | None = setting(None, resume="free")
+    """Branch to push to; None: the main one."""
 
     def __new__(cls, *args: object, **values: object) -> Self:
-        """Refuse names that are no fields, together with all else that is wrong."""
+        """Refuse names that are not fields, together with all other errors."""
         if args:
             raise ValueError(
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
@@ -105,54 +190,65 @@ class Settings:
         self.validate()
 
     def validate(self) -> None:
-        """Raise one `ValueError` that lists every error; runs at construction, so on settings that exist it passes."""
+        """Raise one `ValueError` that lists every error. The constructor calls it."""
         raise_all(type(self).__name__, self._read())
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        """Yield an error line for each contradiction between fields, none of which is in `wrong`: bad by themselves."""
-        yield from ()
+        """Yield an error line for each contradiction between fields; those in `wrong` have errors of their own."""
+        raise NotImplementedError
 
     def _read(self) -> list[str]:
-        """Put the plain Python type of each value in its place, and return the error lines."""
-        # What a subclass adds to the first class with fields is not read.
-        first = next(kind for kind in reversed(type(self).__mro__) if getattr(kind, "__dataclass_fields__", None))
+        """Replace each value by its plain Python type, and return the error lines."""
         problems, wrong = [], set()
-        for field in dataclasses.fields(first):
-            came = getattr(self, field.name)
-            value, fault = read(field.type, came)
+        for field in dataclasses.fields(self):
+            stated = getattr(self, field.name)
+            value, fault = read(field.type, stated)
             object.__setattr__(self, field.name, value)
             if fault:
                 wrong.add(field.name)
-                problems.append(f"{field.name} = {show(came)}: {fault}")
+                problems.append(f"{field.name} = {show(stated)}: {fault}")
         return [*problems, *self.contradictions(wrong)]
 
     @classmethod
     def from_dict(cls, values: "Json") -> Self:
-        """Build a config from field names and values, such as `to_dict` returns or a JSON file holds."""
+        """Build a config from field names and values, as `to_dict` returns them or a JSON file holds them."""
         if not isinstance(values, Mapping):
             raise ValueError(f"{cls.__name__}.from_dict takes a dict of fields, not {show(values)}")
         return cls(**{str(name): value for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values that `json.dumps` takes and `from_dict` turns back into an equal config."""
+        """Return all fields as values that `json.dumps` accepts and `from_dict` converts back to an equal config."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
+    def sizes(self, num_devices: int | None = None) -> Sizes:
+        """Return the batch sizes; `num_devices` as in `data_shards`."""
+        raise NotImplementedError
+
     def data_shards(self, num_devices: int | None = None) -> int:
-        """Return over how many devices prompts or examples are split: all but for those along the mesh's "tensor" axis.
+        """Return the number of devices that prompts or examples are split over: all except along the "tensor" axis.
 
         Args:
-          num_devices: devices of the run; None: those of `mesh`, 1 without one.
+          num_devices: devices of the run; None: those of `mesh`, or 1.
         """
         mesh = self.mesh or {}
         devices = math.prod(mesh.values()) if num_devices is None else num_devices
         return max(devices // mesh.get("tensor", 1), 1)
 
-    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps of the run: `max_steps`, or what `num_train_epochs` over `num_rows` rows takes.
+    def device_problems(self, num_devices: int) -> Iterator[str]:
+        """Yield the error lines of settings that do not fit the number of devices."""
+        if self.mesh is not None and math.prod(self.mesh.values()) != num_devices:
+            product = " × ".join(str(size) for size in self.mesh.values())
+            yield (
+                f"{shown(self, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
+                " that, or leave mesh at None for one device"
+            )
 
-        Of an SFT run rows are examples, or blocks of them. Batches run on over the end of an epoch, so that no row is
-        left out: ceil(epochs × rows / B) iterations.
+    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
+        """Return the optimizer steps of the run: `max_steps`, or the steps of `num_train_epochs` over `num_rows` rows.
+
+        Rows of an SFT run are examples, or blocks with `packing`. No row is left out: there are
+        ceil(epochs × rows / B) iterations.
 
         Example:
           >>> from grpo_jax import GRPOConfig
@@ -165,7 +261,7 @@ class Settings:
         return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
 
     def total_warmup_steps(self, total_steps: int) -> int:
-        """Return the warm-up in optimizer steps: `warmup_steps`, or that share of `total_steps` (rounded up)."""
+        """Return the warm-up in optimizer steps: `warmup_steps`, or that fraction of `total_steps` (rounded up)."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
 
     @property
@@ -176,7 +272,7 @@ class Settings:
         return 32 if self.pad_to_multiple_of == "auto" else 1
 
     def logs_at(self, step: int) -> bool:
-        """Return whether there is a line of metrics after this optimizer step; there is one after the last too."""
+        """Return whether metrics are logged after this optimizer step; they always are after the last."""
         return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
 
     @property
@@ -193,106 +289,4 @@ def shown(config: Settings, name: str) -> str:
 
 
 MAX_REFILLS = 4
-"""Further rollouts that `dynamic_sampling` adds to one iteration at most."""
-
-
-class Batches(Settings):
-    """The part of `GRPOConfig` that is about batches; the fields are that class's."""
-
-    if TYPE_CHECKING:
-        num_generations: int
-        per_device_train_batch_size: int
-        gradient_accumulation_steps: int
-        steps_per_generation: int | None
-        generation_batch_size: int | None
-        num_iterations: int
-        rollout_ahead: bool
-        dynamic_sampling: bool
-
-    def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes that the fields come to.
-
-        Args:
-          num_devices: devices of the run; None: those of `mesh`, 1 without one.
-
-        Raises:
-          ValueError: if `generation_batch_size` does not split evenly over that many devices.
-
-        Example:
-          >>> from grpo_jax import GRPOConfig
-          >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
-          (8, 64, 1, 3)
-        """
-        shards, group = self.data_shards(num_devices), self.num_generations
-        raise_all("GRPOConfig", list(self.split_problems(shards)))
-        micro = self.per_device_train_batch_size * shards
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        if self.generation_batch_size is not None:
-            steps = self.generation_batch_size // micro
-        minibatches = steps // self.gradient_accumulation_steps
-        micro_completions = min(group, self.per_device_train_batch_size)
-        return Sizes(
-            prompts=micro * steps // group,
-            completions=micro * steps,
-            minibatches=minibatches,
-            updates=self.num_iterations * minibatches,
-            prompts_per_update=micro * self.gradient_accumulation_steps // group,
-            micro_batches=self.gradient_accumulation_steps,
-            micro_prompts=micro // micro_completions,
-            micro_completions=micro_completions,
-        )
-
-    def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the prompts that a run of `max_steps` samples at most, with refills; None without `max_steps`."""
-        if self.max_steps <= 0:
-            return None
-        sizes = self.sizes(num_devices)
-        iterations = math.ceil(self.max_steps / sizes.updates)
-        return iterations * sizes.prompts * (1 + MAX_REFILLS if self.dynamic_sampling else 1)
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether every update begins with the very policy that sampled its completions: the ratio is 1 then."""
-        return self.sizes().updates == 1 and not self.rollout_ahead
-
-    def batch_problems(self, wrong: Container[str]) -> Iterator[str]:
-        """Yield the error lines of batch sizes that don't divide, whatever the number of devices."""
-        sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
-        if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
-            return
-        group, micro, accumulated = (getattr(self, name) for name in sizes)
-
-        def whole_groups(size: int) -> bool:
-            return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
-
-        if not whole_groups(micro):
-            yield (
-                f"{shown(self, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
-                f" it makes {micro * accumulated} completions per device and update, which cannot be cut into whole"
-                f" groups of num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
-            )
-        steps = self.steps_per_generation
-        if steps is not None and steps % accumulated:
-            yield (
-                f"{shown(self, 'steps_per_generation')}: is not a multiple of gradient_accumulation_steps ="
-                f" {accumulated}; {nearest_sizes(steps, lambda size: size % accumulated == 0)}"
-            )
-        if steps is not None and self.generation_batch_size is not None:
-            yield (
-                f"{shown(self, 'generation_batch_size')}: steps_per_generation = {steps} says the same in another way;"
-                " set one of the two"
-            )
-        elif whole_groups(micro):
-            yield from self.split_problems(shards=1)
-
-    def split_problems(self, shards: int) -> Iterator[str]:
-        """Yield the error line of a generation batch that does not split into the minibatches of so many shards."""
-        micro, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        update, batch = micro * accumulated * shards, self.generation_batch_size
-        if batch is not None and batch % update:
-            devices = f" × {shards} devices" if shards > 1 else ""
-            product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
-            yield (
-                f"{shown(self, 'generation_batch_size')}: does not split into minibatches of {update}"
-                f" completions ({product}); {nearest_sizes(batch, lambda size: size % update == 0)}"
-            )
+"""Largest number of further rollouts that `dynamic_sampling` adds to one iteration."""

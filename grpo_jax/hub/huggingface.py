@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from grpo_jax.config.readers import NO_FLOAT16
+from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,

@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from grpo_jax.config import readers
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import read_stop, read_token_ids
 from grpo_jax.maths.stops import Stops, make_stops
 from grpo_jax.messages import show
 from grpo_jax.text.pieces import special_tokens, token_bytes
@@ -60,7 +60,7 @@ class TurnEnds(NamedTuple):
         """Return them as they are asked for by arguments; raise a `ValueError` for what is none."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
-        (strings, fault), (ids, fault_of_ids) = readers.stop(stop), readers.token_ids(stop_token_ids)
+        (strings, fault), (ids, fault_of_ids) = read_stop(stop), read_token_ids(stop_token_ids)
         for name, value, wrong in (("stop", stop, fault), ("stop_token_ids", stop_token_ids, fault_of_ids)):
             if wrong:
                 raise ValueError(f"{name} = {show(value)}: {wrong}")

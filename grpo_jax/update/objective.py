@@ -38,8 +38,6 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
 
 def sampling_of(config: Config) -> Sampling:
     """The distribution that the sampler draws from and the scorer scores by; without a sampler the model's own."""
-    if isinstance(config, SFTConfig):
-        return Sampling()
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 

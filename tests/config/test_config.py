@@ -123,7 +123,7 @@ def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_th
 def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
     lines = errors_of(dict(num_generations=1, beta="x", loss_typ="grpo", sync_ref_model=True, epsilon=0, seed=1.5))
     names = [line.split(" = ")[0].split(":")[0] for line in lines]
-    assert names == ["loss_typ", "num_generations", "seed", "epsilon", "beta"]
+    assert names == ["loss_typ", "seed", "num_generations", "epsilon", "beta"]
     assert len(errors_of(dict(beta=-1, sync_ref_model=True))) == 1
     assert len(errors_of(dict(num_generations="3", per_device_train_batch_size=7))) == 1
     assert len(errors_of(dict(per_device_train_batch_size=12, generation_batch_size=20))) == 1
@@ -139,17 +139,6 @@ def test_how_a_config_is_made_and_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GRPOConfig().beta = 0.1
     assert [*inspect.signature(GRPOConfig).parameters] == [field.name for field in dataclasses.fields(GRPOConfig)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wider(GRPOConfig):
-    note: str
-
-
-def test_a_subclass_is_read_and_checked_too():
-    assert Wider.from_dict(Wider(note="mine", scale_rewards=True).to_dict()).scale_rewards == "group"
-    with pytest.raises(ValueError, match=r"Wider has 2 errors:\n  notes: .*did you mean note\?\n  beta = -1: "):
-        Wider(notes="mine", beta=-1)
 
 
 GOOD = [
@@ -304,7 +293,7 @@ BAD_RUNS = [
     ({}, dict(num_reward_fns=0), "reward_fns: there is no reward function; give at least one"),
     ({}, dict(num_eval_rows=0), "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"),
     (dict(metric_for_best_model="eval/a", save_steps=None), {}, "metric_for_best_model = 'eval/a': there is nothing"),
-    (dict(router_aux_loss_coef=0.01), dict(num_experts=0), "router_aux_loss_coef = 0.01: the model is no mixture of"),
+    (dict(router_aux_loss_coef=0.01), dict(num_experts=0), "router_aux_loss_coef = 0.01: the model is not a mixture"),
     (dict(mesh={"data": 2, "tensor": 2}), dict(num_devices=8), "mesh = {'data': 2, 'tensor': 2}: 2 × 2 devices, and"),
 ]  # fmt: skip
 

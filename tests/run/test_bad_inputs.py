@@ -117,7 +117,7 @@ BAD = [
     (dict(policy=other_vocabulary), "and the model has a vocabulary of 40: the two do not belong together."),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict (GRPOConfig.from_dict takes a dict)."),
     (dict(max_completion_length=400),
-        "max_completion_length = 400: with prompts of up to 3 tokens this passes the 256"),
+        "max_completion_length = 400: with prompts of up to 3 tokens this exceeds the 256"),
     (dict(mesh={"data": 2, "tensor": 3}),
         "tensor = 3 does not divide the model's 4 heads and 32 MLP channels; 1, 2, 4 do"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16; 1, 2, 4, 8 do"),
@@ -128,7 +128,7 @@ BAD = [
         "needs the argument 'answer', which is no column of eval_dataset (columns: no"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
         "per_device_eval_batch_size = 8: does not hold whole groups of 3"),
-    (dict(dataset=[{"prompt": "ab" * 150}]), "no value helps, the prompts fill them"),
+    (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts alone fill them"),
 ]  # fmt: skip
 
 FILES = [
