@@ -25,9 +25,9 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.run import distributed
 from grpo_jax.run.kept_programs import keep_programs
+from grpo_jax.watch.monitor import Callback, StopRun
 from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
 from grpo_jax.watch.summary import held_out
-from grpo_jax.watch.trackers import Callback, StopRun
 from grpo_jax.watch.writer import read_lines
 
 __all__ = [

@@ -62,7 +62,7 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.run.evaluate import pass_at_k
-from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.monitor import Callback
 
 GROUP = 8
 """Completions of each prompt in training."""

@@ -47,8 +47,8 @@ from grpo_jax import (
 )
 from grpo_jax.hub import place_policy
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.summary import short_number
-from grpo_jax.watch.trackers import StopRun
 
 MODEL = "Qwen/Qwen3-0.6B"
 QWEN3: dict[str, Any] = {

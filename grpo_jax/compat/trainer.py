@@ -26,7 +26,7 @@ from grpo_jax.run.train import train
 from grpo_jax.text.sources import Dataset, several
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
 _OURS = {field.name for field in dataclasses.fields(_config.GRPOConfig)}

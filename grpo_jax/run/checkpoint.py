@@ -40,7 +40,7 @@ from grpo_jax.run.schedule import Retention, best_of, is_scheduled
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.progress import Progress
+from grpo_jax.watch.monitor import Progress
 
 _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 

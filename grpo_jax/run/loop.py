@@ -11,9 +11,11 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import committed, fetch, gather_objects
 from grpo_jax.policy import Policy
@@ -26,7 +28,6 @@ from grpo_jax.run.evaluate import evaluate_encoded
 from grpo_jax.run.examples import evaluate_examples, next_examples
 from grpo_jax.run.kept_programs import keep_programs, where_kept
 from grpo_jax.run.prepare import about
-from grpo_jax.run.publish import Publisher
 from grpo_jax.run.run import Run, SFTRun
 from grpo_jax.run.run_dir import check_shared, keep_policy, locked
 from grpo_jax.run.sample import Ahead
@@ -34,9 +35,11 @@ from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState, begin_iteration
-from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.progress import Progress
-from grpo_jax.watch.trackers import Callback, check_trackers
+from grpo_jax.watch.hints import Hints
+from grpo_jax.watch.monitor import Callback, Monitor, Progress
+
+if TYPE_CHECKING:  # optional: imported with `push_to_hub`
+    from grpo_jax.run.publish import Publisher
 
 _begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 
@@ -49,7 +52,7 @@ class _Loop:
     monitor: Monitor
     signals: StopSignals
     checkpoints: Checkpoints
-    publisher: Publisher
+    publisher: Publisher | None
     progress: Progress = dataclasses.field(default_factory=Progress)
     batch: Batch | None = None  # of the present iteration; None between iterations
     ahead: Ahead | None = None  # sampled already for the next iteration
@@ -84,6 +87,7 @@ def run_loop(
     # All processes of a run write its checkpoints together; one of them holds the lock, logs and keeps what went wrong.
     alone, leads = jax.process_count() == 1, jax.process_index() == 0
     own_dir = run_dir if leads else None
+    hints = Hints(config) if isinstance(config, GRPOConfig) else None
     state = committed(new_state(run, donate=donate))  # as one from a checkpoint is: both run the same programs
     run.policy.empty()  # our own object, whose params may be a copy on a mesh; the caller's is emptied below
     with (
@@ -91,7 +95,7 @@ def run_loop(
         locked(own_dir),
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,
-        Monitor(own_dir, config, callbacks=callbacks if leads else (), quiet=not leads) as monitor,
+        Monitor(own_dir, config, callbacks=callbacks if leads else (), hints=hints, quiet=not leads) as monitor,
         contextlib.ExitStack() as threads,
     ):
         loop = _Loop(run, monitor, signals, checkpoints, publisher)
@@ -99,7 +103,8 @@ def run_loop(
             loop.engine = threads.enter_context(Beside(run))
         state = checkpoints.target(state)  # only its shapes, if a checkpoint will be read: there is room for one state
         state = begin_or_resume(loop, state, resume)
-        publisher.open()
+        if publisher is not None:
+            publisher.open()
         keep_policy(own_dir, run.policy)
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
@@ -129,8 +134,8 @@ def run_loop(
     return state
 
 
-def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -> Publisher:
-    """Refuse what cannot be done with the run directory, before the run begins; what pushes its policy to the hub."""
+def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -> Publisher | None:
+    """Refuse what cannot be done with the run directory, before the run begins; return what pushes to the hub."""
     config = run.config
     if resume not in RESUME:
         raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
@@ -138,8 +143,15 @@ def _check_run_dir(run: Run | SFTRun, run_dir: str | Path | None, resume: str) -
         raise ValueError('resume = "must": there is no run_dir to go on in; give one')
     if run_dir is None and config.load_best_model_at_end:
         raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
-    check_trackers(config, run_dir)
+    if config.report_to not in (None, "none"):
+        from grpo_jax.watch.trackers import check_trackers
+
+        check_trackers(config, run_dir)
     check_shared(run_dir)
+    if not config.push_to_hub:
+        return None
+    from grpo_jax.run.publish import Publisher
+
     return Publisher(config, run.policy, run_dir)
 
 
@@ -175,7 +187,8 @@ def end_run(loop: _Loop, state: TrainState) -> TrainState:
     loop.monitor.end(progress.step, loop.run.total_steps, best=best, hurry=loop.signals.hurry)
     if not hurried:
         state = loop.checkpoints.restore_best(state, progress)
-        loop.publisher.end(state.params, draw=loop.monitor.draw)
+        if loop.publisher is not None:
+            loop.publisher.end(state.params, draw=loop.monitor.draw)
     return state
 
 
@@ -294,7 +307,7 @@ def save_if_due(loop: _Loop, state: TrainState) -> None:
     step = loop.progress.step
     if loop.checkpoints.due(step):
         loop.save(state)
-        if loop.checkpoints.scheduled(step):
+        if loop.publisher is not None and loop.checkpoints.scheduled(step):
             loop.publisher.saved(step, state.params, last=loop.run.total_steps)
 
 

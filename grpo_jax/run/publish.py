@@ -169,8 +169,7 @@ def check_publishable(policy: Policy, what: str) -> None:
 
 
 class Publisher:
-    """Pushes the policy of a run to the hub, from the directory `hub` of the run directory; nothing without
-    `push_to_hub`.
+    """Pushes the policy of a run to the hub, from the directory `hub` of the run directory.
 
     A failed push in the background is a warning; one that is due while another is running is left out. Raises a
     `ValueError` without run_dir, or for a model that cannot be written.
@@ -180,8 +179,6 @@ class Publisher:
         self._config, self._policy = config, policy
         self._job: tuple[int, Future[CommitInfo]] | None = None
         self._repository: Repository | None = None
-        if not config.push_to_hub:
-            return
         if run_dir is None:
             raise ValueError("push_to_hub = True: the policy is written before it is pushed; give run_dir")
         check_publishable(policy, "push_to_hub = True: the policy")
@@ -191,7 +188,7 @@ class Publisher:
     def open(self) -> None:
         """Find the repository, or create it; an `OSError` says why neither works."""
         config = self._config
-        if not config.push_to_hub or jax.process_index() != 0:
+        if jax.process_index() != 0:
             return
         name = config.hub_model_id or self._run_dir.name
         argument = f"push_to_hub = True: hub_model_id = {name!r}"
@@ -199,7 +196,7 @@ class Publisher:
 
     def saved(self, step: int, params: Params, *, last: int) -> None:
         """Begin to push the policy of a checkpoint but the last, if `hub_strategy` says so and no push is under way."""
-        if not self._config.push_to_hub or self._config.hub_strategy == "end" or step == last:
+        if self._config.hub_strategy == "end" or step == last:
             return
         busy = self._job is not None and not self._job[1].done()
         if any(gather_objects(busy)):
@@ -212,8 +209,6 @@ class Publisher:
 
     def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
         """Push the final policy and its card, and wait for it; an `OSError` says where the files are and what to do."""
-        if not self._config.push_to_hub:
-            return
         if self._job is not None:
             self._job[1].exception()  # its files are read until then
             self._finish_job()

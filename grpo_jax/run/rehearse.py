@@ -33,7 +33,7 @@ from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.programs import kept_bytes, update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
-from grpo_jax.watch.progress import Phases
+from grpo_jax.watch.monitor import Phases
 from grpo_jax.watch.summary import describe_run, short_number
 
 SLOW_REWARD = 10.0

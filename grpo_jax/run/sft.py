@@ -29,7 +29,7 @@ from grpo_jax.types import Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import refuse_bucket
 
 

@@ -20,7 +20,7 @@ from grpo_jax.run.teacher import Scorer
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Environments, RewardFn
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.trackers import Callback
+from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import refuse_bucket
 
 

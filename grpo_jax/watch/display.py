@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ _SHOWN = (
 """Metrics that are shown: name, label, digits after the point (None: three significant ones). The loss only in SFT."""
 
 SILENCE = 30
-"""Seconds after which a log file gets a line for a step that is not logged."""
+"""Seconds without a line after which a log file gets one."""
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES: dict[int, int | str] = {
@@ -63,30 +64,40 @@ def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple
 class Display:
     """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
 
-    In a terminal it is a bar and in a notebook a line, redrawn after each optimizer step. In a log file or a pipe there
-    is one line per logging step, and one for any other step if the last line is `SILENCE` seconds old. It writes to
-    standard error (in a notebook to the cell) or to the given console, and leaves standard output to the program.
-    Leaving the `with` block restores the terminal, also after an error.
+    In a terminal it is a bar and in a notebook a line, redrawn after each optimizer step. In a log file or a pipe it is
+    one line per logged step. A thread adds a line with the `activity` of the run after `SILENCE` seconds without one,
+    so that a long rollout or compilation can be told from a hang. All is written to standard error (in a notebook to
+    the cell) or to the given console. Leaving the `with` block restores the terminal, also after an error.
     """
 
     def __init__(
-        self, *, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        quiet: bool = False,
+        activity: Callable[[], str] = lambda: "",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._console = None if quiet else (console or _default_console())
-        self._clock = clock
+        self._activity, self._clock = activity, clock
         self._began: float | None = None  # the end of the first iteration, which compiles and takes longer
-        self._total_steps = self._first = self._logged = 0
+        self._total_steps = self._step = self._first = self._logged = 0
         self._updates = 1
-        self._said = clock()
+        self._said = self._stepped = clock()
         self._lines: tuple[str, str] = "", ""
         self._live: Live | None = None
         self._bar: Progress | None = None
         self._cell: DisplayHandle | None = None
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -94,47 +105,68 @@ class Display:
     def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
         """Begin to show a run of `total_steps` optimizer steps, `updates` an iteration; `step` of them are done."""
         self._total_steps, self._updates, self._began = total_steps, updates, None
-        self._first = self._logged = step
-        if self._console is not None and self._console.is_jupyter:
+        self._step = self._first = self._logged = step
+        self._stepped = self._clock()
+        if self._console is None:
+            return
+        if self._console.is_jupyter:
             from IPython.display import DisplayHandle
 
             self._cell = DisplayHandle()
             self._cell.display({"text/plain": f"step {step}/{total_steps}"}, raw=True)
-        elif self._console is not None and self._console.is_terminal:
+        elif self._console.is_terminal:
             from rich.live import Live
 
             self._bar = _bar(self._console, total_steps, step)
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live.start()  # redraws the elapsed time by itself
+        else:
+            self._thread = threading.Thread(target=self._break_silences, daemon=True)
+            self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a logged step."""
-        iterations = max(step - self._logged, 1) / self._updates
-        self._lines = format_metrics(metrics, iterations)
+        self._lines = format_metrics(metrics, max(step - self._logged, 1) / self._updates)
         if self._lines[1]:
             self._logged = step
-        self._show(step, self._left(step), *self._lines)
+        self._advance(step)
+        self._show(*self._lines, self._time_left())
 
     def progressed(self, step: int) -> None:
         """Show an optimizer step that is not logged."""
-        left = self._left(step)
+        self._advance(step)
         if self._live is not None or self._cell is not None:
-            self._show(step, left, *self._lines)
-        elif self._clock() - self._said >= SILENCE:
-            self._show(step, left)
+            self._show(*self._lines, self._time_left())
 
-    def _show(self, step: int, left: str, *lines: str) -> None:
-        """Redraw the bar or the cell, or print a line."""
+    def _advance(self, step: int) -> None:
+        self._step, self._stepped = step, self._clock()
+        if self._began is None and step >= self._first + self._updates:
+            self._first, self._began = step, self._clock()
+
+    def _break_silences(self) -> None:
+        while not self._left.wait(max(self._said + SILENCE - self._clock(), 0.01)):
+            self.break_silence()
+
+    def break_silence(self) -> None:
+        """Show what the run is doing, if the last line is `SILENCE` seconds old."""
+        now = self._clock()
+        if now - self._said >= SILENCE:
+            self._said = now
+            waited = round(now - self._stepped)
+            self._show(f"{self._activity()} ({waited} s since the last step)" if waited else "", self._time_left())
+
+    def _show(self, *parts: str) -> None:
+        """Redraw the bar or the cell, or print a line; the last part is the time left."""
         if self._live is not None and self._bar is not None:
             from rich.console import Group
             from rich.text import Text
 
-            self._bar.update(self._bar.task_ids[0], completed=step, left=left)
-            shown = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in lines if line]
+            self._bar.update(self._bar.task_ids[0], completed=self._step, left=parts[-1])
+            shown = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in parts[:-1] if line]
             self._live.update(Group(self._bar, *shown))
             return
-        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", *lines, left]
-        line = " · ".join(part for part in parts if part)
+        where = f"step {self._step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        line = " · ".join(part.strip() for part in (where, *parts) if part)
         if self._cell is None:
             self.say(line)
         else:
@@ -146,21 +178,17 @@ class Display:
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def completions(self, rows: Sequence[CompletionRow], limit: int | None = None) -> None:
-        """Print completions with their rewards and advantages above the bar, `limit` of them or all."""
+    def completions(self, rows: Sequence[CompletionRow]) -> None:
+        """Print completions with their rewards and advantages above the bar."""
         if self._console is not None:
-            self._console.print(completions_table(rows[:limit]))
+            self._console.print(completions_table(rows))
 
-    def _left(self, step: int) -> str:
+    def _time_left(self) -> str:
         """Return the time that the rest of the run takes at the speed since the end of the first iteration."""
-        if self._began is None:
-            if step >= self._first + self._updates:
-                self._first, self._began = step, self._clock()
+        done, todo = self._step - self._first, self._total_steps - self._step
+        if self._began is None or done <= 0 or todo <= 0:
             return ""
-        done, todo = step - self._first, self._total_steps - step
-        if done <= 0 or todo <= 0:
-            return ""
-        seconds = round((self._clock() - self._began) / done * todo)
+        seconds = round((self._stepped - self._began) / done * todo)
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02}:{seconds % 60:02} left"
 

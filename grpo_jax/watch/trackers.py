@@ -1,4 +1,4 @@
-"""Callbacks of a run, and trackers: callbacks that are closed at the end.
+"""Trackers: callbacks that are closed at the end of a run.
 
 `Tracker(log, close)` makes a tracker from two functions, where `log(step, metrics)` receives the finite numbers of
 `metrics.jsonl`. `open_tracker` opens TensorBoard, Weights & Biases or trackio, `live_plot` a plot in a notebook; their
@@ -22,63 +22,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_jax.config.sft import Config
-from grpo_jax.watch.plots import draw_report, save_figure
-
-Callback = Callable[[int, Mapping[str, float]], object]
-"""Called after every logged step as `callback(step, metrics)`, with the numbers that `metrics.jsonl` gets.
-
-```python
-callbacks = [lambda step, metrics: wandb_run.log(metrics, step=step)]
-```
-
-A callback that raises `StopRun` ends the run, saved; any other exception is an error of the run.
-"""
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
 """File of a run directory with the ids of its runs in trackers, so that a resumed run continues them."""
-
-
-def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Return the callbacks, or raise a `TypeError` that says which one cannot be called."""
-    callbacks = tuple(callbacks)
-    for i, callback in enumerate(callbacks):
-        if not callable(callback):
-            raise TypeError(f"callbacks[{i}] = {callback!r} is not a function; give one that takes (step, metrics)")
-    return callbacks
-
-
-class StopRun(Exception):
-    """Raised by a callback: the run ends after this step, with a checkpoint, and `train` returns its state."""
-
-
-def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:
-    """Call each callback with the step and a copy of the metrics as plain Python numbers.
-
-    Returns:
-      Whether one of them has requested a stop, by `StopRun`.
-
-    Raises:
-      Exception: whatever else a callback raises, with a note that names it.
-    """
-    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
-    stop = False
-    for i, callback in enumerate(callbacks):
-        try:
-            callback(step, dict(values))
-        except StopRun:
-            stop = True
-        except Exception as error:
-            error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
-            raise
-    return stop
 
 
 class Tracker:
@@ -145,6 +99,8 @@ def live_plot(
     Raises:
       ImportError: IPython is not installed.
     """
+    from grpo_jax.watch.plots import draw_report, save_figure
+
     display = _package("IPython.display", "notebook")
     handle = display.DisplayHandle()
     handle.display(display.Pretty("waiting for the first logged step"))

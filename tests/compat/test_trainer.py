@@ -14,7 +14,7 @@ import grpo_jax
 from grpo_jax import compat, from_pretrained
 from grpo_jax.compat import trainer as module
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
-from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.monitor import StopRun
 
 # As it would be written for TRL, except for the import. The dataset is conversational and has a column with the truth;
 # one of the two reward functions is asynchronous.

@@ -15,7 +15,7 @@ from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
-from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
 G, T = SMALL["num_generations"], SMALL["max_completion_length"]

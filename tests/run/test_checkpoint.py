@@ -18,7 +18,7 @@ from grpo_jax.run import checkpoint
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.types import Params
 from grpo_jax.update.state import TrainState, create_state
-from grpo_jax.watch.progress import Progress
+from grpo_jax.watch.monitor import Progress
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

@@ -64,7 +64,7 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
 
 
 @pytest.mark.quick
-def test_only_the_end_is_pushed_or_nothing(tmp_path, monkeypatch):
+def test_only_the_end_is_pushed(tmp_path, monkeypatch):
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
         publisher = opened(
@@ -74,11 +74,6 @@ def test_only_the_end_is_pushed_or_nothing(tmp_path, monkeypatch):
         assert hub.commits == []
         publisher.end(params)
         assert [commit[:3] for commit in hub.commits] == [(f"me/{tmp_path.name}", "dev", "End of training")]
-        before = len(hub.requests)
-        publisher = opened(GRPOConfig(hub_model_id="sums"), None)
-        publisher.saved(1, params, last=2)
-        publisher.end(params)
-        assert len(hub.requests) == before
 
 
 def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_loses_nothing(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from test_resume import about
 from grpo_jax import GRPOConfig
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.schedule import best_of, kept_of
-from grpo_jax.watch.progress import Progress
+from grpo_jax.watch.monitor import Progress
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.update import packed, prompts
 from grpo_jax.update.step import train_step
-from grpo_jax.watch.trackers import StopRun
+from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text, "answer": text[0]} for text in ["ab", "c", "def", "gh", "i", "jkl"]]

@@ -1,17 +1,22 @@
 """The monitor: lines in the right files under the right step, rates, warnings and hints that survive a resume."""
 
+import contextlib
 import dataclasses
+import json
+import math
 import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.update.state import create_state
-from grpo_jax.watch import monitor as monitor_module
-from grpo_jax.watch.monitor import Monitor
-from grpo_jax.watch.progress import Progress
+from grpo_jax.watch import trackers
+from grpo_jax.watch.hints import Hints
+from grpo_jax.watch.monitor import Monitor, Phases, Progress, check_callbacks, notify
 from grpo_jax.watch.trackers import Tracker
 from grpo_jax.watch.writer import read_lines
 
@@ -29,7 +34,7 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     done = []
     tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
     opening = lambda config, run_dir, *, step: done.append((config.report_to, run_dir, step)) or [tracker]
-    monkeypatch.setattr(monitor_module, "open_trackers", opening)
+    monkeypatch.setattr(trackers, "open_trackers", opening)
     config = dataclasses.replace(CONFIG, report_to="wandb")
     for quiet in (False, True):
         with Monitor(tmp_path, config, quiet=quiet) as monitor:
@@ -61,7 +66,7 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
 
 
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_jax.watch.monitor.write_pictures", lambda writer, **_: None)
+    monkeypatch.setattr("grpo_jax.watch.page.write_pictures", lambda writer, **_: None)
 
     def begin(*steps):
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
@@ -85,18 +90,19 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
         for step in steps:
             monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})
 
-    with Monitor(tmp_path, CONFIG) as monitor:
+    with Monitor(tmp_path, CONFIG, hints=Hints(CONFIG)) as monitor:
         monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
         cut_off(monitor, range(1, 13))
     (kept,) = lines(tmp_path, "warnings.jsonl")
     assert (kept["step"], kept["category"]) == (10, "hint")
     assert f"hint: {kept['message']}" in capsys.readouterr().err
-    with Monitor(tmp_path, CONFIG) as monitor:  # from after the hint: it is not said again
+    with Monitor(tmp_path, CONFIG, hints=Hints(CONFIG)) as monitor:  # from after the hint: it is not said again
         monitor.start(STATE, Progress(step=11), total_steps=30, num_rows=4, resumed=True)
         cut_off(monitor, range(12, 25))
     assert "hint" not in capsys.readouterr().err
     assert lines(tmp_path, "warnings.jsonl") == [kept]
-    with Monitor(tmp_path, CONFIG, quiet=True) as monitor:  # from before it: it was cut off with its line, and comes
+    # From before it: it was cut off with its line, and comes again.
+    with Monitor(tmp_path, CONFIG, hints=Hints(CONFIG), quiet=True) as monitor:
         monitor.start(STATE, Progress(step=7), total_steps=30, num_rows=4, resumed=True)
         assert lines(tmp_path, "warnings.jsonl") == []
         cut_off(monitor, range(8, 13))
@@ -123,3 +129,67 @@ def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
     assert [str(warning.message) for warning in caught] == texts
     kept = [(5, "RuntimeWarning", texts[0]), (6, "UserWarning", texts[1]), (6, "UserWarning", "a number")]
     assert [tuple(line.values()) for line in lines(tmp_path, "warnings.jsonl")] == kept
+
+
+def test_counts_and_means_of_a_window():
+    progress = Progress()
+    progress.collected(8, {"num_tokens": 100, "reward": 0.25})
+    for value in (1.0, math.nan, 3.0):
+        progress.updated({"loss": value, "kl": math.nan})
+    again = Progress(**json.loads(json.dumps(dataclasses.asdict(progress))))
+    assert again == progress, "also in the middle of a window"
+    assert (progress.step, progress.updates_done, progress.cursor) == (3, 3, 8)
+    line = progress.log_line()
+    assert math.isnan(line.pop("kl"))
+    assert line == {"num_tokens": 100, "reward": 0.25, "loss": 2.0, "num_prompts": 8}
+    progress.collected(16, {"num_tokens": 50, "reward": 0.75})
+    assert progress.log_line() == {"num_tokens": 150, "reward": 0.75, "num_prompts": 16}
+
+
+def test_phases_count_each_second_once():
+    now = [100.0]
+    phases = Phases(lambda: now[0])
+
+    def spend(seconds):
+        now[0] += seconds
+
+    spend(1)  # outside any phase
+    with phases("rollout"):
+        spend(2)
+        with contextlib.suppress(KeyError), phases("rewards"):
+            spend(4)
+            raise KeyError
+        spend(8)
+    with phases("rollout"):
+        spend(32)
+    assert phases.take() == {"seconds/rollout": 42, "seconds/rewards": 4, "seconds/total": 47}
+    with phases("update"):
+        spend(2)
+        assert phases.take() == {"seconds/update": 2, "seconds/total": 2}
+        spend(4)
+    spend(8)
+    assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
+
+
+def test_callbacks_get_plain_numbers_and_copies_of_their_own():
+    seen = []
+
+    def spoil(step, metrics):
+        seen.append((step, dict(metrics)))
+        metrics.clear()
+
+    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
+    assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
+    assert [type(value) for value in seen[0][1].values()] == [float, int, float]
+
+
+def test_a_callback_that_raises_or_is_not_a_function_is_named():
+    def tracker(step, metrics):
+        raise ConnectionError("no network")
+
+    with pytest.raises(ConnectionError) as caught:
+        notify([lambda step, metrics: None, tracker], 4, {})
+    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
+    assert caught.value.__notes__[0].endswith("at step 4")
+    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
+        check_callbacks([print, "wandb"])

@@ -1,17 +1,16 @@
-"""Callbacks get copies of plain numbers; each tracker gets the finite numbers of every logged step and is closed."""
+"""Each tracker gets the finite numbers of every logged step and is closed."""
 
 import contextlib
 import math
 import sys
 import types
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from grpo_jax import GRPOConfig
 from grpo_jax.watch import trackers
-from grpo_jax.watch.trackers import check_callbacks, notify, open_tracker
+from grpo_jax.watch.monitor import notify
+from grpo_jax.watch.trackers import open_tracker
 
 pytestmark = pytest.mark.quick
 
@@ -116,27 +115,3 @@ def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_p
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     with pytest.raises(ImportError, match=r"IPython.display cannot be imported .*: pip install 'grpo_jax\[notebook\]'"):
         trackers.live_plot()
-
-
-def test_callbacks_get_plain_numbers_and_copies_of_their_own():
-    seen = []
-
-    def spoil(step, metrics):
-        seen.append((step, dict(metrics)))
-        metrics.clear()
-
-    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
-    assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
-    assert [type(value) for value in seen[0][1].values()] == [float, int, float]
-
-
-def test_a_callback_that_raises_or_is_not_a_function_is_named():
-    def tracker(step, metrics):
-        raise ConnectionError("no network")
-
-    with pytest.raises(ConnectionError) as caught:
-        notify([lambda step, metrics: None, tracker], 4, {})
-    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
-    assert caught.value.__notes__[0].endswith("at step 4")
-    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
-        check_callbacks([print, "wandb"])
