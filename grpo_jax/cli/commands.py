@@ -37,8 +37,8 @@ from grpo_jax.run.sft import sft
 from grpo_jax.run.stored import load_params
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
-from grpo_jax.watch.page import write_pictures
-from grpo_jax.watch.writer import RunWriter, plain, read_settings
+from grpo_jax.watch.page import write_report
+from grpo_jax.watch.writer import plain, read_settings, replace_file
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
@@ -199,7 +199,7 @@ def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         if not file.exists() or file.read_text(encoding="utf-8") != text:
-            RunWriter(run.run_dir).replace(NAME, lambda out: out.write(text.encode()))
+            replace_file(file, lambda out: out.write(text.encode()))
 
     if new:
         write(0, {})
@@ -318,7 +318,7 @@ def report(arguments: Namespace) -> None:
     run_dir = Path(arguments.run_dir).expanduser()
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; give the directory of a run")
-    write_pictures(RunWriter(run_dir))
+    write_report(run_dir)
     print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import warnings
@@ -21,13 +22,20 @@ from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Params
-from grpo_jax.watch.summary import MARK, model_card
+from grpo_jax.watch.summary import changed_settings, headline
+from grpo_jax.watch.writer import JSON, read_lines, read_settings
 
 if TYPE_CHECKING:  # importing grpo_jax must stay light
     from huggingface_hub import CommitInfo, HfApi
 
 Files = dict[str, Path | bytes]
 """Files of a repository by their names: where they lie, or their content."""
+
+MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
+"""Line of a card that a push may replace."""
+
+_PRIVATE = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
+"""Prefixes of fields that a card leaves out."""
 
 _LOG_IN = "log in by `hf auth login` or HF_TOKEN, see that the name may be yours"
 
@@ -237,3 +245,67 @@ class Publisher:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def model_card(
+    repo_id: str,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    adapters: bool = False,
+    base_model: str | None = None,
+    dataset: str | None = None,
+    license: str | None = None,
+    picture: str | None = None,
+) -> str:
+    """Return a model card: the hub's metadata, the result of the run, its settings, and how to load the policy.
+
+    It leaves out the command line of the run, its paths and its prompts, which may be private.
+
+    Args:
+      run_dir: the directory of the run; None leaves out its result and settings.
+      adapters: PEFT's format, rather than all weights.
+      base_model: name on the hub of the model that training began with, or None.
+      dataset: name on the hub of the data, or None.
+      license: the hub's name of a licence, such as "apache-2.0"; None leaves the field out.
+      picture: name of the file in the repository with the curves, or None.
+    """
+    from huggingface_hub import ModelCardData
+
+    metadata = ModelCardData(
+        base_model=base_model,
+        datasets=None if dataset is None else [dataset],
+        library_name="peft" if adapters else "transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["grpo", "grpo_jax"],
+    )
+    names, load = "from_pretrained", f'from_pretrained("{repo_id}")'
+    if adapters:
+        names, base = "from_pretrained, load_lora", base_model or "NAME OF THE BASE"
+        load = f'load_lora("{repo_id}", from_pretrained("{base}"))'
+    subject = "Adapters (LoRA)" if adapters else "A language model"
+    source = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {repo_id.rpartition('/')[2]}",
+        f"{subject}, trained{source} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
+        *([] if run_dir is None else _result(Path(run_dir), picture)),
+        f"```python\nfrom grpo_jax import {names}\n\npolicy = {load}\n```",
+        f"The files are in the format of {'PEFT' if adapters else 'transformers'}.",
+        MARK,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _result(run_dir: Path, picture: str | None) -> list[str]:
+    """Return the parts of a card about its run: headline, picture, and a table of settings that are not defaults."""
+    about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
+    changed = changed_settings(about.get("config", {})).items()
+    rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
+    parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
+    parts += [f"![Curves of the run]({picture})"] if picture else []
+    return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
+
+
+def _cell(value: JSON) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("|", "\\|")

@@ -309,9 +309,10 @@ class Monitor:
         self._page_only = True
 
     def _report(self, *, page_only: bool = False) -> None:
-        from grpo_jax.watch.page import write_pictures  # at the end only
+        from grpo_jax.watch.page import write_report  # at the end only
 
-        write_pictures(self._writer, page_only=page_only)
+        if self._writer.run_dir is not None:
+            write_report(self._writer.run_dir, page_only=page_only)
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)

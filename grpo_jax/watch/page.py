@@ -1,4 +1,4 @@
-"""The report page of a run: one HTML file with curves, times, completions, settings and warnings.
+"""The report of a run: `report.png`, and `report.html`, a page with curves, times, completions and settings.
 
 The page needs no server, requests nothing, and its content policy forbids requests. Data is embedded as JSON in which
 no character can end a script, and is inserted as text, never as markup. The size is bounded: curves are thinned to
@@ -10,31 +10,19 @@ from __future__ import annotations
 import html
 import json
 import os
-import pathlib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from grpo_jax.watch.display import escape_controls
-from grpo_jax.watch.plots import (
-    SMOOTHED,
-    Curve,
-    as_css,
-    draw_report,
-    find_panels,
-    reward_colours,
-    save_figure,
-    smooth,
-    thin,
-)
-from grpo_jax.watch.summary import changed_settings, headline, metric_names, phase_seconds
-from grpo_jax.watch.writer import JSON, CompletionRow, Line, RunWriter, is_dialogue, read_lines, read_settings
+from grpo_jax.watch.plots import COLOURS, Panel, draw_report, find_panels, reward_colours, save_figure
+from grpo_jax.watch.summary import changed_settings, headline, metric_names, numbers
+from grpo_jax.watch.writer import CompletionRow, Line, is_dialogue, read_lines, read_settings, replace_file
 
-POINTS = 400
-"""Values of a curve; a panel is about 400 pixels wide."""
 STEPS = 12
 """Steps whose completions are kept: the first, the last, and others evenly between."""
 COMPLETION_BYTES = 2_000_000
@@ -43,14 +31,12 @@ TEXT = 6000
 """Characters of a prompt or completion; a longer one loses its middle."""
 
 
-def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
-    """Draw `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
+def write_report(run_dir: str | os.PathLike[str], *, page_only: bool = False) -> None:
+    """Write `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
 
-    Without a run directory nothing is drawn. `page_only` leaves out `report.png`, which takes most of the time of both.
+    `page_only` leaves out `report.png`, which takes most of the time of both.
     """
-    run_dir = writer.run_dir
-    if run_dir is None:
-        return
+    run_dir = Path(run_dir)
 
     def draw(file: IO[bytes]) -> None:
         save_figure(draw_report(list(read_lines(run_dir / "metrics.jsonl")), title=run_dir.resolve().name), file)
@@ -60,7 +46,7 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 
     for name, write in [("report.png", draw), ("report.html", write_page)][page_only:]:
         try:
-            writer.replace(name, write)
+            replace_file(run_dir / name, write)
         except Exception as error:
             message = f"{name} was not drawn: {type(error).__name__}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -68,33 +54,39 @@ def write_pictures(writer: RunWriter, *, page_only: bool = False) -> None:
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
     """Return the page of a run as HTML for UTF-8, made from the files of its directory."""
-    run_dir = pathlib.Path(run_dir)
-    lines = list(read_lines(run_dir / "metrics.jsonl"))
-    about = read_settings(run_dir)
-    steps, kept = _completions(run_dir / "completions.jsonl", about.get("config", {}).get("num_generations"))
+    run_dir = Path(run_dir)
+    lines, about = list(read_lines(run_dir / "metrics.jsonl")), read_settings(run_dir)
+    config = about.get("config", {})
+    steps, kept = _completions(run_dir / "completions.jsonl", config.get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
-    spent = phase_seconds(lines)
+    spent = _phase_seconds(lines)
+    settings = [
+        ("Config (bold: not the default)", config, list(changed_settings(config)) if about else []),
+        ("Versions", about.get("versions", {}), []),
+        ("Command", {"argv": " ".join(about.get("argv", []))}, []),
+    ]
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",
         "warnings": [_shown(line) for line in read_lines(run_dir / "warnings.jsonl")],
-        "panels": _panels(lines),
+        "panels": [_as_json(panel) for panel in find_panels(lines)],
         "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
         "functions": reward_colours(metric_names(lines)),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
         "extras": sorted({name for row in rows for name in row.keys() - _columns_of(row)}),
         "steps": steps,
         "kept": kept,
-        "settings": _settings(about),
+        "settings": settings if about else [],
     }
     sentence = headline(lines)
+    light, dark = (" ".join(f"--{name}: {both[i]};" for name, both in COLOURS.items()) for i in (0, 1))
     filled = {
         "%TITLE%": html.escape(run_dir.resolve().name),
         "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
-        "%LIGHT%": as_css(dark=False),
-        "%DARK%": as_css(dark=True),
+        "%LIGHT%": light,
+        "%DARK%": dark,
         "%DATA%": _embedded(data),
     }
-    template = pathlib.Path(__file__).with_suffix(".html").read_text("utf-8")
+    template = Path(__file__).with_suffix(".html").read_text("utf-8")
     return re.sub("|".join(filled), lambda match: filled[match[0]], template)
 
 
@@ -104,56 +96,40 @@ def _embedded(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _panels(lines: Sequence[Line]) -> list[dict[str, object]]:
-    """Return the panels of `report.png` with the values that they show."""
-    every = np.array([line["step"] for line in lines], float)
-    panels: list[dict[str, object]] = []
-    for panel in find_panels(lines):
-        there = np.isfinite([curve.values for curve in panel.curves]).any(axis=0)
-        curves = [_curve(curve._replace(values=curve.values[there])) for curve in panel.curves]
-        x = [round(step) for step in thin(every[there], POINTS).tolist()]
-        panels.append({"title": panel.title, "unit": panel.unit, "low": panel.low, "x": x, "curves": curves})
-    return panels
+def _as_json(panel: Panel) -> dict[str, object]:
+    """Return a panel as the page draws it, with values to five digits."""
 
+    def rounded(values: np.ndarray) -> list[float | None]:
+        return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
 
-def _curve(curve: Curve) -> dict[str, object]:
-    """Return a curve as the page draws it: thinned, and smoothed if it has enough values."""
-    y = thin(curve.values, POINTS)
-    drawn: dict[str, object] = {"label": curve.label, "colour": curve.colour, "y": _rounded(y)}
-    if np.isfinite(y).sum() >= SMOOTHED:
-        drawn["smooth"] = _rounded(smooth(y, width=len(y) / 40))
-    return drawn
-
-
-def _rounded(values: np.ndarray) -> list[float | None]:
-    """Return values to five digits; None for NaN."""
-    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
-
-
-def _settings(about: Mapping[str, Any]) -> list[tuple[str, Mapping[str, JSON], list[str]]]:
-    """Return the lists of settings: a title, names with values, and the names that are shown in bold."""
-    if not about:
-        return []
-    config = about.get("config", {})
-    return [
-        ("Config (bold: not the default)", config, list(changed_settings(config))),
-        ("Versions", about.get("versions", {}), []),
-        ("Command", {"argv": " ".join(about.get("argv", []))}, []),
+    curves = [
+        {"label": label, "colour": meaning, "y": rounded(y)} | ({} if soft is None else {"smooth": rounded(soft)})
+        for label, meaning, y, soft in panel.curves
     ]
+    return {"title": panel.title, "unit": panel.unit, "low": panel.low, "x": panel.steps.tolist(), "curves": curves}
 
 
-def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
+def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
+    """Return the seconds of each phase over a run; "other" are outside of any phase."""
+    names = [name for name in metric_names(lines) if name.startswith("seconds/")]
+    seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := numbers(lines, name))}
+    other = seconds.pop("total", 0.0) - sum(seconds.values())
+    return seconds | ({"other": other} if other > 0 else {})
+
+
+def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
     """Return the completions of some steps by groups, and a sentence that says which part of all of them that is."""
-    places = _places(path)
-    chosen = sorted({round(i) for i in np.linspace(0, len(places) - 1, STEPS)}) if places else []
+    offsets = _line_offsets(path)
+    at = list(offsets)
+    chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
     steps: list[dict[str, Any]] = []
-    kept, total = 0, sum(count for _, _, count in places)
-    for step, start, count in (places[i] for i in chosen):
+    kept, total = 0, sum(map(len, offsets.values()))
+    for step in chosen:
         groups: list[dict[str, Any]] = []
         size = 0
         with open(path, "rb") as file:
-            file.seek(start)
-            for _ in range(count):
+            for offset in offsets[step]:
+                file.seek(offset)
                 row = _shown(json.loads(file.readline()))
                 size += len(_embedded(row))
                 if size > COMPLETION_BYTES // STEPS and groups:
@@ -168,32 +144,29 @@ def _completions(path: pathlib.Path, num_generations: int | None) -> tuple[list[
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(places):,} steps"
+    return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(at):,} steps"
 
 
-def _columns_of(row: CompletionRow) -> set[str]:
-    """Return the names of a row that the table has fixed columns for; `turns` replace the completion."""
-    text = {"completion"} if "completion" in row else {"turns", "turn_rewards"}
-    return text | {"rewards", "advantage", "ended"}
-
-
-def _places(path: pathlib.Path) -> list[tuple[int, int, int]]:
-    """Return (step, offset of its first line, number of lines) of each step, without parsing gigabytes."""
-    places: list[tuple[int, int, int]] = []
+def _line_offsets(path: Path) -> dict[int, list[int]]:
+    """Return step → offset of each of its lines, without parsing gigabytes."""
+    offsets: dict[int, list[int]] = {}
     if not path.exists():
-        return places
+        return offsets
     start = 0
     with open(path, "rb") as file:
         for line in file:
             step = re.match(rb'\{"step": (\d+)', line)
             if step is None or not line.endswith(b"\n"):
                 break
-            if places and places[-1][0] == int(step[1]):
-                places[-1] = (places[-1][0], places[-1][1], places[-1][2] + 1)
-            else:
-                places.append((int(step[1]), start, 1))
+            offsets.setdefault(int(step[1]), []).append(start)
             start += len(line)
-    return places
+    return offsets
+
+
+def _columns_of(row: CompletionRow) -> set[str]:
+    """Return the names of a row that the table has fixed columns for; `turns` replace the completion."""
+    text = {"completion"} if "completion" in row else {"turns", "turn_rewards"}
+    return text | {"rewards", "advantage", "ended"}
 
 
 def _shown(value: Any) -> Any:
@@ -204,4 +177,4 @@ def _shown(value: Any) -> Any:
         return escape_controls(value)
     if isinstance(value, list):
         return [_shown(item) for item in value]
-    return {name: _shown(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return {name: _shown(item) for name, item in value.items()} if isinstance(value, Mapping) else value

@@ -1,21 +1,13 @@
-"""Texts about a run: its sizes at the start, its headline at the end, and the model card of its policy."""
+"""Texts about a run: its sizes at the start and its headline at the end."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from grpo_jax.config.sft import Config, SFTConfig, config_class
-from grpo_jax.watch.writer import JSON, Line, read_lines, read_settings
-
-MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leaves it as it is. -->"
-"""Line of a card that a push may replace."""
-
-_PRIVATE = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
-"""Prefixes of fields that a card leaves out."""
+from grpo_jax.watch.writer import JSON, Line
 
 _NO_SCORE = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NO_SCORE |= {"seconds", "std", "missing", "errors", "unscored"}
@@ -68,30 +60,27 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
     kind of the devices.
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
-    sft, row = isinstance(config, SFTConfig), "prompt"
+    devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
     if isinstance(config, SFTConfig):
         row = "block" if config.packing else "example"
-    devices = math.prod((config.mesh or {}).values())
-    iterations = math.ceil(steps / sizes.updates)
+        iteration, total = f"update: {many(sizes.prompts, row)}", many(steps, "optimizer step")
+    else:
+        row = "prompt"
+        iteration = (
+            f"iteration: {many(sizes.prompts, row)} × {config.num_generations} = {sizes.completions} completions of up"
+            f" to {config.max_completion_length} tokens ·"
+            f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
+            f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, row)}"
+        )
+        total = f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')}"
     micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
-    iteration = (
-        f"{many(sizes.prompts, 'prompt')} × {config.num_generations} = {sizes.completions} completions"
-        f" of up to {config.max_completion_length} tokens ·"
-        f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
-        f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, 'prompt')}"
-    )
-    if sft:
-        iteration, iterations_of = f"update: {many(sizes.prompts, row)}", ""
-    else:
-        iteration, iterations_of = f"iteration: {iteration}", f" · {many(iterations, 'iteration')}"
     checkpointing = {None: "", True: " · activations recomputed", False: " · activations kept"}
     return (
         f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
         f" {many(devices, 'device')}{f' ({device})' if device else ''}{checkpointing[config.gradient_checkpointing]}\n"
         f"each {iteration}{micro}\n"
-        f"{many(steps, 'optimizer step')}{iterations_of} ·"
-        f" {many(num_rows, row)}, gone through {epochs:g} time{'s' * (epochs != 1)}"
+        f"{total} · {many(num_rows, row)}, gone through {epochs:g} time{'s' * (epochs != 1)}"
     )
 
 
@@ -110,79 +99,6 @@ def headline(lines: Sequence[Line]) -> str:
         if values:
             return f"{label} {values[0]:.3g}{f' → {values[-1]:.3g}' if len(values) > 1 else ''} in {count}"
     return count
-
-
-def phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
-    """Return the seconds of each phase over a run; "other" are those in no phase."""
-    names = [name for name in metric_names(lines) if name.startswith("seconds/")]
-    seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := numbers(lines, name))}
-    total = seconds.pop("total", 0.0)
-    other = total - sum(seconds.values())
-    return seconds | ({"other": other} if other > 0 else {})
-
-
-def model_card(
-    repo_id: str,
-    *,
-    run_dir: str | os.PathLike[str] | None = None,
-    adapters: bool = False,
-    base_model: str | None = None,
-    dataset: str | None = None,
-    license: str | None = None,
-    picture: str | None = None,
-) -> str:
-    """Return a model card: the hub's metadata, the result of the run, its settings, and how to load the policy.
-
-    It leaves out the command line of the run, its paths and its prompts, which may be private.
-
-    Args:
-      run_dir: the directory of the run; None leaves out its result and settings.
-      adapters: PEFT's format, rather than all weights.
-      base_model: name on the hub of the model that training began with, or None.
-      dataset: name on the hub of the data, or None.
-      license: the hub's name of a licence, such as "apache-2.0"; None leaves the field out.
-      picture: name of the file in the repository with the curves, or None.
-    """
-    from huggingface_hub import ModelCardData
-
-    metadata = ModelCardData(
-        base_model=base_model,
-        datasets=None if dataset is None else [dataset],
-        library_name="peft" if adapters else "transformers",
-        license=license,
-        pipeline_tag="text-generation",
-        tags=["grpo", "grpo_jax"],
-    )
-    names, load = "from_pretrained", f'from_pretrained("{repo_id}")'
-    if adapters:
-        names, base = "from_pretrained, load_lora", base_model or "NAME OF THE BASE"
-        load = f'load_lora("{repo_id}", from_pretrained("{base}"))'
-    subject = "Adapters (LoRA)" if adapters else "A language model"
-    source = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    parts = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {repo_id.rpartition('/')[2]}",
-        f"{subject}, trained{source} with [GRPO](https://arxiv.org/abs/2402.03300), by `grpo_jax`.",
-        *([] if run_dir is None else _result(Path(run_dir), picture)),
-        f"```python\nfrom grpo_jax import {names}\n\npolicy = {load}\n```",
-        f"The files are in the format of {'PEFT' if adapters else 'transformers'}.",
-        MARK,
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _result(run_dir: Path, picture: str | None) -> list[str]:
-    """Return the parts of a card about its run: headline, picture, and a table of settings that are not defaults."""
-    about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
-    changed = changed_settings(about.get("config", {})).items()
-    rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
-    parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
-    parts += [f"![Curves of the run]({picture})"] if picture else []
-    return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
-
-
-def _cell(value: JSON) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("|", "\\|")
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -6,7 +6,7 @@
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended, `turns` |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
-| `report.png`, `report.html` | the picture of the run and its page, drawn by `page.write_pictures` |
+| `report.png`, `report.html` | the picture of the run and its page, drawn by `page.write_report` |
 
 `turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
@@ -172,7 +172,7 @@ class RunWriter:
         }
         if self.run_dir is not None:
             text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
-            self.replace("run.json", lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+            replace_file(self.path("run.json"), lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line to `metrics.jsonl`."""
@@ -227,12 +227,13 @@ class RunWriter:
             except OSError as error:  # a write that fails does not say where
                 raise OSError(error.errno, error.strerror, str(self.path(name))) from error
 
-    def replace(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
-        """Write a file of the run directory whole or not at all."""
-        temporary = self.path(f".{name}.partial")
-        with open(temporary, "wb") as file:
-            write(file)
-        os.replace(temporary, self.path(name))
+
+def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "wb") as file:
+        write(file)
+    os.replace(temporary, path)
 
 
 def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:

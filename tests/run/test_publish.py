@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, from_pretrained, load_lora, push_to_hub, train
-from grpo_jax.run.publish import Publisher
+from grpo_jax.run.publish import MARK, Publisher, model_card
 from grpo_jax.types import Params
 from grpo_jax.watch.writer import RunWriter
 
@@ -112,6 +112,28 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, m
         with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be made \(.*403"):
             train(tiny_policy(), [{"prompt": "a"}], lambda completions: 1 / 0, config, run_dir=tmp_path / "run")
         assert hub.commits == []
+
+
+@pytest.mark.quick
+def test_a_card_describes_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
+    writer = RunWriter(tmp_path / "secret_client")
+    hub = {"run_name": "secret", "push_to_hub": True, "hub_model_id": "me/sums"}
+    config = GRPOConfig(learning_rate=0.5, max_steps=10, stop=["a|b"], **hub)
+    writer.config(config, prompts=1)
+    writer.metrics(0, {"eval/right": 0.0625, "eval/mean_length": 7.0})
+    writer.metrics(10, {"reward": 1.0, "rewards/right/mean": 1.0, "num_tokens": 12345, "eval/right": 0.75})
+    writer.completions(1, [{"prompt": "a secret", "completion": "a secret", "rewards": {}}])
+    about = {"run_dir": writer.run_dir, "base_model": "some/base", "license": "mit", "picture": "curves.png"}
+    card = ModelCard(model_card("me/sums", **about))
+    assert (card.data.base_model, card.data.license, card.data.library_name) == ("some/base", "mit", "transformers")
+    text = card.text
+    assert "\n\nA language model, trained from [some/base](https://huggingface.co/some/base) with" in text
+    assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](curves.png)\n" in text
+    rows = text.partition("\n| setting | value |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert sorted(rows) == ["| learning_rate | 0.5 |", "| max_steps | 10 |", '| stop | ["a\\|b"] |']
+    assert "secret" not in text
+    assert text.rstrip().endswith(MARK)
 
 
 # By hand --------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
 
 
 def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_jax.watch.page.write_pictures", lambda writer, **_: None)
+    monkeypatch.setattr("grpo_jax.watch.page.write_report", lambda run_dir, **_: None)
 
     def begin(*steps):
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:

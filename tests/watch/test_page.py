@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.page import COMPLETION_BYTES, POINTS, STEPS, TEXT, html_report, write_pictures
+from grpo_jax.watch.page import COMPLETION_BYTES, STEPS, TEXT, html_report, write_report
+from grpo_jax.watch.plots import POINTS
 from grpo_jax.watch.writer import RunWriter
 
 BROWSERS = ("chromium", "google-chrome", "chrome")
@@ -211,7 +212,7 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
 def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"reward": 1.0})
-    write_pictures(writer)
+    write_report(tmp_path)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "report.png").read_bytes()
 
@@ -221,5 +222,5 @@ def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, mon
 
     monkeypatch.setattr("grpo_jax.watch.page.save_figure", fail)
     with pytest.warns(RuntimeWarning, match=r"report.png was not drawn: RuntimeError: no font"):
-        write_pictures(writer)
+        write_report(tmp_path)
     assert (tmp_path / "report.png").read_bytes() == before

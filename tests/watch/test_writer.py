@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.watch.page import html_report, write_pictures
+from grpo_jax.watch.page import html_report
 from grpo_jax.watch.writer import RunWriter, read_lines, read_settings, refuse_bucket
 
 pytestmark = pytest.mark.quick
@@ -104,7 +104,6 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     writer.metrics(1, {"reward": 1.0})
     writer.completions(1, [{}])
     writer.truncate(0)
-    write_pictures(writer)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="run_dir is None: there are no files"):
         writer.path("metrics.jsonl")
