@@ -150,7 +150,7 @@ def measure(task: Task, params: Any, seed: int) -> dict[str, float]:
     )
     mask, log_probs = np.asarray(completions.mask), np.asarray(completions.log_probs)
     inputs = reward_inputs(policy.tokenizer, rows, np.asarray(completions.tokens), mask)
-    rewards, _, _ = compute_rewards(
+    rewards = compute_rewards(
         task.reward,
         prompts=inputs.prompts,
         completions=inputs.completions,
@@ -158,7 +158,7 @@ def measure(task: Task, params: Any, seed: int) -> dict[str, float]:
         columns=inputs.columns,
         num_generations=GROUP,
     )
-    right = rewards[:, :, 0] == 1
+    right = rewards.values[:, :, 0] == 1
     of_base = np.asarray(completion_log_probs(policy.model, policy.params, prompts, completions))
     return {
         "sampled": float(right.mean()),

@@ -265,7 +265,7 @@ class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: str) -> Any: ...
 
 
-Rewards = Sequence[float | Sequence[float] | None]
+Scores = Sequence[float | Sequence[float] | None]
 """One reward per completion, or the rewards of its turns or tokens; None is "not scored"."""
 
 
@@ -282,7 +282,7 @@ class RewardFn(Protocol):
     method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises ValueError.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Rewards | Awaitable[Rewards]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
 
 
 EnvironmentFactory = Callable[[], object]

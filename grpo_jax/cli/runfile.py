@@ -20,7 +20,7 @@ from grpo_jax.hub.quantize import METHODS, check_method
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import one_line, problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
-from grpo_jax.rewards.contract import EXTRAS, check_reward_fns
+from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text.rows import check_templates, load_rows
@@ -161,7 +161,7 @@ def read_run(
         run = _with_rows(run, stated, suites, problems)
     alone = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or alone):
-        problems.of("", check_reward_fns, run.rewards, run.rows[0], extras=EXTRAS, argument="data", rows=run.rows)
+        problems.of("", check_reward_fns, run.rewards, run.rows[0], argument="data", rows=run.rows)
     flags = " ".join(f"--{name}" for name in overrides or ())
     raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
     return run

@@ -1,12 +1,14 @@
-"""Reward functions: `contract` (what they get and may return), `calls` (calling them), `extras` (what they log),
-`shipped` and `combine` (those that come with the package), `answers` (reading answers out of text), `workers`
-(functions in processes of their own).
+"""Reward functions.
+
+`contract`: their names, arguments and checks; `outcomes`: what they return; `calls`: calling them; `shipped`, `combine`
+and `answers`: those that come with the package; `workers`: functions in worker processes.
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
-from grpo_jax.rewards.calls import compute_rewards
+from grpo_jax.rewards.calls import Rewards, compute_rewards
 from grpo_jax.rewards.combine import clipped, from_row, gated, weighted
-from grpo_jax.rewards.contract import PartialRewards, RewardError, TrainerState, check_reward_fns, reward_names
+from grpo_jax.rewards.contract import RewardError, TrainerState, check_reward_fns, reward_names
+from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import (
     accuracy_reward,
     completion_text,
@@ -20,6 +22,7 @@ from grpo_jax.rewards.workers import isolated
 __all__ = [
     "PartialRewards",
     "RewardError",
+    "Rewards",
     "TrainerState",
     "accuracy_reward",
     "check_reward_fns",

@@ -1,17 +1,14 @@
-"""Calling reward functions, and a close look at what they return.
+"""Calling reward functions, validating what they return, and the metrics of a batch of rewards.
 
-A reward function has TRL's contract (`grpo_jax.types.RewardFn`). All lists are in prompt-major order, B·G long:
+A reward function has TRL's contract (`grpo_jax.types.RewardFn`). All lists have B·G entries in prompt-major order:
 
 ```
-prompts          p0    p0    p1    p1          the G completions of a prompt stand together
+prompts          p0    p0    p1    p1          the G completions of a prompt are adjacent
 completions      c00   c01   c10   c11         text, or [{"role": "assistant", "content": text}]
-completion_ids   [..]  [..]  [..]  [..]        without padding, the EOS among them
+completion_ids   [..]  [..]  [..]  [..]        without padding, with the EOS
 answer           a0    a0    a1    a1          each column of the dataset, under its own name
-returned         1.0   0.0   None  1.0         None: this function has no score for this completion
+returned         1.0   0.0   None  1.0         None: the completion is not scored by this function
 ```
-
-What a function returns is looked at closely, since it decides what is learned: a fault names the function, the prompt
-and the completion.
 """
 
 from __future__ import annotations
@@ -24,48 +21,42 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.rewards.contract import (
-    ON_ERROR,
-    Faults,
-    RewardError,
-    SetupError,
-    as_list,
-    call_selected,
-    check_reward_fns,
-    describe_fault,
-    own_frames,
-    read_outcome,
-    reward_names,
-)
-from grpo_jax.rewards.parts import PartReader, RewardParts
+from grpo_jax.rewards import contract
+from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState
+from grpo_jax.rewards.outcomes import Faults, RewardParts, describe_fault, read_outcome, read_parts
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Json, Messages, RewardFn
+    from grpo_jax.types import Messages, RewardFn
+
+LOUD_SHARE = 0.1
+"""A warning is issued if more than this share of a function's completions has a fault."""
 
 
-def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of the numbers under each name."""
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+class Rewards(NamedTuple):
+    """The rewards of a batch of completions by K functions, and everything that the functions logged.
 
-
-def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Return Σ_k w_k R_k over the K functions that scored a completion, [..., K] → [...] float64; NaN where none did.
-
-    `weights` None stands for ones. Its mean over the others is the metric `reward` of a rollout and of an evaluation.
+    Attributes:
+      values: [B, G, K] float32, finite, or NaN for "not scored".
+      stats: for each function `rewards/<name>/mean` and `/std` over the scored completions (ddof 1 as in TRL; left out
+        if there are too few), `/missing` (share without a score, faults included), `/errors` (completions with a
+        fault) and `/seconds`; and `rewards/unscored`, the share of completions that no function scored.
+      parts: the rewards that are sums over turns or tokens.
+      metrics: the numbers that functions logged by `log_metric`, by name.
+      columns: B·G dicts of the values that functions logged by `log_extra`.
+      completions: B·G completions as the functions received them.
     """
-    weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
-    return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
 
-
-def mean_of_scored(totals: np.ndarray) -> float:
-    """Return the mean of the numbers that are not NaN; NaN where all are."""
-    scored = totals[~np.isnan(totals)]
-    return float(scored.mean()) if scored.size else float("nan")
+    values: np.ndarray
+    stats: dict[str, float]
+    parts: list[RewardParts]
+    metrics: dict[str, list[float]]
+    columns: list[dict[str, Any]]
+    completions: list[str | Messages]
 
 
 def compute_rewards(
@@ -77,14 +68,14 @@ def compute_rewards(
     num_generations: int,
     turns: Sequence[int] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
-    extras: Json | None = None,
+    trainer_state: TrainerState | None = None,
     on_error: str = "raise",
-    loud_share: float = 0.1,
-) -> tuple[np.ndarray, dict[str, float], list[RewardParts]]:
+) -> Rewards:
     """Score completions by every reward function.
 
-    Each function is called once, with those keywords that it takes. Asynchronous functions run together, after the
-    others, on one event loop that lives as long as the process (so that clients and locks that they keep stay usable).
+    Each function is called once, with the keywords that it takes, among them `trainer_state`, `log_metric(name, value)`
+    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the others, on one event loop that
+    lives as long as the process, so clients and locks that they keep stay usable.
 
     Args:
       reward_fns: K reward functions, or one.
@@ -92,33 +83,24 @@ def compute_rewards(
       completions: B·G completions, text or lists of messages.
       completion_ids: B·G lists of token ids, without padding.
       num_generations: G.
-      turns: B·G, the number of turns of each completion; None: functions return one number for each completion.
+      turns: B·G, the number of turns of each completion. None: functions return one number for each completion.
       columns: the other columns of the dataset, each B·G long.
-      extras: objects, not lists, given as they are to functions that name them among their arguments (a `**kwargs` does
-        not): `Extras.given()`, in TRL's scripts by the same names.
-      on_error: "raise" stops at the first fault. "none" scores what is at fault as missing (one completion where the
-        fault is in one value, all of a function's completions where it failed as a whole) and counts it.
-      loud_share: with "none", warn if more than this share of a function's completions is at fault.
-
-    Returns:
-      rewards: [B, G, K] float32, finite, or NaN for "not scored".
-      stats: for each function `rewards/<name>/mean` and `/std` (over the scored completions, ddof 1 as in TRL; left out
-        where there are too few), `/missing` (share without a score, faults included), `/errors` (number of completions
-        at fault), `/seconds`; and `rewards/unscored`, the share of completions that no function scored.
-      parts: of rewards that are sums over turns or tokens.
+      trainer_state: the progress of the run; None: step 0.
+      on_error: "raise" stops at the first fault. "none" counts faults and scores them as missing: one completion if the
+        fault is in one value, all completions if the function failed as a whole.
 
     Raises:
-      RewardError: on_error="raise", and a function raised, returned no list of B·G values, or a value that is not a
-        finite number (as float32) or None. NaN is a fault: None is how a function says "not scored".
-      SetupError: whatever `on_error` is: a function logs a metric or a column under a name of the run's own, or worker
-        processes cannot import an isolated function.
+      RewardError: on_error="raise", and a function raised, did not return a list of B·G values, or returned a value
+        that is neither a finite number (as float32) nor None. NaN is a fault; None means "not scored".
+      SetupError: for every `on_error`: a function logs under a name that the run uses, or worker processes cannot
+        import an isolated function.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
     """
-    fns, columns, extras = as_list(reward_fns), dict(columns or {}), dict(extras or {})
+    fns, columns = contract.as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
-    check_reward_fns(fns, columns, extras=extras)
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error is {on_error!r}: choose one of {', '.join(map(repr, ON_ERROR))}")
+    contract.check_reward_fns(fns, columns)
+    if on_error not in contract.ON_ERROR:
+        raise ValueError(f"on_error is {on_error!r}: choose one of {', '.join(map(repr, contract.ON_ERROR))}")
     inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
     count = len(completions)
     for name, values in inputs.items():
@@ -127,63 +109,53 @@ def compute_rewards(
     if num_generations < 1 or count == 0 or count % num_generations:
         raise ValueError(f"num_generations is {num_generations}, which does not divide the {count} completions")
 
-    names = reward_names(fns)
-    outcomes, seconds = _call_all(fns, inputs, extras)
+    names, log = contract.reward_names(fns), contract.Log(count)
+    extras = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
+    outcomes, seconds = _call_all(fns, inputs | extras)
     rewards = np.empty((count, len(fns)), np.float32)
-    stats: dict[str, float] = {}
+    counted: dict[str, float] = {}
     parts: list[RewardParts] = []
+    lengths = [len(ids) for ids in completion_ids]
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
-        read = None if turns is None else PartReader(k, turns, [len(ids) for ids in completion_ids])
-        scores, faults = read_outcome(outcome, count, read)
-        parts += [] if read is None else read.parts
-        if faults and on_error == "raise":
-            first = next(iter(faults.values()))
-            if isinstance(first, BaseException):
-                first.__traceback__ = own_frames(first.__traceback__)
-            raise RewardError(
-                f"{_explain(name, faults, inputs, num_generations)}. Fix it, or let such completions be scored as "
-                "missing with on_error='none' (on_reward_error in GRPOConfig)"
-            ) from (first if isinstance(first, BaseException) else None)
+        read = None
+        if turns is not None:
+            read = functools.partial(read_parts, function=k, turns=turns, tokens=lengths, found=parts)
+        rewards[:, k], faults = read_outcome(outcome, count, read)
         errors = count if None in faults else len(faults)
-        if errors > loud_share * count:
-            explanation = _explain(name, faults, inputs, num_generations)
-            warnings.warn(
-                f"{errors} of {count} completions scored as missing: {explanation}", RuntimeWarning, stacklevel=3
-            )
-        rewards[:, k] = scores
-        stats[f"rewards/{name}/errors"] = float(errors)
-        stats[f"rewards/{name}/seconds"] = seconds[k]
-    return rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | stats, parts
+        if faults and (on_error == "raise" or errors > LOUD_SHARE * count):
+            explanation, first = _explain(name, faults, inputs, num_generations), next(iter(faults.values()))
+            if on_error == "raise":
+                fix = (
+                    "Fix it, or score such completions as missing with on_error='none' (on_reward_error in GRPOConfig)"
+                )
+                raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
+            message = f"{errors} of {count} completions scored as missing: {explanation}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        counted |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
+    return Rewards(
+        values=rewards.reshape(-1, num_generations, len(fns)),
+        stats=reward_stats(names, rewards) | counted,
+        parts=parts,
+        metrics=log.metrics,
+        columns=log.columns,
+        completions=list(completions),
+    )
 
 
-def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
-    """Return the stats of `compute_rewards` for rewards [B·G, K], but for faults and seconds."""
-    stats: dict[str, float] = {}
-    for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
-        scored = scores[~np.isnan(scores)]
-        stats |= {f"rewards/{name}/mean": float(scored.mean())} if scored.size > 0 else {}
-        stats |= {f"rewards/{name}/std": float(scored.std(ddof=1))} if scored.size > 1 else {}
-        stats[f"rewards/{name}/missing"] = 1.0 - scored.size / len(scores)
-    stats["rewards/unscored"] = float(np.isnan(rewards).all(axis=1).mean())
-    return stats
-
-
-def _call_all(
-    fns: Sequence[RewardFn], inputs: Mapping[str, Sequence[Any]], extras: Json
-) -> tuple[list[Any], list[float]]:
+def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
     """Call every function; return the result of each, or its exception, and its seconds."""
-    outcomes: list[Any] = []
+    outcomes: list[object] = []
     seconds: list[float] = []
     for fn in fns:
         started = time.perf_counter()
         try:
-            outcomes.append(call_selected(fn, inputs, extras))
+            outcomes.append(contract.call_selected(fn, inputs))
         except (Exception, SystemExit) as error:
             outcomes.append(error)
         seconds.append(time.perf_counter() - started)
-    waiting = [k for k, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+    waiting = {k: outcome for k, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)}
     if waiting:
-        for k, (outcome, elapsed) in zip(waiting, _run_together([outcomes[k] for k in waiting]), strict=True):
+        for k, (outcome, elapsed) in zip(waiting, _run_together(list(waiting.values())), strict=True):
             outcomes[k] = outcome
             seconds[k] += elapsed
     for outcome in outcomes:
@@ -192,19 +164,19 @@ def _call_all(
     return outcomes, seconds
 
 
-def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, float]]:
-    """Await all at once on the event loop for rewards; return each result or exception, and its seconds."""
+def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
+    """Await all of them on the event loop; return each result or exception, and its seconds."""
 
-    async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, float]:
+    async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
         started = time.perf_counter()
-        result: Any
+        result: object
         try:
             result = await awaitable
-        except BaseException as error:  # also SystemExit, which would end the thread of the loop and leave us waiting
+        except BaseException as error:  # a SystemExit would end the loop's thread, and this one would wait forever
             result = error
         return result, time.perf_counter() - started
 
-    async def together() -> list[tuple[Any, float]]:
+    async def together() -> list[tuple[object, float]]:
         return await asyncio.gather(*map(outcome, awaitables))
 
     future = asyncio.run_coroutine_threadsafe(together(), event_loop())
@@ -217,7 +189,7 @@ def _run_together(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, float
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Start, at the first use, an event loop in a thread of its own: a notebook's thread has a running loop already."""
+    """Return the event loop of asynchronous rewards, in its own thread: a notebook's thread already runs a loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
     thread.start()
@@ -232,7 +204,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[Any]], num_generations: int) -> str:
+def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
     """Describe the first fault: the function, the fault, and the prompt and completion if it concerns one."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
@@ -242,3 +214,38 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[Any]], num
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
     return message + (f", and has faults in {len(faults) - 1} more" if len(faults) > 1 else "")
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+
+
+def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
+    """Return `Rewards.stats` for rewards [B·G, K], without faults and seconds."""
+    stats: dict[str, float] = {}
+    for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
+        scored = scores[~np.isnan(scores)]
+        stats |= {f"rewards/{name}/mean": float(scored.mean())} if scored.size > 0 else {}
+        stats |= {f"rewards/{name}/std": float(scored.std(ddof=1))} if scored.size > 1 else {}
+        stats[f"rewards/{name}/missing"] = 1.0 - scored.size / len(scores)
+    stats["rewards/unscored"] = float(np.isnan(rewards).all(axis=1).mean())
+    return stats
+
+
+def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
+    """Return Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64; NaN if none did.
+
+    `weights` None: ones. The metric `reward` of a rollout and of an evaluation is the mean of these.
+    """
+    weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
+    return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
+
+
+def mean_of_scored(totals: np.ndarray) -> float:
+    """Return the mean of the numbers that are not NaN; NaN if there are none."""
+    scored = totals[~np.isnan(totals)]
+    return float(scored.mean()) if scored.size else float("nan")
+
+
+def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of the numbers under each name."""
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}

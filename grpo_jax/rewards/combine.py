@@ -1,6 +1,6 @@
-"""Reward functions made of others: weighted, clipped, gated, and row by row.
+"""Reward functions made of others: by row, weighted, clipped and gated.
 
-A combinator is asynchronous where the function inside is, and hands on every fault that it meets.
+A combinator is asynchronous if a function inside is, and passes on faults.
 """
 
 from __future__ import annotations
@@ -9,43 +9,32 @@ import asyncio
 import dataclasses
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.rewards.contract import (
-    Faults,
-    PartialRewards,
-    RewardError,
-    arguments_of,
-    call_selected,
-    check_rows,
-    describe_fault,
-    function_name,
-    give_scores,
-    is_async,
-    read_outcome,
-    split_inputs,
-)
+from grpo_jax.rewards import contract
+from grpo_jax.rewards.contract import RewardError, arguments_of, function_name, is_async
+from grpo_jax.rewards.outcomes import Faults, PartialRewards, describe_fault, give_scores, read_outcome
 from grpo_jax.rewards.shipped import completion_text
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Json, Messages, RewardFn, Rewards, Row
+    from grpo_jax.types import Messages, RewardFn, Row, Scores
 
 Judge = Callable[[str, dict[str, Any]], float | Awaitable[float | None] | None]
 """Scores one completion, given its text and its row."""
 
 
 def from_row(fn: Judge) -> RewardFn:
-    """Make a reward function of a function that looks at one completion and its row.
+    """Make a reward function of a function of one completion and its row.
 
     Args:
-      fn: `fn(completion, row)` → float or None. `completion` is text also in conversations; `row` is a dict of the
-        columns of its dataset row, `prompt` among them. It may be `async`: then all completions are judged together.
+      fn: `fn(completion, row)` → float or None. `completion` is text also in conversations. `row` is the row of the
+        dataset, with its `prompt`. If `fn` is `async`, all completions are judged concurrently.
 
     Returns:
-      A reward function. An exception is the fault of one completion, and the others keep their scores.
+      A reward function. An exception is the fault of one completion; the others keep their scores.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -57,22 +46,24 @@ def from_row(fn: Judge) -> RewardFn:
 
 @dataclasses.dataclass(frozen=True)
 class _FromRow:
-    """The reward function that `from_row` returns."""
-
     fn: Judge
 
     @property
     def __name__(self) -> str:
         return function_name(self.fn)
 
+    @property
+    def is_async(self) -> bool:
+        return is_async(self.fn)
+
     def __call__(
         self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]
-    ) -> Rewards | Awaitable[Rewards]:
+    ) -> Scores | Awaitable[Scores]:
         columns.pop("completion_ids", None)
         columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
         calls = list(zip(map(completion_text, completions), rows, strict=True))
-        if is_async(self.fn):
+        if self.is_async:
             return self._judge_together(calls)
         outcomes: list[Any] = []
         for text, row in calls:
@@ -87,18 +78,18 @@ class _FromRow:
         return _without_exceptions(await asyncio.gather(*judged, return_exceptions=True))
 
 
-def _without_exceptions(outcomes: Sequence[Any]) -> list[Any]:
-    """Return outcomes if none of them is an exception; raise them together if any is."""
+def _without_exceptions(outcomes: list[Any]) -> list[Any]:
+    """Return outcomes; raise `PartialRewards` if some of them are exceptions."""
     faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
-    return list(outcomes)
+    return outcomes
 
 
 def weighted(fn: RewardFn, weight: float) -> RewardFn:
     """Multiply the scores of a reward function: r = weight · fn.
 
-    Not for the balance of whole functions, which is `reward_weights` in the config, but for parts of combined ones.
+    For parts of combined functions; `reward_weights` in the config weighs whole ones.
 
     Args:
       fn: a reward function.
@@ -115,9 +106,7 @@ def weighted(fn: RewardFn, weight: float) -> RewardFn:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Bound the scores of a reward function: r = min(max(fn, low), high).
-
-    An infinite score stays a fault: clipping would hide it.
+    """Bound the scores of a reward function: r = min(max(fn, low), high). An infinite score remains a fault.
 
     Args:
       fn: a reward function.
@@ -136,17 +125,17 @@ def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardF
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
-    """Score by a second function only where a first one passes: r = fn if gate > threshold, else otherwise.
+    """Score by a second function where a first one passes: r = fn if gate > threshold, else otherwise.
 
-    The second function is called with the completions that passed, and not at all if none did: a cheap check of the
-    format in front of an expensive judge.
+    The second function is called with the completions that passed only, for example an expensive judge behind a check
+    of the format.
 
     Args:
-      gate: a reward function. Where it has no score, neither has the result.
-      fn: a reward function.
+      gate: a reward function. Completions that it does not score are not scored.
+      fn: a reward function; not called if no completion passed.
       threshold: the gate passes above it.
-      otherwise: the score of a completion that did not pass; None for no score, and then nothing tells the policy to
-        pass the gate unless the gate is a reward function of its own as well.
+      otherwise: the score of a completion that did not pass. None: not scored; the policy then learns to pass the gate
+        only if the gate is also a reward function of the run.
 
     Example:
       >>> def length(completions):
@@ -160,7 +149,7 @@ def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: fl
 
 @dataclasses.dataclass(frozen=True)
 class _Combinator:
-    """A reward function made of others: it is called as `fn` is and asks for what they ask for."""
+    """A reward function that calls others: it takes the arguments that they take."""
 
     fn: RewardFn
 
@@ -170,12 +159,14 @@ class _Combinator:
 
     @property
     def parts(self) -> tuple[RewardFn, ...]:
-        """The functions inside."""
         return (self.fn,)
 
     @property
+    def is_async(self) -> bool:
+        return any(map(is_async, self.parts))
+
+    @property
     def reward_arguments(self) -> dict[str, bool]:
-        """The arguments of the functions inside, and whether any of them requires it."""
         arguments: dict[str, bool] = {}
         for part in self.parts:
             for name, required in arguments_of(part).items():
@@ -183,24 +174,34 @@ class _Combinator:
         return arguments
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        """Raise ValueError if a function inside cannot judge some rows."""
-        check_rows(self.parts, rows, argument=argument)
+        contract.check_rows(self.parts, rows, argument=argument)
+
+    def __call__(self, **inputs: Any) -> Scores | Awaitable[Scores]:
+        scoring = self.score(inputs)
+        if self.is_async:
+            return scoring
+        try:
+            scoring.send(None)  # runs to the end: nothing is awaited
+        except StopIteration as done:
+            scores: Scores = done.value
+            return scores
+        raise RewardError(f"{self.__name__!r} returned an awaitable: define it by `async def`")
+
+    def score(self, inputs: dict[str, Any]) -> Coroutine[None, None, list[float | None]]:
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped(_Combinator):
-    """The reward function that `weighted` and `clipped` return: each score is replaced by a function of it."""
-
     function: Callable[[np.ndarray], np.ndarray]
 
-    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
-        return _scores_then(self.fn, inputs, lambda values, faults: give_scores(self.function(values), faults))
+    async def score(self, inputs: dict[str, Any]) -> list[float | None]:
+        values, faults = await _scores_of(self.fn, inputs)
+        return give_scores(self.function(values), faults)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gated(_Combinator):
-    """The reward function that `gated` returns."""
-
     gate: RewardFn
     threshold: float
     otherwise: float | None
@@ -209,52 +210,31 @@ class _Gated(_Combinator):
     def parts(self) -> tuple[RewardFn, ...]:
         return (self.gate, self.fn)
 
-    def __call__(self, **inputs: Any) -> Rewards | Awaitable[Rewards]:
-        def second(gate_values: np.ndarray, gate_faults: Faults) -> Rewards | Awaitable[Rewards]:
-            otherwise = np.nan if self.otherwise is None else self.otherwise
-            scores = np.where(np.isnan(gate_values), np.nan, otherwise)
-            passed = np.flatnonzero(gate_values > self.threshold)
-            if passed.size == 0:
-                return give_scores(scores, gate_faults)
-
-            def fill(values: np.ndarray, faults: Faults) -> list[float | None]:
-                scores[passed] = values
-                own = {None if index is None else int(passed[index]): fault for index, fault in faults.items()}
-                return give_scores(scores, {**gate_faults, **own})
-
-            lists, extras = split_inputs(inputs)
-            some = {name: [values[index] for index in passed.tolist()] for name, values in lists.items()}
-            return _scores_then(self.fn, some | extras, fill)
-
-        return _scores_then(self.gate, inputs, second)
+    async def score(self, inputs: dict[str, Any]) -> list[float | None]:
+        values, faults = await _scores_of(self.gate, inputs)
+        scores = np.where(np.isnan(values), np.nan, np.nan if self.otherwise is None else self.otherwise)
+        passed = np.flatnonzero(values > self.threshold).tolist()
+        if passed:
+            some = {
+                name: x if name in contract.EXTRAS else [x[index] for index in passed] for name, x in inputs.items()
+            }
+            scores[passed], found = await _scores_of(self.fn, some)
+            faults |= {None if index is None else passed[index]: fault for index, fault in found.items()}
+        return give_scores(scores, faults)
 
 
-def _scores_then(
-    fn: RewardFn, inputs: Json, use: Callable[[np.ndarray, Faults], Rewards | Awaitable[Rewards]]
-) -> Rewards | Awaitable[Rewards]:
-    """Call a function, read its scores strictly, and use them: now, or in a coroutine if the function is async."""
-
-    def finish(outcome: object) -> Rewards | Awaitable[Rewards]:
-        values, faults = read_outcome(outcome, len(inputs["completions"]))
-        if None in faults:
-            fault = faults[None]
-            cause = fault if isinstance(fault, BaseException) else None
-            raise RewardError(f"{function_name(fn)!r} {describe_fault(fault)}") from cause
-        return use(values, faults)
-
-    async def later(awaitable: Awaitable[Rewards]) -> Rewards:
-        outcome: object
-        try:
-            outcome = await awaitable
-        except PartialRewards as partial:
-            outcome = partial
-        result = finish(outcome)
-        return await result if inspect.isawaitable(result) else result
-
-    lists, extras = split_inputs(inputs)
+async def _scores_of(fn: RewardFn, inputs: dict[str, Any]) -> tuple[np.ndarray, Faults]:
+    """Call a function; return its scores, NaN for None, and the faults of single completions."""
     outcome: object
     try:
-        outcome = call_selected(fn, lists, extras)
+        outcome = contract.call_selected(fn, inputs)
+        if inspect.isawaitable(outcome):
+            outcome = await outcome
     except PartialRewards as partial:
         outcome = partial
-    return later(outcome) if inspect.isawaitable(outcome) else finish(outcome)
+    values, faults = read_outcome(outcome, len(inputs["completions"]))
+    if None in faults:
+        fault = faults[None]
+        cause = fault if isinstance(fault, BaseException) else None
+        raise RewardError(f"{function_name(fn)!r} {describe_fault(fault)}") from cause
+    return values, faults

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.contract import Faults, give_scores
+from grpo_jax.rewards.outcomes import Faults, give_scores
 from grpo_jax.rewards.workers import isolated
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Messages, RewardFn, Rewards, Row
+    from grpo_jax.types import Messages, RewardFn, Row, Scores
 
 _MOST_ROWS = 30  # that a message names
 _GSM8K = "####"
@@ -284,7 +284,7 @@ class _FormulaReward(ColumnReward):
     verify: Callable[..., bool]
     __name__ = "formula"
 
-    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Rewards:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Scores:
         values, faults = np.full(len(completions), np.nan), Faults()
         for index, (completion, truth) in enumerate(zip(completions, columns[self.column], strict=True)):
             if truth is None:

@@ -1,19 +1,17 @@
-"""Reward functions in worker processes, with limits that hold whatever the function does.
+"""Reward functions in worker processes, with limits of time and memory.
 
-```
-isolated(fn)(completions=...)  ──► calls of some completions each ──► pebble.ProcessPool: one call at a time per worker
-                               ◄── scores and faults, as JSON ──────
-```
-
-This is not a sandbox: a worker may read and write files, use the network and start processes like any program of yours.
-Run code that you do not trust in a container, and let the reward function talk to it.
+A batch is split into calls for a `pebble.ProcessPool`, which return scores and faults as JSON. This is not a sandbox: a
+worker can read and write files, use the network and start processes. Run untrusted code in a container.
 """
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import inspect
+import io
 import json
 import math
 import os
@@ -23,77 +21,62 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.rewards import processes
-from grpo_jax.rewards.contract import (
-    Faults,
-    RewardError,
-    SetupError,
-    arguments_of,
-    check_rows,
-    function_name,
-    give_scores,
-    read_number,
-    read_outcome,
-    select_inputs,
-    split_inputs,
-)
-from grpo_jax.rewards.processes import OUT_OF_MEMORY, WorkerContext, sendable, serve, start_worker
+from grpo_jax.rewards import contract
+from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
+from grpo_jax.rewards.outcomes import Faults, describe_fault, give_scores, read_number, read_outcome
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-    from grpo_jax.types import Row
+    from grpo_jax.types import RewardFn, Row
 
-_Request = tuple[int, dict[str, bytes]]  # the number of completions, and the arguments; 0 only loads the function
-_Outcome = tuple[np.ndarray, Faults]
-
-START_SECONDS = 60.0
-"""Seconds that a worker may take to import what its function needs."""
-
-_NO_REPLY = "sent something else than the reply to this call, or ended its worker process"
+START_SECONDS = 60.0  # in which a worker may import what its function needs
+OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
+_LONGEST_TEXT = 2000  # characters of a fault, and of its traceback
+_NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 _GUARD = "put what starts the training under if __name__ == '__main__':, since workers import the script of a function"
+
+_Outcome = tuple[np.ndarray, Faults]
 
 
 def isolated(
-    fn: Callable[..., Any],
+    fn: RewardFn,
     *,
     timeout: float,
     memory_mb: int | None = None,
     workers: int = 1,
     completions_per_call: int | None = None,
-) -> Callable[..., Any]:
+) -> RewardFn:
     """Run a reward function in worker processes that are killed when a call takes too long.
 
-    The workers start at the first call as fresh interpreters, import what the function needs (JAX uses the CPU there),
-    stay for later calls, and end with this process. The function is imported by name: define it at the top level of a
-    module. If that is the script itself, put what starts the training under `if __name__ == "__main__":`.
+    The workers start at the first call as fresh interpreters, import the function by name (JAX uses the CPU there), and
+    end with this process. Define the function at the top level of a module. If that is the script itself, put what
+    starts the training under `if __name__ == "__main__":`. A function that workers cannot import ends the run.
 
-    A batch is cut into calls, which the workers share. A fault (an exception, the timeout, the memory limit, a worker
-    that died) concerns the completions of its call; the others keep their scores, and `on_reward_error` says whether
-    the run stops. A function that workers cannot import ends the run in either case.
-
-    This protects a run from calls that hang, crashes and leaks of memory; processes that a call has started are killed
-    with it. Replies are JSON with a random number of their call, so a function cannot answer for another call. It does
-    not restrict what a function reads, writes, sends or starts: see SECURITY.md.
+    A fault (an exception, the timeout, the memory limit, a worker that died) concerns the completions of its call; the
+    others keep their scores. Processes that a call has started are killed with it. Replies contain a random number of
+    their call, so a function cannot answer for another one. Nothing else is restricted: see SECURITY.md.
 
     Args:
-      fn: a reward function, sync or async.
-      timeout: seconds for one call, from when a worker has the request. A batch of n calls ends after
-        ceil(n / workers) · timeout at the latest, plus the time in which workers start again.
-      memory_mb: MiB of address space for the function, in addition to its worker's after the imports. Linux only.
-        None: no limit.
+      fn: a reward function, sync or async, without `log_metric` and `log_extra`.
+      timeout: seconds for one call. A batch of n calls takes at most ceil(n / workers) · timeout, plus restarts.
+      memory_mb: MiB of address space, in addition to the worker's after the imports. Linux only. None: no limit.
       workers: number of processes.
-      completions_per_call: completions of one call, to which the limits apply. None cuts the batch evenly among the
-        workers, so that with one worker the function gets the whole batch, as one that compares completions needs.
+      completions_per_call: completions of one call, to which the limits apply. None splits the batch evenly among the
+        workers; with one worker the function gets the whole batch.
 
     Returns:
-      A reward function with the name and the arguments of `fn`, to be used where `fn` would be, also in combinators.
+      A reward function with the name and the arguments of `fn`.
 
     Raises:
       ValueError: a limit that is not positive; a function that cannot be sent to another process.
@@ -105,13 +88,16 @@ def isolated(
     """
     if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
         raise ValueError(f"timeout is {timeout!r}: give a positive number of seconds")
-    counts = {"workers": workers, "memory_mb": memory_mb, "completions_per_call": completions_per_call}
-    for name, value in counts.items():
-        left_out = value is None and name != "workers"
-        if not left_out and not (isinstance(value, int) and value >= 1):
+    sizes = {"workers": workers, "memory_mb": memory_mb, "completions_per_call": completions_per_call}
+    for name, value in sizes.items():
+        if not (isinstance(value, int) and value >= 1) and (name == "workers" or value is not None):
             raise ValueError(f"{name} is {value!r}: give a positive whole number")
     if inspect.isclass(fn):
         raise ValueError(f"fn is the class {fn.__name__!r}: give a reward function (environments cannot be isolated)")
+    if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
+        raise ValueError(
+            f"fn is {function_name(fn)!r}, which takes {loggers[0]}: workers cannot log, return scores only"
+        )
     if not hasattr(os, "killpg"):
         raise ValueError("isolated needs a POSIX system (Linux, macOS); this one cannot kill a group of processes")
     if memory_mb is not None and not sys.platform.startswith("linux"):
@@ -122,113 +108,101 @@ def isolated(
 class _IsolatedFunction:
     """A reward function whose calls are carried out by worker processes."""
 
-    def __init__(
-        self, fn: Callable[..., Any], timeout: float, memory_mb: int | None, workers: int, per_call: int | None
-    ):
+    def __init__(self, fn: RewardFn, timeout: float, memory_mb: int | None, workers: int, per_call: int | None):
         self.fn = fn
         self.__name__ = function_name(fn)
         self.reward_arguments = arguments_of(fn)
         self._timeout, self._memory_mb, self._workers, self._per_call = timeout, memory_mb, workers, per_call
-        self._setup = (*sendable(fn), memory_mb)
+        self._payload, self._main = _sendable(fn)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
     def __call__(self, **inputs: Any) -> list[float | None]:
-        if processes.served is not None:
+        if _served is not None:
             raise RewardError(f"an isolated function was called in a worker process: {_GUARD}")
-        lists, extras = split_inputs(inputs)
-        count = len(next(iter(lists.values())))
-        lists, extras = split_inputs(select_inputs(self.fn, lists, extras))
+        inputs = contract.select_inputs(self.fn, inputs)
+        count = len(next(values for name, values in inputs.items() if name not in EXTRAS))
         size = self._per_call or math.ceil(count / self._workers)
-        spans = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        parts = [{name: values[span.start : span.stop] for name, values in lists.items()} for span in spans]
-        requests = [(len(span), self._pickled(part | extras)) for span, part in zip(spans, parts, strict=True)]
+        spans = [range(count)[start : start + size] for start in range(0, count, size)]
+        requests = [(len(span), self._pickled(inputs, span)) for span in spans]
         values, faults = np.full(count, np.nan), Faults()
         with self._lock:
             for span, (scores, found) in zip(spans, self._run(requests), strict=True):
-                values[span.start : span.stop] = scores
-                faults |= _place(found, span, count)
+                values[span] = scores
+                if None in found and len(span) < count:  # a fault of the whole call, which is a part of the batch
+                    found = dict.fromkeys(range(len(span)), found[None])
+                faults |= {None if index is None else span[index]: fault for index, fault in found.items()}
         return give_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        """Raise ValueError if the function inside cannot judge some rows; no worker is used."""
-        check_rows(self.fn, rows, argument=argument)
+        contract.check_rows(self.fn, rows, argument=argument)
 
     def close(self) -> None:
         """End the workers; a later call starts new ones."""
         if self._pool is not None:
+            _stop(self._pool).join()
             self._finalizer.detach()
-            _stop(self._pool)
             self._pool = None
 
-    def _pickled(self, inputs: dict[str, Any]) -> dict[str, bytes]:
-        """Return the arguments of a call as they are sent to a worker."""
-        pickled: dict[str, bytes] = {}
-        for name, value in inputs.items():
-            try:
-                pickled[name] = pickle.dumps(value)
-            except Exception as error:
-                raise RewardError(
-                    f"argument {name!r} cannot be sent to the worker process of {self.__name__!r} ({error}): use plain "
-                    "values, or a function that does not take it"
-                ) from error
-        return pickled
-
-    def _run(self, requests: Sequence[_Request]) -> list[_Outcome]:
-        """Return the scores and faults of each call."""
-        outcomes: list[_Outcome | None] = [None] * len(requests)
+    def _pickled(self, inputs: dict[str, Any], span: range) -> bytes:
+        """Return the inputs for a part of the batch."""
+        part = {name: x if name in EXTRAS else x[span.start : span.stop] for name, x in inputs.items()}
         try:
-            # Pebble gives up a pool if a worker dies while it is idle, or before it has reported its call. Again then.
+            return pickle.dumps(part)
+        except Exception as error:
+            problem = f"the arguments of {self.__name__!r} cannot be sent to a worker process ({error})"
+            raise RewardError(f"{problem}: use columns of plain values") from error
+
+    def _run(self, requests: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
+        """Return the scores and faults of calls, each a number of completions and their pickled arguments."""
+        outcomes: dict[int, _Outcome] = {}
+        try:
+            # Pebble gives up a pool if a worker dies while it is idle, or before it has reported its call: try again.
             for _ in range(3):
-                lost = [index for index, outcome in enumerate(outcomes) if outcome is None]
-                if lost:
+                if lost := [index for index in range(len(requests)) if index not in outcomes]:
                     found = self._ask(self._started(), [requests[index] for index in lost], self._timeout)
-                    for index, outcome in zip(lost, found, strict=True):
-                        outcomes[index] = outcome
-        except BaseException:  # Ctrl-C too: no reply to these calls is left for later ones
+                    outcomes |= {index: outcome for index, outcome in zip(lost, found, strict=True) if outcome}
+        except BaseException:  # Ctrl-C too: later calls must not get replies to these
             self.close()
             raise
-        none: list[_Outcome] = [(np.full(count, np.nan), {None: _NO_REPLY}) for count, _ in requests]
-        return [outcome or lost for outcome, lost in zip(outcomes, none, strict=True)]
+        return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(requests)]
 
     def _started(self) -> ProcessPool:
-        """Return a pool of which a worker has loaded the function."""
+        """Return a pool in which a worker has loaded the function."""
         if self._pool is not None and self._pool.active:
             return self._pool
         from pebble import ProcessPool
 
         self.close()
-        setup = (*self._setup, os.getpid())
-        self._pool = pool = ProcessPool(self._workers, 0, start_worker, setup, WorkerContext())
-        # In a thread, since the garbage collector may run in one of the pool's. At exit pebble ends the workers itself.
-        self._finalizer = weakref.finalize(self, lambda: threading.Thread(target=_stop, args=(pool,)).start())
-        self._finalizer.atexit = False
-        if self._ask(pool, [(0, {})], 0.0) == [None]:
-            end = f"had not loaded it after {START_SECONDS:g} s" if pool.active else "ended while it loaded it"
-            raise SetupError(f"reward function {self.__name__!r}: its worker process {end}. {_GUARD.capitalize()}")
+        setup = (self._payload, self._main, self._memory_mb, os.getpid())
+        self._pool = pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
+        self._finalizer = weakref.finalize(self, _stop, pool)
+        self._finalizer.atexit = False  # pebble ends the workers itself then
+        if self._ask(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
+            problem = f"its worker process ended, or did not load it in {START_SECONDS:g} s. {_GUARD.capitalize()}"
+            raise SetupError(f"reward function {self.__name__!r}: {problem}")
         return pool
 
-    def _ask(self, pool: ProcessPool, requests: Sequence[_Request], timeout: float) -> list[_Outcome | None]:
-        """Return the scores and faults of each call, None if the pool broke before it ended."""
+    def _ask(self, pool: ProcessPool, requests: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
+        """Return the scores and faults of each call, None if the pool broke before the call ended."""
         calls = [(secrets.token_hex(8), count, inputs) for count, inputs in requests]
         try:
-            futures = [pool.schedule(serve, call, timeout=timeout) for call in calls]
+            futures = [pool.schedule(_serve, call, timeout=timeout) for call in calls]
         except RuntimeError:
             return [None] * len(calls)
-        # Longer than the limits allow, as loading the function in a new worker has none.
+        # Longer than the limits allow: loading the function in a new worker is not limited by them.
         end = time.monotonic() + math.ceil(len(calls) / self._workers) * (timeout + START_SECONDS)
         while concurrent.futures.wait(futures, timeout=1.0).not_done and pool.active and time.monotonic() < end:
             pass
         return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, calls, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return scores and faults of a call, None if the pool broke before it ended; SetupError if loading failed."""
-        unscored = np.full(count, np.nan)
+        """Return the scores and faults of a call as `_ask` does; raise SetupError if loading the function failed."""
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):
             return None
         if error is not None:
-            return unscored, {None: self._fault(error)}
+            return _unscored(count, self._fault(error))
         try:
             reply = json.loads(future.result())
             if reply["nonce"] != nonce:
@@ -239,14 +213,13 @@ class _IsolatedFunction:
             fault = type(kind, (Exception,), {})(message) if kind else message  # its own class may not exist here
             loaded = reply["loaded"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            return unscored, {None: _NO_REPLY}
+            return _unscored(count, _NO_REPLY)
         if not loaded:
-            raise SetupError(
-                f"reward function {self.__name__!r}: its worker process could not load it ({kind}: {message})\n{lines}"
-            )
+            problem = f"its worker process could not load it ({kind}: {message})\n{lines}"
+            raise SetupError(f"reward function {self.__name__!r}: {problem}")
         if isinstance(fault, Exception):
             fault.add_note(f"In the worker process:\n{lines}")
-        return unscored, {None: fault}
+        return _unscored(count, fault)
 
     def _fault(self, error: BaseException) -> str:
         """Return why a call has no reply, as the end of a sentence about the function."""
@@ -256,7 +229,7 @@ class _IsolatedFunction:
             return f"took longer than its timeout of {self._timeout:g} s and was killed"
         if not isinstance(error, ProcessExpired):
             return _NO_REPLY
-        with contextlib.suppress(OSError):  # what the function has started and left
+        with contextlib.suppress(OSError):  # processes that the function has started
             os.killpg(error.pid, signal.SIGKILL)
         code, limit = error.exitcode, f": more than its memory_mb of {self._memory_mb}" if self._memory_mb else ""
         if code == OUT_OF_MEMORY:
@@ -264,19 +237,163 @@ class _IsolatedFunction:
         return f"ended its worker process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
 
+def _unscored(count: int, fault: BaseException | str) -> _Outcome:
+    return np.full(count, np.nan), {None: fault}
+
+
 def _read_score(_: int, item: object) -> float | str:
-    """Return a score of a reply, or the fault that stands for it."""
     return str(item["fault"]) if isinstance(item, dict) and "fault" in item else read_number(item)
 
 
-def _place(found: Faults, span: range, count: int) -> Faults:
-    """Return the faults of one call by their place in the batch."""
-    if None not in found:
-        return {span.start + index: fault for index, fault in found.items() if index is not None}
-    return dict.fromkeys([None] if len(span) == count else span, found[None])
+def _stop(pool: ProcessPool) -> threading.Thread:
+    """End all workers in a thread, since the garbage collector may run in one of the pool's own threads."""
+    thread = threading.Thread(target=lambda: (pool.stop(), pool.join()))
+    thread.start()
+    return thread
 
 
-def _stop(pool: ProcessPool) -> None:
-    """End all workers of a pool."""
-    pool.stop()
-    pool.join()
+# Starting processes and reading their messages ------------------------------------------------------------------------
+
+_MAIN = "init_main_from_"  # prefix of the items by which multiprocessing describes `__main__`
+
+# The classes that pebble's messages consist of.
+_MESSAGES = {("pebble.pool.process", "Acknowledgement"), ("pebble.pool.process", "TaskResult")}
+_MESSAGES |= {("pebble.common.types", "Result"), ("pebble.common.types", "ResultStatus")}
+
+
+def _sendable(fn: Callable[..., object]) -> tuple[bytes, dict[str, Any]]:
+    """Return a function as a pickle, and what a worker needs to import the running script, {} if it is not needed."""
+    try:
+        payload = pickle.dumps(fn)
+    except Exception as error:
+        raise ValueError(
+            f"fn is {function_name(fn)!r}, which cannot be sent to a worker process ({error}): define it at the top "
+            "level of a module, under its own name (no lambda, no inner function, isolated(fn, ...) not as a decorator)"
+        ) from error
+    if b"__main__" not in payload:  # a pickle contains the names of the modules that it imports
+        return payload, {}
+    main = {name: value for name, value in spawn.get_preparation_data("").items() if name.startswith(_MAIN)}
+    if not main or not os.path.isfile(main.get("init_main_from_path", __file__)):
+        raise ValueError(
+            f"fn is {function_name(fn)!r}, defined in a notebook or at a prompt, where a worker process cannot import "
+            "it from: write it into a file (%%writefile my_rewards.py) and import it"
+        )
+    return payload, main
+
+
+class _WorkerProcess(SpawnProcess):
+    """A process that does not import the running script, and is killed together with the processes it has started."""
+
+    _starting = threading.Lock()
+
+    def start(self) -> None:
+        def without_main(name: str) -> dict[str, Any]:
+            return {key: x for key, x in prepare(name).items() if name != self.name or not key.startswith(_MAIN)}
+
+        # Multiprocessing has no option for this, and the script would import JAX, which few functions need.
+        with self._starting:
+            prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
+            try:
+                super().start()
+            finally:
+                spawn.get_preparation_data = prepare
+
+    def terminate(self) -> None:
+        try:
+            os.killpg(self.pid or 0, signal.SIGKILL)
+        except OSError:  # it has not created its process group yet
+            self.kill()
+
+
+class _WorkerContext(SpawnContext):
+    """The worker processes of a pool, and pipes that read only pebble's messages from them."""
+
+    Process = _WorkerProcess
+
+    def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:
+        reader, writer = super().Pipe(duplex)
+        # In this process only: a worker gets a plain connection.
+        reader.recv = functools.partial(_receive, reader)  # type: ignore[method-assign]
+        return reader, writer
+
+
+def _receive(reader: Connection) -> object:
+    """Return a message of a worker; an OSError, which makes pebble give up the pool, for anything else."""
+    try:
+        return _Message(io.BytesIO(reader.recv_bytes(2**27))).load()
+    except Exception as error:
+        raise OSError(f"a worker did not send a message of pebble ({error})") from error
+
+
+class _Message(pickle.Unpickler):
+    """Unpickles plain values and `_MESSAGES` only: a pickle from a worker could execute code in this process."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _MESSAGES:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong to a message")
+        return super().find_class(module, name)
+
+
+# In a worker process --------------------------------------------------------------------------------------------------
+
+# The function in its worker process, or the exception that loading it raised; None in other processes.
+_served: Callable[..., object] | BaseException | None = None
+_event_loop = functools.cache(
+    asyncio.new_event_loop
+)  # one for all calls: clients that a function keeps are bound to it
+
+
+def _start_worker(payload: bytes, main: dict[str, Any], memory_mb: int | None, parent: int) -> None:
+    """Prepare a worker process, and load the function."""
+    global _served
+    os.setsid()
+    # A batch system sends SIGTERM to all processes of a run, which then finishes its step and needs the rewards.
+    # Unlike SIG_IGN, a handler is not inherited by the processes that the function starts.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    _served = SetupError("the function is not loaded yet")
+    try:
+        spawn.prepare(main)
+        _served = pickle.loads(payload)
+    except BaseException as error:
+        _served = error
+    if memory_mb is not None:  # after the imports: a limit for the function, not for the libraries that it needs
+        import resource
+
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            limit = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _serve(nonce: str, count: int, inputs: bytes) -> str:
+    """Call the function, and return its scores and faults as JSON."""
+    outcome: object = []
+    try:
+        if not callable(_served):
+            outcome = _served
+        elif count:
+            outcome = _served(**pickle.loads(inputs))
+            outcome = _event_loop().run_until_complete(outcome) if inspect.isawaitable(outcome) else outcome
+    except BaseException as error:
+        outcome = error
+    values, faults = read_outcome(outcome, count)
+    if isinstance(faults.get(None), MemoryError):
+        os._exit(OUT_OF_MEMORY)  # objects that the function keeps would fail later calls too
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reply: dict[str, object] = {"nonce": nonce, "loaded": callable(_served)}
+    if (fault := faults.get(None)) is not None:
+        lines = "".join(traceback.format_exception(fault)) if isinstance(fault, BaseException) else ""
+        texts = [type(fault).__name__ if lines else "", str(fault)[:_LONGEST_TEXT], lines[-_LONGEST_TEXT:]]
+        return json.dumps(reply | {"failure": texts})
+    bad = {index: {"fault": describe_fault(fault)[:_LONGEST_TEXT]} for index, fault in faults.items()}
+    scores = [bad.get(i, None if np.isnan(value) else value) for i, value in enumerate(values.tolist())]
+    return json.dumps(reply | {"scores": scores})

@@ -23,7 +23,8 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, own_part
-from grpo_jax.rewards.contract import describe_fault, own_copy
+from grpo_jax.rewards.contract import own_copy
+from grpo_jax.rewards.outcomes import describe_fault
 from grpo_jax.rollout.interaction import Interaction, schemas_of
 from grpo_jax.rollout.played import EpisodeCounts, Played
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments

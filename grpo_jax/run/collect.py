@@ -36,8 +36,7 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch
 from grpo_jax.models.streams import beside
 from grpo_jax.rewards.calls import means_of
-from grpo_jax.rewards.contract import reward_names
-from grpo_jax.rewards.extras import Extras, check_metrics
+from grpo_jax.rewards.contract import check_metrics, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.run import Run
@@ -134,19 +133,19 @@ class _Rollouts:
                         run.reward_fns,
                         sampled,
                         on_error=config.on_reward_error,
-                        extras=Extras(run.trainer_state(self.step, start)),
+                        trainer_state=run.trainer_state(self.step, start),
                     )
                 with self.phase("rollout"):
                     ahead = None if coming is None else coming.result()
             with self.phase("rewards"):
                 scores = of_all_processes(own, run.reward_fns)
-            lines, g = completion_rows(scores, names, sampled, weighed=True), scores.rewards.shape[1]
+            lines, g = completion_rows(scores, names, sampled, weighed=True), scores.values.shape[1]
             of_groups = [lines[i : i + g] for i in range(0, len(lines), g)]
             parts = place_parts(run.own_advantages, scores, sampled, names)
-            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.rewards, parts)
+            groups = Groups(of_groups, sampled.prompts, sampled.completions, scores.values, parts)
             metrics = scores.stats | rollout_metrics(config, groups, sampled.present) | sampled.metrics | measured
-            check_metrics(scores.logged, metrics)
-            yield _Round(groups, means_of(scores.logged) | metrics, batch, cursor, ahead)
+            check_metrics(scores.metrics, metrics)
+            yield _Round(groups, means_of(scores.metrics) | metrics, batch, cursor, ahead)
 
     def sampled(self, start: int, ahead: Ahead | None) -> Sampled:
         """The completions of the prompts from `start` on, wherever they are sampled."""

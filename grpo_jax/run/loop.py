@@ -19,7 +19,6 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import committed, fetch, gather_objects
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import ShortTraceback
 from grpo_jax.run.beginning import new_state
 from grpo_jax.run.beside import Beside
 from grpo_jax.run.checkpoint import RESUME, Checkpoints
@@ -91,7 +90,6 @@ def run_loop(
     state = committed(new_state(run, donate=donate))  # as one from a checkpoint is: both run the same programs
     run.policy.empty()  # our own object, whose params may be a copy on a mesh; the caller's is emptied below
     with (
-        ShortTraceback(),
         locked(own_dir),
         StopSignals(enabled=run_dir is not None, alone=alone) as signals,
         Checkpoints(run_dir, config, None if run_dir is None else about(run, state)) as checkpoints,

@@ -21,7 +21,7 @@ from grpo_jax.models.platform import compute_dtype, memory_of
 from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import EXTRAS, arguments_of, check_reward_fns, reward_names
+from grpo_jax.rewards.contract import arguments_of, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.interaction import (
     Interaction,
@@ -82,7 +82,6 @@ def prepare(arguments: Arguments) -> Run:
                 check_reward_fns,
                 fns,
                 reward_columns(some[0], interaction) if some else None,
-                extras=EXTRAS,
                 argument="the dataset" if name == "dataset" else name,
                 rows=some,
             )

@@ -12,10 +12,9 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import zero_signal_groups
 from grpo_jax.models.sharding import gather_objects, own_part
-from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, reward_stats, total_rewards
-from grpo_jax.rewards.contract import own_copy, reward_names
-from grpo_jax.rewards.extras import Extras
-from grpo_jax.rewards.parts import RewardParts
+from grpo_jax.rewards.calls import Rewards, compute_rewards, mean_of_scored, reward_stats, total_rewards
+from grpo_jax.rewards.contract import TrainerState, own_copy, reward_names
+from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.played import Played
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
@@ -23,20 +22,14 @@ from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Tokenizer
 
 
-class Rewarded(NamedTuple):
-    """The rewards of some completions, and all else that the reward functions left."""
-
-    texts: list[Any]  # B·G completions, text or messages
-    extras: list[dict[str, Any]]  # B·G times what the functions kept by `log_extra`
-    rewards: np.ndarray  # [B, G, K] float32, NaN for "not scored"
-    logged: dict[str, list[float]]  # what they logged by `log_metric`, by its name
-    stats: dict[str, float]  # as from `compute_rewards`
-    parts: Sequence[RewardParts] = ()  # of rewards that are sums, those of turns or tokens
-
-
 def score_own(
-    tokenizer: Tokenizer, reward_fns: RewardFn | Sequence[RewardFn], sampled: Sampled, *, on_error: str, extras: Extras
-) -> Rewarded:
+    tokenizer: Tokenizer,
+    reward_fns: RewardFn | Sequence[RewardFn],
+    sampled: Sampled,
+    *,
+    on_error: str,
+    trainer_state: TrainerState | None = None,
+) -> Rewards:
     """Call the reward functions for this process's share of the B rows and their completions [B, G, T].
 
     The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
@@ -46,7 +39,7 @@ def score_own(
     part = own_part(len(rows)) if sampled.own is None else sampled.own
     own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
     if not part:
-        return Rewarded([], [], np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, {}, [])
+        return Rewards(np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, [], {}, [], [])
     prompts = zip(*map(np.asarray, (sampled.prompts.tokens[own], sampled.prompts.lengths[own])), strict=True)
     ids = [row[:length] for row, length in prompts]
     inputs = reward_inputs(tokenizer, rows[own], tokens[own], present[own], prompt_ids=ids)
@@ -57,9 +50,9 @@ def score_own(
     if sampled.environments is not None:
         inputs.columns["environments"] = list(sampled.environments[places])
     if not reward_names(reward_fns):  # only a teacher judges
-        nothing = np.zeros((len(part), g, 0), np.float32)
-        return Rewarded(list(inputs.completions), extras.rows(len(part) * g), nothing, extras.values(), {})
-    rewards, stats, parts = compute_rewards(
+        texts = list(inputs.completions)
+        return Rewards(np.zeros((len(part), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
+    return compute_rewards(
         reward_fns,
         prompts=inputs.prompts,
         completions=inputs.completions,
@@ -68,38 +61,36 @@ def score_own(
         num_generations=g,
         turns=sampled.turn_counts[places],
         on_error=on_error,
-        extras=extras.given(),
+        trainer_state=trainer_state,
     )
-    texts = list(inputs.completions)
-    return Rewarded(texts, extras.rows(len(texts)), rewards, extras.values(), stats, parts)
 
 
-def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewarded:
+def of_all_processes(own: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
     """The scores of all rows, from those of each process; all processes have to ask together.
 
     Statistics are those of all completions; faults are added, and of the seconds the slowest process's count.
     """
     if jax.process_count() == 1:
         return own
-    parts = [Rewarded(*part) for part in gather_objects([*own._replace(rewards=own.rewards.tolist())])]
+    parts = [Rewards(*part) for part in gather_objects([*own._replace(values=own.values.tolist())])]
     chain, names = itertools.chain.from_iterable, reward_names(reward_fns)
-    rewards = np.array([*chain(part.rewards for part in parts)], np.float32)
-    firsts = itertools.accumulate((len(part.texts) for part in parts), initial=0)
+    values = np.array([*chain(part.values for part in parts)], np.float32)
+    firsts = itertools.accumulate((len(part.completions) for part in parts), initial=0)
 
     def together(dicts: list[dict[str, Any]]) -> dict[str, list[Any]]:
         return {name: [some[name] for some in dicts if name in some] for name in dict.fromkeys(chain(dicts))}
 
     counted = {
-        name: float(sum(values) if name.endswith("/errors") else max(values))
-        for name, values in together([part.stats for part in parts]).items()
+        name: float(sum(numbers) if name.endswith("/errors") else max(numbers))
+        for name, numbers in together([part.stats for part in parts]).items()
         if name.endswith(("/errors", "/seconds"))
     }
-    return Rewarded(
-        texts=[*chain(part.texts for part in parts)],
-        extras=[*chain(part.extras for part in parts)],
-        rewards=rewards,
-        logged={name: [*chain(lists)] for name, lists in together([part.logged for part in parts]).items()},
-        stats=reward_stats(names, rewards.reshape(-1, len(names))) | counted,
+    return Rewards(
+        values=values,
+        stats=reward_stats(names, values.reshape(-1, len(names))) | counted,
+        metrics={name: [*chain(lists)] for name, lists in together([part.metrics for part in parts]).items()},
+        columns=[*chain(part.columns for part in parts)],
+        completions=[*chain(part.completions for part in parts)],
         parts=[
             RewardParts(*one)._replace(completion=first + one[0])
             for first, part in zip(firsts, parts, strict=False)
@@ -109,7 +100,7 @@ def of_all_processes(own: Rewarded, reward_fns: RewardFn | Sequence[RewardFn]) -
 
 
 def completion_rows(
-    scores: Rewarded, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
+    scores: Rewards, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
 ) -> list[dict[str, Any]]:
     """One dict per completion, in prompt-major order; of one with several turns, who said what.
 
@@ -128,16 +119,16 @@ def completion_rows(
 
     return [
         {
-            **scores.extras[i],
+            **scores.columns[i],
             "prompt": own_copy(rows[i // g]["prompt"]),
             "completion": text,
             **({} if episodes is None else {"turns": turns_of(episodes[i])}),
-            "rewards": dict(zip(names, scores.rewards[i // g, i % g].tolist(), strict=True)),
+            "rewards": dict(zip(names, scores.values[i // g, i % g].tolist(), strict=True)),
             **({"turn_rewards": of_turns[i]} if i in of_turns else {}),
             **({"advantage": None} if weighed else {}),
             "ended": bool(ended[i // g, i % g]),
         }
-        for i, text in enumerate(scores.texts)
+        for i, text in enumerate(scores.completions)
     ]
 
 

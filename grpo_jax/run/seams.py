@@ -14,10 +14,11 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.credit import in_units_of_rewards, turn_advantages
 from grpo_jax.maths.surrogates import Surrogate, Tokens
 from grpo_jax.messages import nearest, one_line, show
+from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
-from grpo_jax.rewards.parts import RewardParts, place_rewards
+from grpo_jax.rewards.outcomes import RewardParts, place_rewards
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import PlacedParts, Rewarded
+from grpo_jax.run.scores import PlacedParts
 from grpo_jax.types import AdvantageFn, Batch, Completions
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
@@ -27,7 +28,7 @@ Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
 
 
 def place_parts(
-    own: OwnAdvantages | None, scores: Rewarded, sampled: Sampled, names: Sequence[str]
+    own: OwnAdvantages | None, scores: Rewards, sampled: Sampled, names: Sequence[str]
 ) -> PlacedParts | None:
     """Place turns and rewards of some completions, as far as an advantage function needs them; checks `check_parts`."""
     if own is None:
@@ -35,8 +36,8 @@ def place_parts(
     check_parts(scores.parts, names, own.config)
     turns, rewards = sampled.turns, None
     if "token_rewards" in own.names:
-        rewards = place_rewards(scores.rewards, scores.parts, turns, sampled.present)
-    return PlacedParts(turns, rewards, scores.rewards)
+        rewards = place_rewards(scores.values, scores.parts, turns, sampled.present)
+    return PlacedParts(turns, rewards, scores.values)
 
 
 def context_of(

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from grpo_jax.messages import import_extra, nearest, show
-from grpo_jax.rewards.contract import Faults, PartialRewards, arguments_of, call_selected, give_scores
+from grpo_jax.rewards.contract import arguments_of, call_selected
+from grpo_jax.rewards.outcomes import Faults, PartialRewards, give_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite, check_whole_number
-from grpo_jax.types import Json, Messages, Rewards
+from grpo_jax.types import Json, Messages, Scores
 
 _PACKAGE = "reasoning-gym"
 
@@ -199,7 +200,7 @@ def _score(
     settings: Sequence[Json],
     answer_tag: Sequence[str | None],
     extract: Callable[..., str | None],
-) -> Rewards:
+) -> Scores:
     """Score completions by the verifiers of the suite; beside them the columns of their rows."""
     values, faults = np.full(len(completions), np.nan), Faults()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
@@ -232,7 +233,7 @@ class _ByTask:
         task: Sequence[str],
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Sequence[object],
-    ) -> Rewards:
+    ) -> Scores:
         fault = None
         try:
             scores = call_selected(self.score, {"task": task, **columns})

@@ -1,44 +1,39 @@
-"""What reward functions log beside their rewards, and the names that are the run's own."""
+"""Metrics and columns that reward functions log, and the names that a run uses itself."""
 
 import functools
-import pickle
 
 import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.rewards.calls import compute_rewards, means_of
-from grpo_jax.rewards.contract import EXTRAS, RewardError, TrainerState
-from grpo_jax.rewards.extras import OWN_COLUMNS, Extras, NameTaken
+from grpo_jax.rewards.calls import compute_rewards
+from grpo_jax.rewards.contract import RUN_COLUMNS, Log, RewardError, SetupError, TrainerState
+from grpo_jax.rewards.workers import isolated
 
 ROWS = [{"prompt": text, "topic": "letters"} for text in ("ab", "c", "def", "gh")]
+INPUTS = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]], "num_generations": 2}
 
 
 @pytest.mark.quick
-def test_extras_take_metrics_and_columns_once_as_they_were():
-    extras = Extras(TrainerState(global_step=3, max_steps=10, epoch=0.5))
+def test_metrics_and_columns_of_a_batch():
+    seen = [[1], [2]]
 
     def by_the_book(completions, trainer_state, log_metric, log_extra):
         log_metric("at", trainer_state.global_step)
         log_metric("at", trainer_state.max_steps)
         log_extra("length", [len(text) for text in completions])
+        log_extra("seen", seen)
+        seen[0].append(2)
         return [0.0] * len(completions)
 
-    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]]}
-    assert set(extras.given()) == set(EXTRAS)
-    compute_rewards(by_the_book, **inputs, num_generations=2, extras=extras.given())
-    assert means_of(extras.values()) == {"at": 6.5}
-    assert extras.rows(2) == [{"length": 1}, {"length": 2}]
-    assert extras.rows(3) == [{}, {}, {}]
-    extras.log_extra("length", [1])
+    state = TrainerState(global_step=3, max_steps=10, epoch=0.5)
+    rewards = compute_rewards(by_the_book, trainer_state=state, **INPUTS)
+    assert rewards.metrics == {"at": [3.0, 10.0]}
+    assert rewards.columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], "as they were when logged"
     with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
-        extras.rows(2)
-    with pytest.raises(TypeError, match="work in the process that trains"):
-        pickle.dumps(extras.log_metric)
-    extras, seen = Extras(), [[1], [2]]
-    extras.log_extra("seen", seen)
-    seen[0].append(2)
-    assert extras.rows(2) == [{"seen": [1]}, {"seen": [2]}]
+        compute_rewards(lambda completions, log_extra: log_extra("length", [1]), **INPUTS)
+    with pytest.raises(ValueError, match="fn is 'by_the_book', which takes log_metric: workers cannot log"):
+        isolated(by_the_book, timeout=1.0)
 
 
 def logs(completions, log_metric, name):
@@ -53,14 +48,12 @@ async def keeps(completions, log_extra, name):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("on_error", ["raise", "none"])
-def test_a_name_of_the_runs_own_is_refused(on_error):
-    inputs = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]], "num_generations": 2}
-    metrics = [
-        (logs, name, "this is the name of a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")
-    ]
-    for fn, name, message in (*metrics, *((keeps, name, "completions.jsonl has this column") for name in OWN_COLUMNS)):
-        with pytest.raises(NameTaken, match=rf"log_\w+\('{name}', ...\): {message}"):
-            compute_rewards(functools.partial(fn, name=name), extras=Extras().given(), on_error=on_error, **inputs)
+def test_a_name_that_the_run_uses_is_refused(on_error):
+    metrics = [(logs, name, "the run has a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")]
+    columns = [(keeps, name, "completions.jsonl has this column") for name in RUN_COLUMNS]
+    for fn, name, message in metrics + columns:
+        with pytest.raises(SetupError, match=rf"log_\w+\('{name}', ...\): {message}"):
+            compute_rewards(functools.partial(fn, name=name), on_error=on_error, **INPUTS)
 
 
 def test_a_run_refuses_the_names_of_all_that_it_logs(tmp_path):
@@ -78,8 +71,8 @@ def test_a_run_refuses_the_names_of_all_that_it_logs(tmp_path):
     assert {"loss", "num_prompts", "seconds/total", "eval/length", "clip_fraction_delta", "entropy_coef"} <= names
     for name in names:
         if not name.startswith(("rewards/", "completions/")):
-            with pytest.raises(NameTaken):
-                Extras().log_metric(name, 0.0)
+            with pytest.raises(SetupError):
+                Log(1).metric(name, 0.0)
     for name, evaluated in (("rewards/logs/mean", None), ("logs", ROWS)):  # the second of the first evaluation
-        with pytest.raises(NameTaken, match=rf"log_metric\('{name}', ...\)"):
+        with pytest.raises(SetupError, match=rf"log_metric\('{name}', ...\)"):
             train(tiny_policy(), ROWS, functools.partial(logs, name=name), config, eval_dataset=evaluated)

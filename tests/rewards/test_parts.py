@@ -5,7 +5,7 @@ import pytest
 
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError
-from grpo_jax.rewards.parts import PartReader, RewardParts, place_rewards
+from grpo_jax.rewards.outcomes import RewardParts, place_rewards, read_parts
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +27,7 @@ def returned(*values):
 
 def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_rewards():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
-    rewards, stats, parts = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
+    rewards, stats, parts, *_ = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
     np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
     assert parts == [
         RewardParts(0, 0, False, [0.5, -1.0]),
@@ -44,9 +44,9 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
         ([1, 2, 3], f"returned [1, 2, 3], a list; {NUMBERS}, or a list with one for each turn (2)"),
         ([], f"returned [], a list; {NUMBERS}, or a list with one for each turn (2)"),
         (np.zeros(2), f"returned array([0., 0.]), a ndarray; {NUMBERS}, or an array with one for each token (3)"),
-        ([1, None], "returned [1, None], and its number of turn 1 is none that is finite"),
-        ([1, "2"], "returned [1, '2'], and its number of turn 1 is none that is finite"),
-        (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), and its number of token 1 is none that is finite"),
+        ([1, None], "returned [1, None], whose number for turn 1 is not finite"),
+        ([1, "2"], "returned [1, '2'], whose number for turn 1 is not finite"),
+        (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), whose number for token 1 is not finite"),
         ([3e38, 3e38], "returned 6e+38; rewards are finite, in the range of float32"),
         ("12", f"returned '12', a str; {NUMBERS}"),
         ({1: 2}, f"returned {{1: 2}}, a dict; {NUMBERS}"),
@@ -54,7 +54,7 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
 )  # fmt: skip
 def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
     """Lists and arrays of other lengths, and values that are not numbers, are refused by the completion."""
-    assert PartReader(0, [2], [3])(0, value) == message
+    assert read_parts(0, value, function=0, turns=[2], tokens=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
 

@@ -16,7 +16,8 @@ import worker_functions as functions
 
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.combine import from_row, gated, weighted
-from grpo_jax.rewards.contract import PartialRewards, RewardError, SetupError, check_reward_fns
+from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState, check_reward_fns
+from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.rewards.workers import isolated
 
@@ -24,8 +25,8 @@ TIMEOUT = 1.0
 COMPLETIONS = ["a", "bb", "ccc", "dddd"]
 
 
-def score(fn, *, completions=COMPLETIONS, on_error="raise", extras=None, **columns):
-    rewards, stats, _ = compute_rewards(
+def score(fn, *, completions=COMPLETIONS, on_error="raise", trainer_state=None, **columns):
+    rewards = compute_rewards(
         fn,
         prompts=[f"p{index // 2}" for index in range(len(completions))],
         completions=completions,
@@ -33,9 +34,9 @@ def score(fn, *, completions=COMPLETIONS, on_error="raise", extras=None, **colum
         num_generations=2,
         columns={name: [value] * len(completions) for name, value in columns.items()},
         on_error=on_error,
-        extras=extras or {},
+        trainer_state=trainer_state,
     )
-    return rewards.ravel(), stats
+    return rewards.values.ravel(), rewards.stats
 
 
 def is_alive(pid):
@@ -73,7 +74,7 @@ OF_ALL = {
     "crash": r"ended its worker process \(signal 11\)",
 }
 OF_ONE = {
-    "nan": r"returned nan; None is how a function says 'not scored' for prompt 0 of the batch, completion 0",
+    "nan": r"returned nan; return None for 'not scored' for prompt 0 of the batch, completion 0",
     "huge values": "returned 'xxxxxxxxxx.*, a str; rewards are numbers",
 }
 
@@ -133,7 +134,7 @@ def test_a_fault_costs_the_completions_of_its_call_only():
 )
 def test_the_batch_is_cut_as_asked_and_each_call_gets_the_extras(keywords, sizes):
     fn = isolated(functions.whole_batch, timeout=10, **keywords)
-    scores, _ = score(fn, answer=0.5, extras={"trainer_state": {"step": 7}})
+    scores, _ = score(fn, answer=0.5, trainer_state=TrainerState(global_step=7))
     expected = [100 * size + len(text) + 7.5 for size, text in zip(sizes, COMPLETIONS, strict=True)]
     np.testing.assert_array_equal(scores, expected)
     fn.close()
@@ -225,7 +226,7 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 def test_a_function_can_neither_answer_for_another_call_nor_have_anything_unpickled(tmp_path):
     """A reply repeats the random number of its call: one that was written for another call is not a score of it."""
     fn = isolated(functions.forges, timeout=5, completions_per_call=1)
-    refused = "'forges' sent something else than the reply to this call"
+    refused = "'forges' sent a reply that does not belong to this call"
     with pytest.warns(RuntimeWarning, match=refused):
         scores, _ = score(fn, completions=["the next reply", "bb"], path="", on_error="none")
     np.testing.assert_array_equal(scores, [14, np.nan])
@@ -247,7 +248,7 @@ def test_it_asks_for_what_the_function_asks_for():
     with pytest.raises(ValueError, match="'whole_batch' needs the argument 'answer'"):
         check_reward_fns(fn, ["prompt"])
     check_reward_fns(fn, ["prompt", "answer"])
-    with pytest.raises(RewardError, match="argument 'answer' cannot be sent to the worker process of 'whole_batch'"):
+    with pytest.raises(RewardError, match="the arguments of 'whole_batch' cannot be sent to a worker process"):
         fn(completions=["a"], answer=[lambda: 1])
 
 
@@ -302,7 +303,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
     fn = isolated(importlib.import_module("here_and_gone").reward, timeout=10)
     for source, message in (
         ("raise OSError('no such thing here')", r"could not load it \(OSError: no such thing here\)\n.*Traceback"),
-        ("import os; os._exit(5)", "ended while it loaded it. Put what starts the training under if __name__"),
+        ("import os; os._exit(5)", "ended, or did not load it in 60 s. Put what starts the training under if __name__"),
     ):
         module.write_text(source, encoding="utf-8")
         for on_error in ("raise", "none"):

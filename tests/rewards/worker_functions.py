@@ -20,7 +20,7 @@ def length(completions):
 
 def whole_batch(completions, answer, trainer_state=None):
     """A score that depends on how the batch was cut: number of completions, step, length and answer at once."""
-    start = 100 * len(completions) + (trainer_state or {"step": 0})["step"]
+    start = 100 * len(completions) + (0 if trainer_state is None else trainer_state.global_step)
     return [start + len(text) + truth for text, truth in zip(completions, answer, strict=True)]
 
 

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from tiny import tiny_tokenizer
 
-from grpo_jax.rewards.calls import means_of
-from grpo_jax.rewards.contract import RewardError
-from grpo_jax.rewards.extras import OWN_COLUMNS, Extras
-from grpo_jax.rewards.parts import RewardParts
+from grpo_jax.rewards.calls import Rewards, means_of
+from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
+from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.played import EpisodeCounts, Played
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 
@@ -50,9 +49,9 @@ def run(monkeypatch, processes, rows, *fns, on_error="raise"):
     for process in range(processes):
         calls.append([])
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        how = {"on_error": on_error, "extras": Extras()}
-        parts.append(score_own(tiny_tokenizer(), fns, Sampled(ROWS[:rows], PROMPTS, completions(rows)), **how))
-    sent = [json.loads(json.dumps([*part._replace(rewards=part.rewards.tolist())])) for part in parts]
+        sampled = Sampled(ROWS[:rows], PROMPTS, completions(rows))
+        parts.append(score_own(tiny_tokenizer(), fns, sampled, on_error=on_error))
+    sent = [json.loads(json.dumps([*part._replace(values=part.values.tolist())])) for part in parts]
     monkeypatch.setattr(scoring, "gather_objects", lambda own: sent)
     return [of_all_processes(part, fns) for part in parts], calls
 
@@ -77,10 +76,10 @@ def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
     assert max(sizes) - min(sizes) <= 2 * G, "in parts that differ by a row"
     timeless = lambda stats: {name: value for name, value in stats.items() if not name.endswith("/seconds")}
     for found in several:
-        np.testing.assert_array_equal(found.rewards, one.rewards)
-        assert found.texts == one.texts
-        assert found.extras == one.extras
-        assert means_of(found.logged) == means_of(one.logged)
+        np.testing.assert_array_equal(found.values, one.values)
+        assert found.completions == one.completions
+        assert found.columns == one.columns
+        assert means_of(found.metrics) == means_of(one.metrics)
         assert timeless(found.stats) == timeless(one.stats)
         assert found.stats.keys() == one.stats.keys()
 
@@ -93,8 +92,8 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
         (found, _), _ = run(monkeypatch, 2, 5, fails_on_odd_rows, on_error="none")
     assert found.stats["rewards/fails_on_odd_rows/errors"] == 2 * G
     assert found.stats["rewards/fails_on_odd_rows/missing"] == pytest.approx(2 / 5)
-    slow = found._replace(stats={"rewards/f/seconds": 3.0}, rewards=found.rewards[:2])
-    fast = found._replace(stats={"rewards/f/seconds": 1.0}, rewards=found.rewards[2:])
+    slow = found._replace(stats={"rewards/f/seconds": 3.0}, values=found.values[:2])
+    fast = found._replace(stats={"rewards/f/seconds": 1.0}, values=found.values[2:])
     monkeypatch.setattr(scoring, "gather_objects", lambda own: [fast, slow])
     assert of_all_processes(fast, len).stats["rewards/f/seconds"] == 3.0
     with pytest.raises(RewardError, match="'fails_on_odd_rows' returned nan"):
@@ -117,8 +116,8 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
         monkeypatch.setattr(jax, "process_index", lambda rows=rows: rows.start // 2)
         there = [i if i // G in rows else None for i in range(4 * G)]
         sampled = Sampled(ROWS[:4], PROMPTS, completions(4), played, there, rows).first(kept)
-        scores = score_own(tiny_tokenizer(), [own], sampled, on_error="raise", extras=Extras())
-        assert scores.rewards.shape == (len(found[-1]) // G, G, 1)
+        scores = score_own(tiny_tokenizer(), [own], sampled, on_error="raise")
+        assert scores.values.shape == (len(found[-1]) // G, G, 1)
     ends = min(2 * G, kept * G), kept * G
     assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]
 
@@ -132,13 +131,13 @@ def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch
     lengths = completions(5).mask.sum(-1).ravel()
     expected = [RewardParts(i, 0, True, [float(i // G)] * lengths[i]) for i in range(G, 5 * G)]
     assert found[0].parts == found[1].parts == alone[0].parts == expected
-    np.testing.assert_array_equal(found[0].rewards.ravel()[G:], [sum(part.values) for part in expected])
+    np.testing.assert_array_equal(found[0].values.ravel()[G:], [sum(part.values) for part in expected])
 
 
 def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
-    scores = Rewarded([""] * 2 * G, [{"number": i} for i in range(2 * G)], np.zeros((2, G, 1), np.float32), {}, {})
-    scores = scores._replace(parts=[RewardParts(i, 0, False, [0.0]) for i in range(2 * G)])
+    parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
+    scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
     for row in completion_rows(scores, ["length"], sampled, weighed=True):
-        assert {"step", *row} == {"number", *OWN_COLUMNS}
+        assert {"step", *row} == {"number", *RUN_COLUMNS}

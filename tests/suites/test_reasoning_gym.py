@@ -23,19 +23,21 @@ def answers_to(entry: dict) -> list[str | None]:
     return [answer, f"It is {answer}.", f" {answer}.0\n", answer[::-1], "7", "[[1, 2], [3]]", "", "{"]
 
 
-def scored(suite, completions, **extras) -> list[float | None]:
-    """The scores of one completion of each row."""
+def compute(suite, completions):
+    """The rewards of one completion of each row."""
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
-    rewards, _, _ = compute_rewards(
+    return compute_rewards(
         suite.reward_fns,
         prompts=[row["prompt"] for row in suite.rows],
         completions=completions,
         completion_ids=[[1]] * len(completions),
         num_generations=1,
         columns=columns,
-        extras=extras,
     )
-    return rewards[:, 0, 0].tolist()
+
+
+def scored(suite, completions) -> list[float | None]:
+    return compute(suite, completions).values[:, 0, 0].tolist()
 
 
 @pytest.mark.parametrize("task", TEN)
@@ -61,12 +63,11 @@ def test_several_tasks_are_the_suites_own_composite():
     assert {row["task"] for row in suite.rows} == {*tasks}
     given = [answers_to(entry)[i % 8] for i, entry in enumerate(own[i] for i in range(40))]
     wanted = [own.score_answer(text.strip(), own[i]) for i, text in enumerate(given)]
-    told = {}
-    log_metric = lambda name, value: told.setdefault(name, []).append(value)
-    assert scored(suite, given, log_metric=log_metric) == pytest.approx(wanted, abs=1e-7)
+    rewards = compute(suite, given)
+    assert rewards.values.ravel().tolist() == pytest.approx(wanted, abs=1e-7)
     for task in tasks:  # each has its mean in the metrics
         own_scores = [score for score, row in zip(wanted, suite.rows, strict=True) if row["task"] == task]
-        assert told[f"reasoning_gym/{task}"] == own_scores
+        assert rewards.metrics[f"reasoning_gym/{task}"] == own_scores
 
 
 def test_a_level_is_that_of_the_suites_curriculum():
