@@ -15,9 +15,8 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.calls import mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import EXTRAS, TrainerState, as_list, check_reward_fns, reward_names
-from grpo_jax.rewards.extras import Extras, check_metrics
+from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
+from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.interaction import (
     Interaction,
@@ -30,7 +29,7 @@ from grpo_jax.rollout.interaction import (
 from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
 from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
-from grpo_jax.run.scores import Rewarded, completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, several
@@ -198,7 +197,7 @@ def evaluate_rows(
     data = join_prompts(encoded)
     fns = with_environments(as_list(reward_fns), interaction)
     check_sampler(sampler, interaction, ends)
-    check_reward_fns(fns, reward_columns(data.rows[0], interaction), extras=EXTRAS, rows=rows)
+    check_reward_fns(fns, reward_columns(data.rows[0], interaction), rows=rows)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=ends, template_kwargs=template_kwargs)
     weights = environment_weights(config.reward_weights, fns)
@@ -269,7 +268,7 @@ def _evaluate_part(
         ends=TurnEnds.of(config),
     )
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
-    scored, lengths, ended, rows = list[Rewarded](), [], [], list[dict[str, Any]]()
+    scored, lengths, ended, rows = list[Rewards](), [], [], list[dict[str, Any]]()
     most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     batch_size = -(-count // -(-count // most))  # batches of equal size; the last one may be filled up by less
     for start in range(0, count, batch_size):
@@ -278,13 +277,14 @@ def _evaluate_part(
         sampled = sample(policy.model, params, data, at, key, request, prompt_indices=np.array(at), interrupt=interrupt)
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        extras = Extras(trainer_state)
-        own = score_own(policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, extras=extras)
+        own = score_own(
+            policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
+        )
         scored.append(of_all_processes(own, reward_fns))
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
         rows += completion_rows(scored[-1], names, sampled)
-    scores = np.concatenate([some.rewards.reshape(-1, len(names)) for some in scored])
+    scores = np.concatenate([some.values.reshape(-1, len(names)) for some in scored])
     metrics = {
         "reward": mean_of_scored(total_rewards(scores, config.reward_weights)),
         "mean_length": float(np.concatenate(lengths).mean()),
@@ -293,7 +293,7 @@ def _evaluate_part(
     keys = [f"rewards/{name}/mean" if name in metrics else name for name in names]
     metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | metrics
     logged: dict[str, list[float]] = {}
-    for name, values in (item for some in scored for item in some.logged.items()):
+    for name, values in (item for some in scored for item in some.metrics.items()):
         logged.setdefault(name, []).extend(values)
     check_metrics(logged, metrics)
     return means_of(logged) | metrics, rows

@@ -66,7 +66,7 @@ def no_eos():
 
 WANTED = "give a list of dicts, a datasets.Dataset, an iterator of dicts, a file (.jsonl, .json, .csv, .parquet) or"
 TEXT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
-GIVEN = "(columns: answer; also given: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
+GIVEN = "(columns: answer; also available: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
 
 # What is handed in; what the message says.
 BAD = [
@@ -104,10 +104,10 @@ BAD = [
     (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs has 'tokenize', which encode_prompts sets"),
     (dict(reward_fns=None), "reward_fns is None: give a function, or a list of functions"),
     (dict(reward_fns=[]), "reward_fns is empty: give at least one reward function"),
-    (dict(reward_fns=[right, 3]), "reward_fns holds 3, which cannot be called: give functions"),
-    (dict(reward_fns=lambda completions, anwser: 0), f"is no column of the dataset {GIVEN}; did you mean 'answer'?"),
-    (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments: they are given by keyword"),
-    (dict(reward_fns=lambda of="answer": 0), "if it makes a reward function, call it first: lambda(...)"),
+    (dict(reward_fns=[right, 3]), "reward_fns contains 3, which is not callable: give functions"),
+    (dict(reward_fns=lambda completions, anwser: 0), f"is not a column of the dataset {GIVEN}; did you mean 'answer'?"),
+    (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments, but"),
+    (dict(reward_fns=lambda of="answer": 0), "if it returns a reward function, call it first: lambda(...)"),
     (dict(reward_weights=[0.0]),
         "reward_weights = (0.0,): no reward would count; give at least one weight that is not"),
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be what from_pretrained returns, a Policy; got str."),
@@ -125,7 +125,7 @@ BAD = [
         "generation_batch_size = 12: does not split into minibatches of 8 completions (per_device_train"),
     (dict(eval_steps=2), "eval_steps = 2: there is nothing to evaluate on; pass eval_dataset to train"),
     (dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
-        "needs the argument 'answer', which is no column of eval_dataset (columns: no"),
+        "needs the argument 'answer', which is not a column of eval_dataset (columns: no"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
         "per_device_eval_batch_size = 8: does not hold whole groups of 3"),
     (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts alone fill them"),

@@ -156,7 +156,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     ):
         with pytest.raises(ValueError, match=message):
             run(**given)
-    with pytest.raises(ValueError, match="needs the argument 'environments', which is no column"):
+    with pytest.raises(ValueError, match="needs the argument 'environments', which is not a column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
     how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
     with pytest.raises(ValueError, match="sampler makes completions of one turn; give one that takes `answers`"):
