@@ -38,7 +38,7 @@ from grpo_jax.run.stored import load_params
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_report
-from grpo_jax.watch.writer import plain, read_settings, replace_file
+from grpo_jax.watch.writer import RunWriter, plain, read_settings, replace_file
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
 _OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
@@ -199,6 +199,7 @@ def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         if not file.exists() or file.read_text(encoding="utf-8") != text:
+            RunWriter(run.run_dir)  # makes the directory
             replace_file(file, lambda out: out.write(text.encode()))
 
     if new:
