@@ -1,4 +1,4 @@
-"""`grpo-jax chat`: prompts and their completions, shown as they are drawn."""
+"""`grpo-jax chat`: prompts and their completions, printed as they are sampled."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from grpo_jax.types import Messages, Tokenizer
 from grpo_jax.watch.display import escape_controls
 
 
-class _Shown:
-    """Prints a completion as its tokens come, control characters escaped; an incomplete character waits for its end."""
+class Printer:
+    """Prints a completion as its tokens arrive, with control characters escaped and incomplete characters held back.
+
+    Attributes:
+      text: the text so far.
+    """
 
     def __init__(self, tokenizer: Tokenizer, before: Before | None = None):
-        self._tokenizer, self._before, self._text = tokenizer, before or Before([], "", ""), ""
+        self._tokenizer, self._before, self.text = tokenizer, before or Before([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Take in what there is of one completion, tokens and mask [1, 1, T]."""
+        """Print the new part of one completion, tokens and mask [1, 1, T]; `whole` if it has ended."""
         ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
-        if text.startswith(self._text):
-            print(escape_controls(text[len(self._text) :]), end="", flush=True)
-        elif whole:  # a tokenizer that takes back what stood there, as some do before a full stop
+        if text.startswith(self.text):
+            print(escape_controls(text[len(self.text) :]), end="", flush=True)
+        elif whole:  # some tokenizers change earlier text, such as a space before a full stop
             print(f"\n{escape_controls(text)}", end="")
         else:
             return
-        self._text = text
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._text
+        self.text = text
 
 
-def typed() -> Iterator[str]:
-    """Yield the lines of standard input; at a terminal with a cue."""
+def read_prompts() -> Iterator[str]:
+    """Yield the lines of standard input; at a terminal with a prompt sign."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -58,33 +57,34 @@ def typed() -> Iterator[str]:
 
 
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples: int = 1, echo: bool = False) -> None:
-    """Complete prompts one after another, and print each completion as it is drawn.
+    """Complete prompts one after another, and print each completion while it is sampled.
 
-    Tokens come as `generate` draws them: up to 16 at a time, and on an accelerator a burst late. They are drawn at
-    `config.eval_temperature`, 0 being greedy. With a chat template and one sample the prompts make one conversation,
-    until one is empty; otherwise each stands by itself. The `samples` of a prompt differ by their keys.
+    Tokens arrive in bursts of up to 16, as from `generate`, at `config.eval_temperature` (0: greedy). With a chat
+    template and one sample the prompts are one conversation, until one is empty; otherwise they are independent. The
+    `samples` of a prompt have different keys.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
-    drawn, talks, said = 0, policy.tokenizer.chat_template is not None, Messages()
+    index, has_template, messages = 0, policy.tokenizer.chat_template is not None, Messages()
     for prompt in prompts:
         if not prompt.strip():
-            said = Messages()
+            messages = Messages()
             continue
-        said = [*said, {"role": "user", "content": prompt}] if talks else said
+        messages = [*messages, {"role": "user", "content": prompt}] if has_template else messages
         if echo:
             print(f"> {prompt}", flush=True)
         for number in range(samples):
             print(f"[{number + 1}] " * (samples > 1), end="", flush=True)
-            text = _answer(policy, config, said if talks else prompt, drawn)
-            drawn += 1
+            text = _answer(policy, config, messages if has_template else prompt, index)
+            index += 1
             print(flush=True)
-        said = [*said, {"role": "assistant", "content": text}] if talks and samples == 1 else Messages()
+        single = has_template and samples == 1
+        messages = [*messages, {"role": "assistant", "content": text}] if single else Messages()
 
 
 def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
-    """Draw, print and return the completion of a prompt; `index` sets its key apart from those of others."""
+    """Sample, print and return the completion of a prompt; each `index` has a key of its own."""
     data = encode_prompts(
         [{"prompt": prompt}],
         policy.tokenizer,
@@ -97,7 +97,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         kwargs = config.chat_template_kwargs
         warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
     ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
-    shown = _Shown(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
+    printer = Printer(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
     completions = generate(
         policy.model,
         policy.params,
@@ -116,7 +116,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         tokenizer=policy.tokenizer,
         pad_token_id=policy.pad_token_id,
         prompt_indices=np.array([index]),
-        watch=shown,
+        watch=printer,
     )
-    shown(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
-    return shown.text
+    printer(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
+    return printer.text

