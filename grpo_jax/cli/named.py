@@ -92,8 +92,8 @@ def _import_file(path: Path) -> ModuleType:
 def reward_function(entry: object, folder: Path) -> RewardFn:
     """Return the reward function of an entry of `rewards`, or raise ValueError.
 
-    An entry is a reference, the name of a shipped function, or `{name: arguments}`, which calls it: with keywords from a
-    mapping, positional arguments from a list, or one argument. The folder is as in `find`.
+    An entry is a reference, the name of a shipped function, or `{name: arguments}`, which calls it with keywords (a
+    mapping), positional arguments (a list) or one argument. The folder is as in `find`.
     """
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError("names more than one function; write each as a list entry of its own")
@@ -135,12 +135,7 @@ def sampler_of(entry: object, folder: Path) -> Sampler:
 
 
 def scorer_of(entry: object) -> EngineScorer | None:
-    """Return the server that an entry of `teacher` names; None if it names a model.
-
-    Example:
-      >>> scorer_of({"vllm": {"base_url": "http://127.0.0.1:8000", "top_k": 16}}), scorer_of("Qwen/Qwen3-8B")
-      (EngineScorer(VLLM('http://127.0.0.1:8000')), None)
-    """
+    """Return the server that an entry of `teacher` names; None if it names a model."""
     if not isinstance(entry, dict) or "vllm" not in entry:
         return None
     if len(entry) != 1:
@@ -161,12 +156,7 @@ def _server_arguments(entry: Mapping[str, object]) -> dict[str, object]:
 
 
 def teacher_model(entry: object) -> tuple[object, str | None]:
-    """Return the model that an entry of `teacher` names, and how it is quantized.
-
-    Example:
-      >>> teacher_model("Qwen/Qwen3-8B"), teacher_model({"model": "Qwen/Qwen3-8B", "quantize": "int8"})
-      (('Qwen/Qwen3-8B', None), ('Qwen/Qwen3-8B', 'int8'))
-    """
+    """Return the model that an entry of `teacher` names, and how it is quantized."""
     if not isinstance(entry, Mapping):
         return entry, None
     if "model" not in entry or not entry.keys() <= {"model", "quantize"}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
 from grpo_jax.cli.named import (
@@ -20,7 +20,7 @@ from grpo_jax.cli.named import (
     scorer_of,
     teacher_model,
 )
-from grpo_jax.cli.yaml12 import dump_yaml, parse_value, read_file
+from grpo_jax.cli.yaml12 import parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
 from grpo_jax.config.settings import hints
@@ -29,7 +29,6 @@ from grpo_jax.hub.huggingface import find_checkpoint
 from grpo_jax.hub.quantize import METHODS, check_method
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import problems_of, raise_all, show
-from grpo_jax.models.lora import TARGETS
 from grpo_jax.models.sharding import parse_mesh
 from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
@@ -52,6 +51,13 @@ _KINDS = {
     "quantize_embeddings": bool,
 }
 # Keys that are plain values, as annotations that `config.fields.read` checks.
+_LORA = {
+    "rank": Count,
+    "alpha": Positive,
+    "targets": str,
+    "dropout": Annotated[float, In("[0, 1)", "0.0 turns it off")],
+}
+# Arguments of `add_lora`, in the same form.
 _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
 # Keys of the mapping `sft` that are not fields of SFTConfig.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
@@ -59,15 +65,6 @@ _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Wanted = Literal["model", "data", "rewards"]
-
-
-class Lora(NamedTuple):
-    """Adapters, as arguments of `add_lora`."""
-
-    rank: Count = 16
-    alpha: Positive = 32.0
-    targets: str = TARGETS
-    dropout: Annotated[float, In("[0, 1)", "0.0 turns it off")] = 0.0
 
 
 class SFTStage(NamedTuple):
@@ -78,14 +75,14 @@ class SFTStage(NamedTuple):
     eval_rows: list[Row] | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class RunFile:
     """A checked run, as arguments of `train`. Only what the caller wants is loaded.
 
     Attributes:
       values: the keys of the file and the command line.
       folder: the directory that files and modules are relative to.
-      lora: None trains all weights.
+      lora: arguments of `add_lora`; None trains all weights.
       stages: "sft" and "grpo", in the order in which they run.
     """
 
@@ -94,7 +91,7 @@ class RunFile:
     config: GRPOConfig
     run_dir: Path | None
     model: str | Json | None
-    lora: Lora | None
+    lora: dict[str, Any] | None
     param_dtype: str
     quantize: str | None
     quantize_embeddings: bool
@@ -109,10 +106,6 @@ class RunFile:
     sampler: Sampler | None = None
     advantage_fn: AdvantageFn | None = None
     surrogate: Surrogate | None = None
-
-    def text(self) -> str:
-        """Return a file that starts the same run from any directory."""
-        return dump_yaml({**self.values, "folder": str(self.folder)})
 
 
 class _Problems(list[str]):
@@ -181,9 +174,9 @@ def read_run(
     used = {*wanted} & {"data", "rewards"}
     suites = {key: problems.of("", suite_of, source, key) for key, source in data.items() if used}
     if "rewards" in wanted:
-        run = _with_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
+        _load_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
     if "data" in wanted:
-        run = _with_rows(run, stated, suites, problems)
+        _load_rows(run, stated, suites, problems)
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
         problems.of("", check_reward_fns, run.rewards, run.rows[0], argument="data", rows=run.rows)
@@ -250,32 +243,25 @@ def _read_sft(stated: Json, folder: Path, with_data: bool) -> SFTStage:
     return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
 
 
-def _with_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> RunFile:
+def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
     """Load the reward functions, tools and other objects, by default those of the suite."""
-    tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
-    rewards: list[RewardFn | None] = []
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
-        of_suite = entry == SUITE and suite.rows
-        rewards += suite.reward_fns if of_suite else [problems.of(f"rewards[{i}]", reward_function, entry, run.folder)]
+        if entry == SUITE and suite.rows:
+            run.rewards += suite.reward_fns
+        elif (function := problems.of(f"rewards[{i}]", reward_function, entry, run.folder)) is not None:
+            run.rewards.append(function)
+    tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
+    run.tools = [tool for tool in tools if tool is not None] if "tools" in stated else suite.tools
+    run.environment_factory = suite.environment_factory
     readers = {"environment_factory": _environments, "sampler": sampler_of, "advantage_fn": find, "surrogate": find}
-    named = {name: problems.of(name, readers[name], stated[name], run.folder) for name in readers if name in stated}
-    config = run.config
+    for name in readers.keys() & stated.keys():
+        setattr(run, name, problems.of(name, readers[name], stated[name], run.folder))
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
-        config = dataclasses.replace(config, reward_weights=suite.reward_weights)
-    return dataclasses.replace(
-        run,
-        config=config,
-        rewards=[function for function in rewards if function is not None],
-        tools=[tool for tool in tools if tool is not None] if "tools" in stated else suite.tools,
-        environment_factory=named.get("environment_factory", suite.environment_factory),
-        sampler=named.get("sampler"),
-        advantage_fn=named.get("advantage_fn"),
-        surrogate=named.get("surrogate"),
-    )
+        run.config = dataclasses.replace(run.config, reward_weights=suite.reward_weights)
 
 
-def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> RunFile:
-    """Read the rows to train on and to evaluate on."""
+def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
+    """Load the rows to train on and to evaluate on."""
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
@@ -288,7 +274,7 @@ def _with_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
     sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
     rows = {key: problems.of("", read_rows, source, key) for key, source in sources.items()}
-    return dataclasses.replace(run, rows=rows.get("data") or [], eval_rows=rows.get("eval_data"))
+    run.rows, run.eval_rows = rows.get("data") or [], rows.get("eval_data")
 
 
 def _as_list(value: object) -> list[object]:
@@ -311,18 +297,16 @@ def _environments(entry: object, folder: Path) -> Environments:
     return found
 
 
-def read_lora(entry: object) -> Lora | None:
-    """Return the adapters of a rank or a mapping; alpha is twice the rank by default. None without adapters."""
+def read_lora(entry: object) -> dict[str, Any] | None:
+    """Return the arguments of `add_lora` for a rank or a mapping; alpha is twice the rank by default."""
     if entry is None:
         return None
     stated = {"rank": entry} if isinstance(entry, int) else entry
-    if not isinstance(stated, dict) or not stated.keys() <= set(Lora._fields):
-        raise ValueError(f"give a rank, or a mapping of {', '.join(Lora._fields)}")
-    kinds = get_type_hints(Lora, include_extras=True)
-    faults = {name: read(kinds[name], value)[1] for name, value in stated.items()}
+    if not isinstance(stated, dict) or not stated.keys() <= _LORA.keys():
+        raise ValueError(f"give a rank, or a mapping of {', '.join(_LORA)}")
+    faults = {name: read(_LORA[name], value)[1] for name, value in stated.items()}
     raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
-    alpha = 2.0 * stated.get("rank", Lora().rank)
-    return Lora._make({**Lora()._asdict(), "alpha": alpha, **stated}.values())
+    return {"rank": 16, "alpha": 2.0 * stated.get("rank", 16), **stated}
 
 
 def _check_model(entry: object, folder: Path) -> None:
