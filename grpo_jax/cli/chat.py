@@ -46,7 +46,7 @@ class Printer:
         self.text = text
 
 
-def read_prompts() -> Iterator[str]:
+def read_stdin() -> Iterator[str]:
     """Yield the lines of standard input; at a terminal with a prompt sign."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)

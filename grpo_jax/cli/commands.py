@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.cli.chat import read_prompts, talk
+from grpo_jax.cli.chat import read_stdin, talk
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import config_of, find, in_folder, is_reference, scorer_of, teacher_model
@@ -366,7 +366,7 @@ def chat(arguments: Namespace) -> None:
         run = read_run(None, {"model": arguments.model, **keys}, wanted=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
-    talk(policy, run.config, arguments.say or read_prompts(), echo=echo)
+    talk(policy, run.config, arguments.say or read_stdin(), echo=echo)
 
 
 def report(arguments: Namespace) -> None:

@@ -149,7 +149,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"has no metrics.jsonl; give the directory of a run"):
         run("report", tmp_path)
     for command in (["export", tmp_path / "sums", "out"], ["chat", tmp_path / "sums", "--say", "ab"]):
-        with pytest.raises(SystemExit, match="contain neither its data .* nor the base of its adapters"):
+        with pytest.raises(SystemExit, match=r"contain neither its data .* nor the base of its adapters"):
             run(*command)
 
 
