@@ -50,7 +50,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
-from grpo_jax.hub import place_policy
+from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.combine import from_row
 

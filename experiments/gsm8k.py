@@ -57,7 +57,7 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.hub import place_policy
+from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
     from grpo_jax.config.sft import SFTConfig
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-    from grpo_jax.hub.nnx import from_nnx
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-    from grpo_jax.hub.policy import init_policy
+    from grpo_jax.hub.policy import from_nnx, init_policy
     from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
     from grpo_jax.maths.kl import kl_divergence
     from grpo_jax.maths.log_probs import token_log_probs
@@ -89,9 +88,8 @@ _NAMES_OF = {
     "config.config": "GRPOConfig",
     "config.sft": "SFTConfig",
     "hub.huggingface": "from_pretrained save_pretrained",
-    "hub.nnx": "from_nnx",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
-    "hub.policy": "init_policy",
+    "hub.policy": "from_nnx init_policy",
     "run.publish": "push_to_hub",
     "maths.advantages": "compute_advantages zero_signal_groups",
     "maths.kl": "kl_divergence",

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
-from grpo_jax.hub.abstract import Loading, ModelName, read_model
 from grpo_jax.hub.families import read_config
+from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
+from grpo_jax.hub.weights import Loading
 from grpo_jax.messages import raise_all
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.platform import compute_dtype, memory_of
@@ -128,7 +129,7 @@ def programs(
       prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the loaded params.
-      lora: as in `hub.abstract.Loading`, like the next two; None trains all params.
+      lora: as in `hub.weights.Loading`, like the next two; None trains all params.
       quantize: of the base, or None.
       quantize_embeddings: of the base.
 

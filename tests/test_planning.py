@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from grpo_jax import GRPOConfig, SFTConfig, plan
-from grpo_jax.hub.abstract import Loading
+from grpo_jax.hub.weights import Loading
 from grpo_jax.models.targets import Target
 from grpo_jax.planning import AbstractRun, ProgramCost, _answer, programs
 from grpo_jax.run.beginning import compiled_peak_bytes

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: JSON, tensors by rows, MXFP4, and directories that appear when they are complete."""
+"""The files of a checkpoint: JSON, tensors that are read by rows, and directories that appear when complete."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +28,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that a tokenizer may consist of; they are kept byte for byte."""
+"""Files of a tokenizer, kept byte for byte."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files beside them of a model that sees; likewise."""
+"""Files of a vision-language model's processor, kept byte for byte."""
 
 STORED = {
     name: np.dtype(dtype)
@@ -56,17 +55,17 @@ STORED = {
 FLOAT32 = STORED["F32"]
 
 READ = ("F32", "F16", "BF16")
-"""Those that parameters may be stored in."""
+"""Stored dtypes of parameters."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether a parser has failed: an exception, or a panic of the Rust code of `tokenizers`, which is not one."""
+    """Whether a parser failed: an `Exception`, or a panic in the Rust code of `tokenizers`, a `BaseException`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def reading(what: Path | str) -> Iterator[None]:
-    """Turn what a parser raises into a ValueError that names `what`: a file, or a part of a file."""
+    """Turn the exceptions of a parser into a ValueError that names `what`: a file, or a part of a file."""
     try:
         yield
     except BaseException as error:
@@ -78,7 +77,7 @@ def reading(what: Path | str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no such file."""
+    """Return the JSON object in a file; None if there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -95,13 +94,13 @@ POINTER = "a Git LFS pointer, not the file; fetch the file with `git lfs pull`"
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file only says where Git LFS has its content."""
+    """Whether a file is a Git LFS pointer."""
     with path.open("rb") as file:
         return file.read(64).startswith(b"version https://git-lfs")
 
 
 def check_ids(path: Path, values: Json) -> None:
-    """Raise ValueError unless the ids in a config are ids: each a whole number, a list of them, or None."""
+    """Raise ValueError unless each token id in a config is an integer, a list of integers (not for padding) or None."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
@@ -115,67 +114,60 @@ def write_json(path: Path, content: Json) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: plain reads, since the pages of a memory map would count beside the parameters."""
+    """A tensor of a checkpoint, read by rows.
+
+    Attributes:
+      file: where it lies, for messages.
+      shape: its first axis counts the rows.
+      dtype: of the rows.
+      read: (start, count) → `count` numbers [count] from the number `start` on, in C order; both in whole rows.
+      offset: of its first byte in `file`, if the numbers lie there in C order.
+    """
 
     file: Path
-    dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int
+    dtype: np.dtype
+    read: Callable[[int, int], np.ndarray]
+    offset: int | None = None
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1."""
+        """Return rows first..first+count-1."""
         width = math.prod(self.shape[1:])
-        nbytes = self.dtype.itemsize
-        data = np.fromfile(self.file, np.uint8, count * width * nbytes, offset=self.offset + first * width * nbytes)
-        return data.view(self.dtype).reshape(count, *self.shape[1:])
+        return self.read(first * width, count * width).reshape(count, *self.shape[1:])
+
+    def reshaped(self, *shape: int) -> StoredTensor:
+        """Return the same numbers in another shape."""
+        return dataclasses.replace(self, shape=shape)
 
     def mapped(self) -> np.ndarray:
-        """All of it as a memory map: no memory until it is read, and there also when its file has been replaced."""
+        """Return all of a tensor with an `offset` as a memory map, which stays valid when the file is replaced."""
+        assert self.offset is not None
         size = math.prod(self.shape) * self.dtype.itemsize
         data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
         return data.view(self.dtype).reshape(self.shape)
 
 
-class Stored(Protocol):
-    """A tensor of a checkpoint whose rows can be read: a `StoredTensor`, or several that stand for one."""
-
-    @property
-    def file(self) -> Path: ...
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def rows(self, first: int, count: int) -> np.ndarray:
-        """Rows first..first+count-1."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A tensor whose rows are computed from other rows of a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], np.ndarray]
-    dtype: np.dtype = FLOAT32
+def computed(
+    file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = FLOAT32
+) -> StoredTensor:
+    """Return a tensor whose rows are made by `rows(first, count)` from those of others in a file."""
+    width = math.prod(shape[1:])
+    return StoredTensor(file, shape, dtype, lambda start, count: rows(start // width, count // width).ravel())
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before a weight is read; `raw` is its config.json, `files` the tokenizer's files, name to bytes."""
+    """A checkpoint before a weight is read: `raw` is its config.json, `files` the tokenizer's files, name to bytes."""
 
     raw: Json
     generation_config: Json
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     tokenizer: Tokenizer | None
     files: Mapping[str, bytes]
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Every tensor of a directory by name, from the headers of its safetensors files, in supported dtypes."""
+    """Return every tensor of a directory by name, from the headers of its safetensors files."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
@@ -192,7 +184,7 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, from its header; a fault of it names the file and the tensor."""
+    """Return the tensors of a safetensors file by name; a ValueError names the file and the faulty tensor."""
     size, tensors = path.stat().st_size, {}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -218,115 +210,63 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"its {end - begin} bytes do not hold {list(shape)} of {entry['dtype']}.")
         if 8 + length + end > size:
             raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
-        tensors[name] = StoredTensor(path, dtype, shape, 8 + length + begin)
+        tensors[name] = _in_file(path, shape, dtype, 8 + length + begin)
     return tensors
 
 
-def _name_of(dtype: np.dtype) -> str:
-    return next(name for name, known in STORED.items() if known == dtype)
+def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> StoredTensor:
+    """Return a tensor that is read from its place in a file, since the pages of a memory map count as memory in use."""
+
+    def read(start: int, count: int) -> np.ndarray:
+        size = dtype.itemsize
+        return np.fromfile(path, np.uint8, count * size, offset=offset + start * size).view(dtype)
+
+    return StoredTensor(path, shape, dtype, read, offset)
 
 
-def check_read(stored: Mapping[str, Stored]) -> None:
-    """Raise ValueError if one of the tensors is stored in a dtype that is not read as a parameter."""
+def check_read(stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError if a tensor is stored in a dtype that parameters are not read from."""
     for name, tensor in stored.items():
-        if tensor.dtype not in [STORED[dtype] for dtype in READ]:
+        kind = next(kind for kind, dtype in STORED.items() if dtype == tensor.dtype)
+        if kind not in READ:
             raise ValueError(
-                f"{tensor.file}: tensor {name!r} is stored as {_name_of(tensor.dtype)}, which is not supported; "
+                f"{tensor.file}: tensor {name!r} is stored as {kind}, which is not supported; "
                 f"supported: {', '.join(READ)}."
             )
 
 
 def check_replaceable(target: Path) -> None:
-    """A checkpoint may be replaced by a checkpoint; nothing else is ever removed."""
+    """Raise FileExistsError unless `target` is free, or a directory that holds only the files of a checkpoint."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} exists and is no directory; give another name.")
+        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; give another name.")
     if not target.exists():
         return
-    known = {
-        "config.json",
-        "adapter_config.json",
-        "generation_config.json",
-        "model.safetensors.index.json",
-        *TOKENIZER_FILES,
-        *PROCESSOR_FILES,
-    }
+    known = {"config.json", "adapter_config.json", "generation_config.json", "model.safetensors.index.json"}
+    known.update(TOKENIZER_FILES, PROCESSOR_FILES)
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:
         raise FileExistsError(
-            f"directory {str(target)!r} holds files that are no checkpoint's ({some(sorted(others))}); "
-            "give a directory of its own."
+            f"directory {str(target)!r} holds files that do not belong to a checkpoint ({some(sorted(others))}); "
+            "give another directory."
         )
 
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A scratch directory beside `target` that takes its name at the end, or is removed if anything fails."""
+    """Yield a scratch directory next to `target` that replaces it at the end, or is removed if anything fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as parent:
+        scratch, old = Path(parent, "new"), Path(parent, "old")
+        scratch.mkdir()
         yield scratch
         for file in scratch.iterdir():  # safetensors makes its files readable by their owner only
             file.chmod(0o644)
         scratch.chmod(0o755)
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-            target.rename(old / target.name)
-            try:
-                scratch.rename(target)
-            except BaseException:
-                (old / target.name).rename(target)
-                raise
-            finally:
-                shutil.rmtree(old)
-        else:
+            target.rename(old)
+        try:
             scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-# MXFP4 ----------------------------------------------------------------------------------------------------------------
-
-# gpt-oss stores its experts so, as "…_blocks" and "…_scales": a block of 32 weights shares one scale, a power of two,
-# and a weight is one of 16 values (OCP Microscaling Formats 1.0). Every product is a bfloat16 number.
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-"""The sixteen numbers of four bits: a sign, two bits of exponent, one of mantissa."""
-
-_PAIRS = _VALUES[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
-
-
-def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Weights [..., 32 n] bfloat16 of blocks [..., n, 16] and scales [..., n], both uint8.
-
-    weight = value(four bits) · 2^(scale − 127)
-    """
-    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
-    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
-    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
-
-
-def without_mxfp4(raw: Json) -> Json:
-    """A config.json without its `quantization_config`, if that is MXFP4: once read, the weights are not quantized."""
-    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
-
-
-def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Made]:
-    """The tensors of a checkpoint, each pair of blocks and scales as the one tensor that it stands for."""
-    tensors: dict[str, StoredTensor | Made] = dict(stored)
-    for name in stored:
-        stem = name.removesuffix("_blocks")
-        if stem != name and f"{stem}_scales" in stored:
-            tensors[stem] = _made(stored[name], stored[f"{stem}_scales"])
-            del tensors[name], tensors[f"{stem}_scales"]
-    return tensors
-
-
-def _made(blocks: StoredTensor, scales: StoredTensor) -> Made:
-    """A tensor [E, in, out] in bfloat16, from blocks [E, out, in / 32, 16] of two weights a byte and their scales."""
-
-    def rows(first: int, count: int) -> np.ndarray:
-        return dequantize_mxfp4(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
-
-    experts, out, count, half = blocks.shape
-    return Made(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise

@@ -1,53 +1,48 @@
-"""GGUF files, as llama.cpp writes them: found by name, and read with the package `gguf` as a `Checkpoint`.
+"""GGUF files, as llama.cpp writes them, read as a `Checkpoint` by the package `gguf`.
 
-`gguf_config` makes config.json from the header, `gguf_tensors` maps the tensors; here are the tokenizer with its chat
-template and the tokens that end a completion. `_parsed` is the one place where the file's faults get its name.
+`gguf_header` makes config.json and the tokenizer from the header. This module finds a file by name, and gives its
+tensors the names and the order of Hugging Face: llama.cpp reorders some, whose rows are put back as they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.files import POINTER, Checkpoint, is_fault, is_pointer
-from grpo_jax.hub.gguf_config import Header, read_header
-from grpo_jax.hub.gguf_tensors import FACTORS, FileTensor, find_tensors
+from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_fault, is_pointer
+from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, read_tokenizer
 from grpo_jax.hub.policy import tokenizer_files
-from grpo_jax.hub.tensors import tensor_plan
+from grpo_jax.hub.tensors import Tensor, tensor_plan
 from grpo_jax.messages import one_line, some
-from grpo_jax.types import Json, Tokenizer
+from grpo_jax.models.layers import DeltaShape, TransformerConfig
+from grpo_jax.types import Json
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, ReaderTensor
 
-NEEDS = "pip install 'grpo_jax[gguf]'"
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that belong to the config."""
 
-ENDS = (
+_ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "<|end_of_text|>", "<turn|>", "<|tool_response>",
 )  # fmt: skip
 """Tokens at which llama.cpp ends a completion, in addition to the ones that a file names."""
 
-_GPT2 = ("gpt-2", "olmo", "granite-docling", "smollm", "refact")
-_LLAMA3 = ("glm4", "chatglm-bpe")
-"""Values of tokenizer.ggml.pre that transformers does not list and splits as GPT-2 does: the ones for which that is
-right, and the ones that split as Llama 3 does. llama.cpp splits the digits of `smollm` and `refact` first, which
-differs where a number follows two blanks or more; ids are transformers' there."""
-
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file that a name means: its path, a directory or an installed package with one in it; else None.
+    """Return the GGUF file at a path, in a directory or in an installed package of that name; else None.
 
-    A package may be named as it is installed or as it is imported; it is not imported. A piece of a split file, and
-    several GGUF files without other weights, are a ValueError.
+    A package is not imported. ValueError: a part of a split file, or several GGUF files without other weights.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and (part := re.search(r"\.gguf[.-]?(part-?\d+(of\d+)?|split-?[a-z]+)$", path.name, re.I)):
@@ -56,7 +51,7 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
             f"name_or_directory {name!r} is one piece of a GGUF file; join them in order, `cat {whole}.* > {whole}`,"
             f" and name {whole}."
         )
-    if path.is_file() and _is_gguf(path):
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return path
     if not path.is_dir():
         module = name.replace("-", "_")
@@ -66,71 +61,57 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
         path = Path(next(iter(spec.submodule_search_locations)))
     elif any(path.glob("*.safetensors")):
         return None
-    files = sorted(filter(_is_gguf, path.iterdir()))
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if len(files) > 1:
         names = some([file.name for file in files])
         raise ValueError(f"name_or_directory {name!r} has several GGUF files: {names}; name one.")
     return files[0] if files else None
 
 
-def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
-
-
 def read_gguf(path: Path) -> Checkpoint:
-    """A GGUF file as a checkpoint, before any weight is read.
+    """Return a GGUF file as a checkpoint, before any weight is read.
 
     Raises:
       ImportError: the package `gguf`, or a transformers that supports these tokenizers, is missing.
-      ValueError: naming the file, and what in it cannot be read or is not supported: architecture, key, tensor,
-        quantization type, tokenizer.
+      ValueError: naming the file and what is not supported in it: architecture, key, tensor, quantization, tokenizer.
     """
     with _parsed(path) as (reader, header):
         row, raw = read_header(header)
         config = read_config(raw)
-        files = _tensors(path, reader, header)
-        stored = find_tensors(tensor_plan(raw, config), files, row, config, header.architecture)
-        tokenizer = _tokenizer(header.fields)
+        stored = _find_tensors(tensor_plan(raw, config), _tensors(path, reader), row, config, header.architecture)
+        tokenizer = read_tokenizer(header.fields)
         ends = _end_ids(header.fields)
     ids = {key: value for key, value in raw.items() if key in ("bos_token_id", "pad_token_id")}
-    return Checkpoint(
-        raw=raw,
-        generation_config={**ids, "eos_token_id": ends},
-        stored=stored,
-        tokenizer=tokenizer,
-        files={} if tokenizer is None else tokenizer_files(tokenizer),
-    )
+    files = {} if tokenizer is None else tokenizer_files(tokenizer)
+    return Checkpoint(raw, {**ids, "eos_token_id": ends}, stored, tokenizer, files)
 
 
 def gguf_config(path: Path) -> Json:
-    """The config.json that a GGUF file means."""
+    """Return the config.json that describes the model of a GGUF file."""
     with _parsed(path) as (_, header):
         return read_header(header)[1]
 
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """A file's reader and header; a fault in the file, here or in the block, becomes a ValueError that names it."""
+    """Yield a file's reader and header; a fault in the file, here or in the block, is a ValueError that names it."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
-    except ImportError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"name_or_directory {str(path)!r}: {error}") from error
-    except BaseException as error:  # keys of another type, for example
-        if not is_fault(error):
+    except BaseException as error:
+        if isinstance(error, ImportError) or not is_fault(error):
             raise
-        raise ValueError(f"name_or_directory {str(path)!r}: {_damaged(path, error)}") from error
+        reason = error if isinstance(error, ValueError) else _damaged(path, error)
+        raise ValueError(f"name_or_directory {str(path)!r}: {reason}") from error
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    """The fault of a file that cannot be parsed, and the fix."""
+    """Return why a file cannot be parsed, and the fix."""
     if is_pointer(path):
         return f"it is {POINTER}."
     with path.open("rb") as file:
         start = file.read(4)
-    if not start.startswith(b"GGUF"):
+    if start != b"GGUF":
         return f"it is not a GGUF file: it begins with {start!r}, not with b'GGUF'."
     return f"it is cut off or damaged; download it again (it has {path.stat().st_size:,} bytes; {one_line(error)})."
 
@@ -142,7 +123,7 @@ def _open(path: Path) -> GGUFReader:
         raise ImportError(f"{str(path)!r} is a GGUF file, which the package gguf reads: {NEEDS}") from error
 
     class PlainReader(GGUFReader):
-        """Holds plain arrays: slices of an `np.memmap` take four times as long, and a vocabulary is 150 thousand."""
+        """Reads from a plain array: slices of an `np.memmap` take four times as long, 150 thousand of them."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -156,7 +137,7 @@ def _open(path: Path) -> GGUFReader:
 
 
 def _header(reader: GGUFReader) -> Header:
-    """The keys of a file, each float32 as its shortest decimal, as in a config.json; the tensors' shapes; factors."""
+    """Return the header, with each float32 as its shortest decimal, as in a config.json."""
     from gguf import GGUFValueType
 
     fields = {}
@@ -164,11 +145,24 @@ def _header(reader: GGUFReader) -> Header:
         value = field.contents()
         fields[key] = float(str(np.float32(value))) if field.types == [GGUFValueType.FLOAT32] else value
     shapes = {each.name: tuple(reversed(each.shape.tolist())) for each in reader.tensors}
-    return Header(fields, shapes, {each.name: np.array(each.data) for each in reader.tensors if each.name in FACTORS})
+    return Header(fields, shapes, {each.name: np.array(each.data) for each in reader.tensors if each.name in _FACTORS})
 
 
-def _tensors(path: Path, reader: GGUFReader, header: Header) -> dict[str, FileTensor]:
-    """Return the tensors of the file by name; ValueError for a quantization that the package gguf does not read."""
+def _end_ids(fields: Json) -> list[int]:
+    """Return the ids of the tokens that end a completion; the ones that the file names come first."""
+    tokens, kinds = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
+    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in _ENDS]
+    if any(tokens[i] == "<|return|>" for i in control):  # gpt-oss: <|end|> ends a channel, not the completion
+        control = [i for i in control if tokens[i] != "<|end|>"]
+    return list(dict.fromkeys(i for i in (*named, *control) if i is not None))
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(path: Path, reader: GGUFReader) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by its names; ValueError for a quantization that the package gguf does not read."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -177,60 +171,186 @@ def _tensors(path: Path, reader: GGUFReader, header: Header) -> dict[str, FileTe
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise ValueError(f"the package gguf does not read the quantization {kind.name} of {name}.") from error
-    return {
-        each.name: FileTensor(path, header.shapes[each.name], int(each.tensor_type), int(each.data_offset))
-        for each in reader.tensors
-    }
+    return {tensor.name: file_tensor(path, tensor) for tensor in reader.tensors}
 
 
-def _end_ids(fields: Json) -> list[int]:
-    """Ids of the tokens that end a completion; the ones that the file names come first."""
-    tokens, kinds = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
-    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in ENDS]
-    if any(tokens[i] == "<|return|>" for i in control):  # gpt-oss: <|end|> ends a channel, not the completion
-        control = [i for i in control if tokens[i] != "<|end|>"]
-    return list(dict.fromkeys(i for i in (*named, *control) if i is not None))
+def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
+    """Return a tensor of a file, float32; only the blocks that a read needs are dequantized."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    shape, kind, offset = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type, int(tensor.data_offset)
+    weights, nbytes = GGML_QUANT_SIZES[kind]
+
+    def read(start: int, count: int) -> np.ndarray:
+        first, last = start // weights, -(-(start + count) // weights)
+        # Not by a memory map, whose pages would count as memory in use.
+        data = np.fromfile(path, np.uint8, (last - first) * nbytes, offset=offset + first * nbytes)
+        lines = data.reshape(count // shape[-1], -1) if count % shape[-1] == 0 else data[None]
+        numbers = dequantize(lines, kind).astype(np.float32, copy=False).ravel()
+        return numbers[start - first * weights :][:count]
+
+    return StoredTensor(path, shape, np.dtype(np.float32), read)
 
 
-def _tokenizer(fields: Json) -> Tokenizer | None:
-    """The tokenizer that transformers makes of a GGUF file's vocabulary; None if the file has none."""
-    kind = fields.get("tokenizer.ggml.model", "none")
-    if kind == "none":
-        return None
-    try:
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as made
-    except ImportError as error:
-        raise ImportError(f"transformers is too old for the tokenizers of GGUF files: {NEEDS}") from error
-    split = fields.get("tokenizer.ggml.pre")
-    known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2, *_LLAMA3}
-    if kind not in ("gpt2", "llama", "gemma4"):
-        raise ValueError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: gpt2, llama, gemma4.")
-    if kind == "gpt2" and split not in known:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {', '.join(sorted(known))}."
-        )
-    names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
-    if split in _LLAMA3:
-        parts["pre_tokenizer_type"] = "llama3"
-    backend, _ = made.convert_gguf_tokenizer(fields["general.architecture"], parts)
+def _find_tensors(
+    plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a plan (with a tensor for each expert) by their names in it, from the tensors of the file.
 
-    def special(name: str) -> str | None:
-        token = fields.get(f"tokenizer.ggml.{name}_token_id")
-        return None if token is None else parts["tokens"][token]
+    A ValueError lists tensors that are missing, unknown, or of another shape, by their names in the file.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    # Older sentencepiece files have no flag. Gemma 4's chat template writes the token itself.
-    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and kind != "gemma4"
-    tokenizer: Tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=special("bos"),
-        eos_token=special("eos"),
-        unk_token=special("unknown"),
-        pad_token=special("padding"),
-        add_bos_token=begins,
-        add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
-        chat_template=fields.get("tokenizer.chat_template"),
-    )
-    return tokenizer
+    (architecture,) = (key for key, known in MODEL_ARCH_NAMES.items() if known == name)
+    names = get_tensor_name_map(architecture, config.num_layers)
+    found: dict[str, StoredTensor] = {}
+    used, problems = set(_FACTORS), []
+    for tensor in plan:
+        wanted = _names_of(tensor.name, names.get_name)
+        used |= {*wanted}
+        if absent := [each for each in wanted if each not in files]:
+            problems += [f"{each} is missing" for each in absent]
+            continue
+        stored = _in_order(tensor, [files[each] for each in wanted], row, config)
+        if stored.shape != tensor.shape:
+            shapes = ", ".join(f"{each} {list(files[each].shape)}" for each in wanted)
+            problems.append(f"{shapes} where the header says {list(tensor.shape)}")
+        found[tensor.name] = stored
+    problems += [f"{each} is not known" for each in files if each not in used and not _is_spare(each, config)]
+    if problems:
+        raise ValueError(f"the tensors of the GGUF file are not those of {name!r}: {some(problems)}.")
+    return found
+
+
+def _is_spare(name: str, config: TransformerConfig) -> bool:
+    """Whether the decoder ignores a tensor: of multi-token prediction heads, and key and value projections of layers
+    that use another layer's."""
+    if (block := re.fullmatch(r"blk\.(\d+)\.(.+)\.weight", name)) is None:
+        return False
+    layer, over = int(block[1]), int(block[1]) >= config.num_layers - config.shared_kv_layers
+    if layer >= config.num_layers:
+        return config.delta is not None
+    return over and block[2] in ("attn_k", "attn_v", "attn_k_norm")
+
+
+_ENDINGS = {
+    ".dt_bias": (".dt_proj", ".bias"),
+    ".A_log": (".A_log", ""),
+    "_proj_bias": ("_proj", ".bias"),
+    ".bias": ("", ".bias"),
+    ".router.scale": (".router.proj", ".scale"),
+    "_scale": ("", ".scale"),
+    ".weight": ("", ".weight"),
+    "": ("", ".weight"),
+}
+"""Endings of Hugging Face's names: the ending of the module to look up, and of the tensor in the file."""
+
+
+def _names_of(name: str, find: Callable[[str], str | None]) -> list[str]:
+    """Return the file's tensors that hold a tensor of Hugging Face's."""
+    if name.endswith(".in_proj_qkvz.weight"):
+        layer = name.split(".")[2]
+        return [f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_gate.weight"]
+    module = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+    ending = next(each for each in _ENDINGS if module.endswith(each))
+    end, suffix = _ENDINGS[ending]
+    module = (module.removesuffix(ending) + end).replace("router.per_expert", "experts.down_proj")
+    modules = [module]
+    if module.endswith("experts.gate_up_proj") and find(module) is None:
+        modules = [module.replace("gate_up_proj", each) for each in ("gate_proj", "up_proj")]
+    return [f"{find(each) or each}{suffix}" for each in modules]
+
+
+def _in_order(tensor: Tensor, files: list[StoredTensor], row: Architecture, config: TransformerConfig) -> StoredTensor:
+    """Return a tensor in Hugging Face's order, from those of the file."""
+    name, shape, file, delta = tensor.name, tensor.shape, files[0], config.delta
+    if ".experts." in name:
+        return _of_experts(name, files)
+    if math.prod(file.shape) == math.prod(shape) and file.shape[-1] in shape[-1:]:  # axes of length 1
+        file = file.reshaped(*shape)
+    if row.pairs and (found := re.search(r"\.(q|k)_proj\.", name)):
+        heads = config.num_heads if found[1] == "q" else config.num_kv_heads
+        # Hugging Face's heads have the first of every pair of rotary dimensions before the second.
+        return _reordered(file, np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel())
+    if row.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return computed(file.file, file.shape, lambda first, count: file.rows(first, count) - np.float32(1))
+    if delta is not None and "linear_attn" in name:
+        return _of_delta(name, [file, *files[1:]], delta)
+    return file
+
+
+def _of_experts(name: str, files: list[StoredTensor]) -> StoredTensor:
+    """Return one expert's tensor from that of all experts; or gpt-oss's, whose matrices are stored transposed."""
+    file = files[0]
+    if (found := re.search(r"\.experts\.(\d+)\.", name)) and len(file.shape) == 3:
+        (experts, height, width), expert = file.shape, int(found[1])
+        whole = file.reshaped(experts * height, width)
+        return computed(file.file, (height, width), lambda first, count: whole.rows(expert * height + first, count))
+    if len(files) == 1 and not name.endswith(".mlp.experts.down_proj"):  # of gpt-oss
+        return file
+    *before, last = (file.shape[0], *reversed(file.shape[1:]))
+    turned = (*before, last * len(files))
+
+    def rows(first: int, count: int) -> np.ndarray:
+        parts = [part.rows(first, count) for part in files]
+        parts = [part.swapaxes(1, 2) if part.ndim == 3 else part for part in parts]
+        return np.stack(parts, axis=-1).reshape(count, *turned[1:])  # gate and up alternate on the last axis
+
+    return computed(file.file, turned, rows)
+
+
+def _reordered(stored: StoredTensor, order: np.ndarray) -> StoredTensor:
+    """Return a tensor whose row i is row `order[i]` of the stored one."""
+
+    def rows(first: int, count: int) -> np.ndarray:
+        wanted = order[first : first + count]
+        low = int(wanted.min())
+        return stored.rows(low, int(wanted.max()) + 1 - low)[wanted - low]
+
+    return computed(stored.file, stored.shape, rows)
+
+
+def _of_delta(name: str, files: list[StoredTensor], shape: DeltaShape) -> StoredTensor:
+    """Return a tensor of a delta net.
+
+    Qwen3.5's files have the first value head of every key head before the second heads; Qwen3-Next's have one matrix of
+    queries, keys and values and one of gates, where Hugging Face has one per key head.
+    """
+    plain, end, value = files[0], name.split("linear_attn.")[1].removesuffix(".weight"), shape.value_dim
+    file = plain
+    if end == "A_log":
+        file = computed(plain.file, plain.shape, lambda first, count: np.log(-plain.rows(first, count)))
+    if shape.by_key_heads:
+        return _by_key_heads(files, shape) if len(files) > 1 else file
+    if end == "out_proj":
+        order = _grouped(shape, value)
+        return computed(plain.file, plain.shape, lambda first, count: plain.rows(first, count)[:, order])
+    if end in ("in_proj_qkv", "conv1d"):
+        before = 2 * shape.key_width
+        return _reordered(file, np.append(np.arange(before), before + _grouped(shape, value)))
+    if end in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "in_proj_z"):
+        return _reordered(file, _grouped(shape, value if end == "in_proj_z" else 1))
+    return file
+
+
+def _grouped(shape: DeltaShape, width: int) -> np.ndarray:
+    """Return the row in the file of each of Hugging Face's rows; a value head has `width` of them."""
+    return np.arange(shape.value_heads * width).reshape(-1, shape.key_heads, width).swapaxes(0, 1).ravel()
+
+
+def _by_key_heads(files: list[StoredTensor], shape: DeltaShape) -> StoredTensor:
+    """Return queries, keys, values and gates of each key head together, from the matrices of all of them."""
+    widths = np.array((shape.key_width, shape.key_width, shape.value_width, shape.value_width))
+    starts, split = np.cumsum(widths) - widths, files[0].shape[0]
+    blocks = [
+        start + np.arange(width).reshape(shape.key_heads, -1) for start, width in zip(starts, widths, strict=True)
+    ]
+
+    def rows(first: int, count: int) -> np.ndarray:
+        begin, end = max(first - split, 0), max(first + count - split, 0)
+        mixed = files[0].rows(min(first, split), count - (end - begin))
+        return np.concatenate([mixed, files[1].rows(begin, end - begin)])
+
+    both = computed(files[0].file, (split + files[1].shape[0], *files[0].shape[1:]), rows)
+    return _reordered(both, np.concatenate(blocks, axis=1).ravel())

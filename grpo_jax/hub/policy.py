@@ -1,4 +1,4 @@
-"""Policies made anew, and set up for a run: fresh weights, a config's settings, devices."""
+"""Policies with fresh weights or of a flax.nnx module, their settings for a run, and their tokenizer's files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import copy
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.config.sft import Config
 from grpo_jax.hub.families import family_of, read_config
@@ -26,6 +27,9 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Model, Params, Tokenizer
 
+if TYPE_CHECKING:
+    from flax import nnx
+
 
 def init_policy(
     config: Json,
@@ -35,21 +39,20 @@ def init_policy(
     generation_config: Json | None = None,
     dtype: str = "float32",
 ) -> Policy:
-    """Make a policy with fresh weights, for `save_pretrained` to write as a checkpoint.
+    """Make a policy with fresh weights.
 
     Args:
-      config: what config.json shall say: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
+      config: content of config.json: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
         `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
       key: typed PRNG key, consumed.
-      tokenizer: that of transformers, or None.
-      generation_config: what generation_config.json shall say; None means the token ids of `config`.
+      tokenizer: of transformers, or None.
+      generation_config: content of generation_config.json; None means the token ids in `config`.
       dtype: compute and parameter dtype.
 
     Returns:
-      A `Policy`; matrices are normal with `initializer_range`, norms one, biases zero.
+      A `Policy`. Matrices are normal with standard deviation `initializer_range`, norms one and biases zero.
 
     Example:
-      >>> import jax
       >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
       ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
       ...                       "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": 3}, jax.random.key(0))
@@ -59,22 +62,88 @@ def init_policy(
     if sees(config):
         inner = text_config(config)["architectures"]
         raise ValueError(
-            f"config key 'architectures' is {config['architectures']}: what sees is not made; use {inner}."
+            f"config key 'architectures' is {config['architectures']}; only its text model {inner} is made."
         )
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
-    params = _random_params(model, key)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), _random_params(model, key))
     if generation_config is None:
-        generation_config = {
-            name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(name) is not None
-        }
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        generation_config = {name: raw[name] for name in ids if raw.get(name) is not None}
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return Policy(model, params, tokenizer, raw, dict(generation_config), files, loaded_tokenizer=state_of(tokenizer))
 
 
+def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
+    """Make a policy of a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
+
+    The model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, several
+    turns, quantization and `save_pretrained` need a model from `from_pretrained` or `init_policy`.
+
+    Args:
+      module: maps [B, T] int32 right-padded tokens to logits [B, T, V]; position t depends on tokens 0..t only. Its
+        `nnx.Param` variables are trained, all others are constants. It is called in evaluation mode. Later changes of
+        the module do not affect the policy.
+      tokenizer: of transformers; its EOS token ends a completion. None for a policy that only generates.
+
+    Returns:
+      A `Policy`; its params are a nested dict.
+
+    Example:
+      >>> from flax import nnx
+      >>> class Bigram(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.table = nnx.Embed(8, 8, rngs=rngs)
+      ...     def __call__(self, tokens):
+      ...         return self.table(tokens)
+      >>> policy = from_nnx(Bigram(nnx.Rngs(0)))
+      >>> policy.model.apply({"params": policy.params}, jnp.zeros((2, 3), "int32")).shape
+      (2, 3, 8)
+    """
+    from flax import nnx
+
+    if not isinstance(module, nnx.Module):
+        raise ValueError(f"module is a {type(module).__name__}: give a flax.nnx.Module.")
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, state, rest = parts
+    found, treedef = jax.tree_util.tree_flatten_with_path(state)
+    paths = [tuple(str(entry.key) for entry in path if hasattr(entry, "key")) for path, _ in found]
+    params = unflatten_dict({path: jnp.array(leaf) for path, (_, leaf) in zip(paths, found, strict=True)})
+    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NnxModel:
+    """A flax.nnx module without its params, as a `types.Model`.
+
+    Attributes:
+      graphdef: structure of the module, from `nnx.split`.
+      treedef: of the state of its `nnx.Param` variables.
+      paths: of the params in a nested dict, in the order of that state.
+      rest: state of all other variables.
+    """
+
+    graphdef: nnx.GraphDef[Any]
+    treedef: jax.tree_util.PyTreeDef
+    paths: Sequence[tuple[str, ...]]
+    rest: nnx.State
+
+    def apply(self, variables: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
+        """Return the logits [B, T, V] of tokens [B, T], without dropout."""
+        from flax import nnx
+
+        module = nnx.merge(self.graphdef, self.state(variables["params"]), self.rest)
+        module.eval()
+        return module(tokens).astype(jnp.float32)
+
+    def state(self, params: Params) -> nnx.State:
+        """Return params as the `nnx.State` that `nnx.update(module, state)` takes."""
+        leaves = flatten_dict(params)
+        return self.treedef.unflatten([leaves[path] for path in self.paths])
+
+
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """The tokenizer and what of it is changed in place; None without one."""
+    """Return the tokenizer with its attributes that users change in place; None without one."""
     if tokenizer is None:
         return None
     changing = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
@@ -82,7 +151,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """The files to write with a policy: those that it was loaded with, or those of the tokenizer that it now has."""
+    """Return the files to write with a policy: the loaded ones, or new ones if the tokenizer has changed."""
     if policy.loaded_tokenizer == state_of(policy.tokenizer):
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
@@ -97,10 +166,10 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Params as `model.init` makes them.
+    """Return the params of `model.init`.
 
-    In one program a GPU's compiler takes a third of a second for the random numbers of each matrix, one after another:
-    on an H100's machine 71 s for 24 layers. So there each shape is a program.
+    Compiled as one program they take 71 s for 24 layers on an H100 (a third of a second for each matrix). Except on
+    CPUs, each shape is therefore a program of its own.
     """
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -110,9 +179,9 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 def with_settings(
     model: Model, config: Config, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
+    """Return the model with the config's compute dtype and recomputation, and attention for the devices.
 
-    A model of the user's own is left as it is.
+    A user's own model is returned unchanged.
     """
     if not isinstance(model, Transformer | LoraModel):
         return model
@@ -120,30 +189,29 @@ def with_settings(
         model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
-        # On a mesh the layers would wait for a number from another device.
+        # On a mesh the layers would wait for a value from another device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
         wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
-        # Its compiler takes a second or more for each layer.
+        # A TPU's compiler takes a second or more for each layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
 
 
 def with_checkpointing(model: Model, *, recompute: bool) -> Model:
-    """The model whose layers are recomputed in the backward pass, or kept; one of the user's own is left as it is."""
+    """Return the model with or without recomputation of its layers; a user's own model is returned unchanged."""
     return _with_shape(model, remat=recompute)
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
-    """The policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; itself without a mesh."""
+    """Return the policy with its params and a frozen base on a mesh, by `sharding.TABLE`; unchanged without a mesh."""
     model = policy.model if mesh is None else _with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
     frozen = not jax.tree_util.all_leaves([model])
     return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
 def _with_shape(model: Model, **changes: Any) -> Model:
-    """The model with other fields of its `TransformerConfig`; one of the user's own is left as it is."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))
@@ -152,7 +220,7 @@ def _with_shape(model: Model, **changes: Any) -> Model:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Import transformers without its advice that PyTorch was not found: nothing here needs it."""
+    """Import transformers without its message that PyTorch was not found."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,7 +1,7 @@
-"""Matrices in four and eight bits: made from a checkpoint's tensors a few rows at a time, or read from bitsandbytes.
+"""Quantized weights: NF4 and int8 of a frozen base, and checkpoints that are stored in NF4 or MXFP4.
 
-Quantized are the projections of layers, and by choice the embedding and the output head. Norms, biases and routers stay
-as they are, as in QLoRA (arXiv:2305.14314), and so does every weight that is trained.
+The projections of layers are quantized, and optionally the embedding and the output head. Norms, biases, routers and
+all trained weights stay plain, as in QLoRA (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.hub.files import Stored
+from grpo_jax.hub.files import StoredTensor, computed
 from grpo_jax.hub.tensors import Part
 from grpo_jax.messages import some
 from grpo_jax.models.quantized import NESTED_BLOCK, NF4, Quantized
@@ -27,7 +28,7 @@ BLOCK = 64
 """Weights of one scale in NF4."""
 
 CHUNK = 1 << 20
-"""Weights that are quantized at a time: little beside any model."""
+"""Weights that are quantized at a time."""
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
@@ -36,17 +37,20 @@ Leaf = TypeVar("Leaf")
 
 
 class Source(NamedTuple):
-    """Where a part of a parameter is stored: a tensor, the row in it where the part begins, and the part."""
+    """Where a part of a parameter is stored: a tensor, the first row of the part in it, and the part."""
 
-    tensor: Stored | Nf4Tensor
+    tensor: StoredTensor | Nf4Tensor
     first: int
     part: Part
 
 
 class Quantization(NamedTuple):
-    """How a base is held: the `method` of the layers' projections, one of `METHODS` or None (plain).
+    """How a base is held in memory.
 
-    `embeddings` quantizes the embedding and the output head too; `tied` means that these are one.
+    Attributes:
+      method: of the layers' projections, one of `METHODS`; None keeps them plain.
+      embeddings: whether the embedding and the output head are quantized too.
+      tied: whether the embedding is also the output head.
     """
 
     method: str | None = None
@@ -54,10 +58,10 @@ class Quantization(NamedTuple):
     tied: bool = False
 
     def of(self, path: Sequence[str], shape: Sequence[int]) -> str | None:
-        """The method of one parameter; None: plain.
+        """Return the method of one parameter; None for a plain one.
 
-        A head is in eight bits, since what it rounds goes straight into the logits, and so is an embedding that is the
-        head too, or one whose rows are no whole blocks of four bits.
+        The head is held in eight bits, because its rounding goes straight into the logits. So is an embedding that is
+        tied to it, and one whose rows are not whole blocks of NF4.
 
         Example:
           >>> Quantization("nf4").of(("lm_head", "kernel"), (64, 96))
@@ -72,20 +76,20 @@ class Quantization(NamedTuple):
 
 
 def check_method(method: str | None, embeddings: bool = False) -> None:
-    """Raise ValueError unless `method` is one of `METHODS` or None, and embeddings are quantized only with the rest."""
+    """Raise ValueError for an unknown method, or for embeddings without one."""
     if method is not None and method not in METHODS:
         raise ValueError(f"quantize is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
     if embeddings and method is None:
-        raise ValueError("quantize_embeddings is True, and quantize is None: say how by quantize='nf4' or 'int8'.")
+        raise ValueError("quantize_embeddings is True, and quantize is None: add quantize='nf4' or 'int8'.")
 
 
 def held_shape(path: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape [in, out] that a parameter is quantized by: an embedding is held as the head that is tied to it."""
+    """Return the shape [in, out] that a parameter is quantized in; an embedding is held like a tied head."""
     return shape[::-1] if path[-1] == "embedding" else shape
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether a parameter is one of those that are quantized.
+    """Whether a parameter is a projection of a layer.
 
     Example:
       >>> is_projection(("layers_0", "mlp", "up_proj", "kernel"), (8, 8)), is_projection(("lm_head", "kernel"), (8, 8))
@@ -96,7 +100,7 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
-    """A `Quantized` like that of `read_quantized`, of leaves `leaf(shape, dtype)`, such as `jax.ShapeDtypeStruct`."""
+    """Return the `Quantized` that `read_quantized` fills, with leaves `leaf(shape, dtype)`."""
     *lead, fan_in, fan_out = shape
     rows = (*lead, fan_out)
     if method == "int8":
@@ -113,10 +117,18 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """Return a parameter [..., in, out] as a `Quantized` of NumPy's arrays, read a few rows at a time.
+    """Quantize a parameter [..., in, out] while reading it, a few rows at a time.
 
-    "nf4" has blocks of 64 weights, whose scales are quantized once more; "int8" has a scale a row. `dtype` is the dtype
-    of the plain parameter.
+    "nf4" has blocks of 64 weights, whose scales are quantized to 8 bits; "int8" has one scale for each row.
+
+    Args:
+      shape: of the plain parameter.
+      sources: the tensors that it is read from.
+      method: one of `METHODS`.
+      dtype: of the plain parameter, which products with it have.
+
+    Returns:
+      A `Quantized` of NumPy arrays.
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     if method == "nf4" and held.scales.ndim == 1:
@@ -139,31 +151,31 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
 
 
 def _rows(source: Source, start: int, count: int) -> np.ndarray:
-    """Some rows of a parameter's part, float32."""
+    """Return some rows of a part of a parameter, float32."""
     assert not isinstance(source.tensor, Nf4Tensor), "refused by check_sources"
     return source.tensor.rows(source.first + start, count).astype(np.float32)
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of rows."""
+    """Return codes and scales of rows."""
     scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(x / np.where(scales > 0, scales, 1)).astype(np.int8), scales
 
 
 def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Packed codes and scales of weights in a row, as bitsandbytes makes them on a CPU."""
+    """Return packed codes and scales of weights [n], as bitsandbytes computes them on a CPU."""
     blocks = np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK)
     absmax = np.abs(blocks).max(axis=1)
     scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]
     codes = np.zeros(scaled.shape, np.uint8)
-    for between in _BETWEEN:  # the nearest value: several times faster than a search
+    for between in _BETWEEN:  # the nearest value; several times faster than `np.searchsorted`
         codes += scaled > between
     packed = (codes[:, ::2] << 4 | codes[:, 1::2]).ravel()
     return packed[: -(-len(x) // 2)], absmax
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Scales in 8 bits, and what they are scaled by: the second of the two quantizations."""
+    """Quantize scales to 8 bits; also return their levels, outer scales and offset."""
     levels = dynamic_levels()
     offset = absmax.mean(dtype=np.float64).astype(np.float32)
     flat = absmax.ravel() - offset
@@ -175,7 +187,7 @@ def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray,
 
 
 def dynamic_levels() -> np.ndarray:
-    """The 256 values of a signed 8-bit number with a dynamic exponent (arXiv:1511.04561), float32, ascending.
+    """Return the 256 values of a signed 8-bit number with a dynamic exponent (arXiv:1511.04561), ascending.
 
     ±10^(i − 6) times the 2^i midpoints between 2^i + 1 steps from 0.1 to 1, for i = 0…6; and 0 and 1.
     """
@@ -188,15 +200,15 @@ def dynamic_levels() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Nf4Tensor:
-    """A tensor that bitsandbytes has stored in NF4: of the shape that it stands for, with its parts by their names."""
+    """A tensor that bitsandbytes stored in NF4: its plain shape, and its stored parts by suffix."""
 
     name: str
     shape: tuple[int, ...]
     state: Json
-    parts: Mapping[str, Stored]
+    parts: Mapping[str, StoredTensor]
 
     def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """Scales in one row, and what they are nested in."""
+        """Return the scales [blocks], and the levels, outer scales and offset of 8-bit ones."""
         scales = _all(self.parts[".absmax"])
         if ".nested_absmax" not in self.parts:
             return scales.astype(np.float32), None
@@ -204,7 +216,7 @@ class Nf4Tensor:
         return scales, (levels, outer, np.array([self.state["nested_offset"]], np.float32))
 
     def plain_scales(self) -> np.ndarray:
-        """Scales in one row, float32."""
+        """Return the scales [blocks], float32."""
         scales, nested = self.scales()
         if nested is None:
             return scales
@@ -212,13 +224,13 @@ class Nf4Tensor:
         return levels[scales] * np.repeat(outer, NESTED_BLOCK)[: len(scales)] + offset
 
 
-def _all(stored: Stored) -> np.ndarray:
-    """All numbers of a tensor, in one row."""
-    return stored.rows(0, stored.shape[0]).ravel()
+def _all(stored: StoredTensor) -> np.ndarray:
+    """Return all numbers of a tensor, [n]."""
+    return stored.read(0, math.prod(stored.shape))
 
 
 def without_quantization(raw: Json) -> Json:
-    """A config.json without its `quantization_config`, if that is NF4 of bitsandbytes; else as it is, to be refused."""
+    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; another one stays, to be refused."""
     stored = raw.get("quantization_config") or {}
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if not stored or any(stored.get(key) != value for key, value in wanted.items()):
@@ -231,12 +243,12 @@ def without_quantization(raw: Json) -> Json:
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
-def find_nf4(stored: Mapping[str, Stored]) -> dict[str, Stored | Nf4Tensor]:
+def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Nf4Tensor]:
     """Return the tensors of a checkpoint, with each tensor in NF4 as one `Nf4Tensor` instead of its stored parts.
 
-    A ValueError names a tensor in NF4 with parts missing, or of another table, block or storage.
+    A ValueError names a tensor in NF4 with parts missing, or with another table, block size or storage.
     """
-    found: dict[str, Stored | Nf4Tensor] = dict(stored)
+    found: dict[str, StoredTensor | Nf4Tensor] = dict(stored)
     for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:
         state = json.loads(_all(stored[name + _STATE]).tobytes())
         names = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
@@ -250,7 +262,7 @@ def find_nf4(stored: Mapping[str, Stored]) -> dict[str, Stored | Nf4Tensor]:
 
 
 def _check_nf4(tensor: Nf4Tensor) -> None:
-    """Raise ValueError for a tensor in NF4 that is not as `Quantized` holds it."""
+    """Raise ValueError for a tensor in NF4 that `Quantized` does not represent."""
     parts, state = tensor.parts, tensor.state
     nested = "nested_offset" in state
     wanted = {"", ".absmax", ".quant_map"} | ({".nested_absmax", ".nested_quant_map"} if nested else set())
@@ -260,25 +272,23 @@ def _check_nf4(tensor: Nf4Tensor) -> None:
     elif parts[""].dtype != np.uint8 or math.prod(parts[""].shape) != -(-size // 2):
         reason = f"with codes of {parts[''].dtype.name}{list(parts[''].shape)}; {-(-size // 2)} of uint8 are supported"
     elif not np.array_equal(_all(parts[".quant_map"]), NF4):
-        reason = "with values of its own for the 16 codes; those of NF4 are supported"
+        reason = "with another table of the 16 codes; only the table of NF4 is supported"
     elif nested and state.get("nested_blocksize") != NESTED_BLOCK:
         reason = f"with nested_blocksize {state.get('nested_blocksize')}; {NESTED_BLOCK} is supported"
     elif math.prod(parts[".absmax"].shape) != -(-size // state["blocksize"]):
-        reason = (
-            f"with {math.prod(parts['.absmax'].shape)} scales; {-(-size // state['blocksize'])} blocks need as many"
-        )
+        reason = f"with {math.prod(parts['.absmax'].shape)} scales for {-(-size // state['blocksize'])} blocks"
     else:
         return
     raise ValueError(f"tensor {tensor.name!r} is stored in NF4 {reason}.")
 
 
 def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:
-    """Raise ValueError for a parameter that cannot be made of the tensors it is stored in."""
+    """Raise ValueError for a parameter that cannot be read from the tensors that store it."""
     stored = [tensor for tensor, _, _ in sources if isinstance(tensor, Nf4Tensor)]
     if method is not None and any(part.stacked for _, _, part in sources) and is_projection(path, shape):
         raise ValueError(
-            f"quantize is {method!r}: {'/'.join(path)} is stored in every other column of a tensor (as gpt-oss has it),"
-            " or with other weights of each expert (as Gemma 4 has it), which is not supported; leave quantize out."
+            f"quantize is {method!r}: {'/'.join(path)} shares a stored tensor with another projection (as in gpt-oss"
+            " and Gemma 4), which is not supported; leave quantize out."
         )
     for tensor, _, _ in sources:
         if not isinstance(tensor, Nf4Tensor) and tensor.dtype == np.uint8:
@@ -289,25 +299,25 @@ def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[S
     if method not in (None, "nf4"):
         raise ValueError(f"quantize is {method!r}: {where}, and would be rounded twice; leave quantize out.")
     if not is_projection(path, shape):
-        raise ValueError(f"{where}; that is supported for projections of layers, and {'/'.join(path)} is none.")
+        raise ValueError(f"{where}; only projections of layers may be, and {'/'.join(path)} is not one.")
     blocks = {tensor.state["blocksize"] for tensor in stored}
     if not _is_one(sources) and (len(stored) < len(sources) or len(blocks) > 1 or shape[-2] % min(blocks)):
         raise ValueError(
-            f"{where}, and {'/'.join(path)} is a part of it or made of several: blocks then have to be whole in each"
-            " row and of one size in all of them; store these projections plain."
+            f"{where}, and {'/'.join(path)} is a part of it or made of several such tensors, whose blocks must then"
+            " divide the rows and have one size; store these projections plain."
         )
 
 
 def _is_one(sources: Sequence[Source]) -> bool:
-    """Whether a parameter is all of one tensor."""
+    """Whether a parameter is the whole of one tensor."""
     tensor, _, part = sources[0]
     return len(sources) == 1 and part.rows == tensor.shape[0] and part.expert is None
 
 
 def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Quantized:
-    """A parameter [..., in, out] whose tensors are stored in NF4, as `check_sources` has found them.
+    """Return a parameter [..., in, out] from tensors in NF4 that `check_sources` accepted.
 
-    Scales of a tensor that holds one parameter stay nested; those of a part of one are written out in float32.
+    Nested scales stay nested if the parameter is one whole tensor; else they are dequantized to float32.
     """
     stored = [(source, source.tensor) for source in sources if isinstance(source.tensor, Nf4Tensor)]
     block = stored[0][1].state["blocksize"]
@@ -325,3 +335,48 @@ def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Qua
         codes[at] = _all(tensor.parts[""]).reshape(tensor.shape[0], -1)[rows]
         scales[at] = tensor.plain_scales().reshape(tensor.shape[0], -1)[rows]
     return Quantized(codes, scales, None, shape=tuple(shape), block=block, dtype=dtype)
+
+
+# MXFP4 ----------------------------------------------------------------------------------------------------------------
+
+# gpt-oss stores its experts so, as "…_blocks" and "…_scales": a block of 32 weights shares one scale, a power of two,
+# and a weight is one of 16 values (OCP Microscaling Formats 1.0). Every product is a bfloat16 number.
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# The sixteen numbers of four bits (a sign, two bits of exponent, one of mantissa), for both halves of a byte.
+_PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
+
+
+def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the weights [..., 32 n], bfloat16, of blocks [..., n, 16] and scales [..., n], both uint8.
+
+    weight = value(four bits) · 2^(scale − 127)
+    """
+    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
+    weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
+    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+def without_mxfp4(raw: Json) -> Json:
+    """Return a config.json without a `quantization_config` of MXFP4, whose weights are plain once they are read."""
+    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
+
+
+def find_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, with each pair of blocks and scales as the plain tensor that they encode."""
+    tensors = dict(stored)
+    for name in stored:
+        stem = name.removesuffix("_blocks")
+        if stem != name and f"{stem}_scales" in stored:
+            tensors[stem] = _plain_mxfp4(tensors.pop(name), tensors.pop(f"{stem}_scales"))
+    return tensors
+
+
+def _plain_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
+    """Return [experts, in, out], bfloat16, of blocks [experts, out, in / 32, 16], two weights a byte, and scales."""
+    experts, out, count, half = blocks.shape
+
+    def rows(first: int, count: int) -> np.ndarray:
+        return dequantize_mxfp4(blocks.rows(first, count), scales.rows(first, count)).swapaxes(1, 2)
+
+    return computed(blocks.file, (experts, count * half * 2, out), rows, np.dtype(jnp.bfloat16))

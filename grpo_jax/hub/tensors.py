@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is which part of which parameter, and the tensors that gpt-oss stores in MXFP4."""
+"""Which tensor of a checkpoint holds which parameters: their names, shapes and rows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
 
-_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight"}
-_SUFFIXES |= {"input_scale": ".scale"}
-"""Suffix of a parameter's name in the file, behind its module's; its own name where it is not listed."""
+_SUFFIXES = {
+    "kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight",
+    "input_scale": ".scale",
+}  # fmt: skip
+"""Suffix of a tensor's name after its module's, by the parameter's name; the parameter's own if not listed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One parameter, or one expert's part of it, as rows of a stored tensor, or as every other column of it.
+    """A parameter, or one expert's part of it, as rows or columns of a stored tensor.
 
     Attributes:
       path: keys of the parameter in the tree.
-      shape: of the part as it lies in the tree; a matrix [in, out] is stored as [out, in].
-      expert: index on the parameter's first axis, or None for all of it.
-      column: 0 or 1 for the even or the odd ones of the stored tensor's last axis; None for all.
-      half: 0 or 1 for the first or the last rows of each expert of a stored tensor [experts, out, in], if both halves
-        are there; None for none of it.
+      shape: of the part in the tree; a matrix [in, out] is stored as [out, in].
+      expert: index on the parameter's first axis; None for the whole parameter.
+      column: 0 or 1 for the even or odd columns of the stored tensor; None for all.
+      half: 0 or 1 for the first or second half of each expert's rows in a stored tensor [experts, out, in]; None if it
+        is not stored so.
     """
 
     path: tuple[str, ...]
@@ -43,7 +45,7 @@ class Part:
 
     @property
     def stacked(self) -> bool:
-        """Whether the stored tensor has all experts, and others than this part's weights."""
+        """Whether the stored tensor holds all experts of several parameters."""
         return self.column is not None or self.half is not None
 
     @property
@@ -53,13 +55,13 @@ class Part:
 
     @property
     def rows(self) -> int:
-        """Rows of the stored tensor that this part fills."""
+        """Number of rows of the stored tensor that this part takes."""
         return self.shape[-1] if self.transposed else self.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint: its name there, its shape there, and the parameters that it holds, in order."""
+    """A tensor of a checkpoint: its name and shape there, and the parameters that it holds, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,46 +76,45 @@ _STACKED = {
     "up_bias": ("gate_up_proj_bias", 1),
     "down_bias": ("down_proj_bias", None),
 }
-"""Of `Family.stacked`, the stored tensor of each parameter of the experts, and its columns or its half there."""
+"""With `Family.stacked`: the stored tensor of each parameter of the experts, and its columns or half there."""
 
 _HALVES = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
-"""Of experts that a checkpoint stores stacked, the same; the rows of an expert's gate are followed by those of its up.
-"""
+"""The same for experts that a checkpoint stores stacked: an expert's rows of gate, then its rows of up."""
 
 
 def abstract_params(config: TransformerConfig) -> Params:
-    """The tree of parameters as shapes and dtypes, without memory for any."""
-    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a tree of the caller's own
+    """Return the tree of parameters as shapes and dtypes."""
+    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a new tree for each caller
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # tracing thirty layers takes half a second, and opening a checkpoint needs it thrice
 def _traced_params(config: TransformerConfig) -> Params:
-    """Traced once: a checkpoint that is opened asks three times, and thirty layers take half a second each time."""
     model = Transformer(config)
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 
 
 LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
-"""Where the language model of a model that sees may stand in a checkpoint: in its modules' own names, or in older ones.
-"""
+"""Prefixes of the decoder and of the head in a vision-language checkpoint: the present names, and older ones."""
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Index into `LAYOUTS` of the naming these tensors use; 0 if none matches."""
+    """Return the index into `LAYOUTS` of the prefixes that these tensors have; 0 if neither."""
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint has the experts of a layer in one tensor of each kind, and not in one of each expert."""
-    own = (name for name in names if name.startswith(("model.", "language_model.")))
-    return any(name.endswith(".mlp.experts.down_proj") for name in own)
+    """Whether a checkpoint stores all experts of a layer in one tensor of each kind."""
+    return any(re.match(r"(language_)?model\..*\.mlp\.experts\.down_proj$", name) for name in names)
 
 
 def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
-    """Return the tensors of a Hugging Face checkpoint, each with the parameters that it holds, and at which rows.
+    """Return the tensors of a Hugging Face checkpoint with the parameters that they hold; each parameter occurs once.
 
-    Together they cover every parameter once. `layout` is an index into `LAYOUTS`, for a model that sees; `stacked` says
-    that the experts of a layer are stored as one tensor of each kind.
+    Args:
+      raw: the content of config.json.
+      config: the decoder's shape, from `read_config`.
+      layout: index into `LAYOUTS`, for a vision-language model.
+      stacked: whether all experts of a layer are stored in one tensor of each kind.
     """
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
@@ -126,7 +127,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
             part = Part(path, leaf.shape, column=None if halves else at, half=(at or 0) if halves else None)
             groups.setdefault(".".join(_hf_modules((*modules, name))), {})[at or 0] = part
             continue
-        if len(leaf.shape) == 3:  # All experts of a layer in one array here; in the file in one, or one tensor each.
+        if len(leaf.shape) == 3:  # all experts of a layer; in the file together, or one tensor each
             for e in range(leaf.shape[0]):
                 name, half = _HALVES[last] if stacked else (f"{e}.{last}.weight", 0)
                 members = groups.setdefault(".".join(_hf_modules((*modules, name))), {})
@@ -139,29 +140,32 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     plan = []
     for name, members in groups.items():
         parts = tuple(members[i] for i in sorted(members))
-        first = parts[0].shape
-        if parts[0].column is not None:
-            plan.append(Tensor(name, (*first[:-1], 2 * first[-1]), parts))
-            continue
-        if parts[0].half is not None:
-            plan.append(Tensor(name, (first[0], len(parts) * first[2], first[1]), parts))
-            continue
-        columns = (first[0],) if parts[0].transposed else first[1:]
-        if parts[0].path[-1] == "conv1d":  # a filter for each channel, of one channel
-            columns = (1, *columns)
-        rows, highest = sum(part.rows for part in parts), parts[-1].expert
-        lead = (highest + 1, rows // (highest + 1)) if stacked and highest is not None else (rows,)
-        plan.append(Tensor(name, (*lead, *columns), parts))
-    return tuple(_moved(tensor, *LAYOUTS[layout]) for tensor in plan) if sees(raw) else tuple(plan)
+        plan.append(Tensor(name, _stored_shape(parts, stacked=stacked), parts))
+    if not sees(raw):
+        return tuple(plan)
+    model, head = LAYOUTS[layout]
+    for i, tensor in enumerate(plan):
+        first, rest = tensor.name.split(".", 1)
+        plan[i] = dataclasses.replace(tensor, name=(model if first == "model" else head) + rest)
+    return tuple(plan)
 
 
-def _moved(tensor: Tensor, model: str, head: str) -> Tensor:
-    """A tensor of a language model, by its name inside of a model that sees."""
-    first, rest = tensor.name.split(".", 1)
-    return dataclasses.replace(tensor, name=(model if first == "model" else head) + rest)
+def _stored_shape(parts: tuple[Part, ...], *, stacked: bool) -> tuple[int, ...]:
+    """Return the shape of the stored tensor that holds some parts."""
+    first = parts[0].shape
+    if parts[0].column is not None:
+        return *first[:-1], 2 * first[-1]
+    if parts[0].half is not None:
+        return first[0], len(parts) * first[2], first[1]
+    columns = (first[0],) if parts[0].transposed else first[1:]
+    if parts[0].path[-1] == "conv1d":  # one filter for each channel, over one channel
+        columns = (1, *columns)
+    rows, highest = sum(part.rows for part in parts), parts[-1].expert
+    lead = (highest + 1, rows // (highest + 1)) if stacked and highest is not None else (rows,)
+    return *lead, *columns
 
 
 def _hf_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Module names as Hugging Face writes them: model.layers.0.self_attn… for layers_0/self_attn/…"""
+    """Return module names as in Hugging Face's files: model.layers.0.self_attn… for layers_0/self_attn/…"""
     first = re.sub(r"^layers_(\d+)$", r"layers.\1", modules[0])
     return (first, *modules[1:]) if first == "lm_head" else ("model", first, *modules[1:])

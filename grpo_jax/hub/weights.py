@@ -1,8 +1,9 @@
-"""Parameters from the tensors of a checkpoint, each read straight into its place; and what does not fit, by name."""
+"""Parameters of a checkpoint: their shapes, checks of its tensors against its config, and reading them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -13,22 +14,91 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.hub.files import Stored, StoredTensor, check_read
-from grpo_jax.hub.quantize import Nf4Tensor, Quantization, Source, check_sources, held_shape, read_nf4, read_quantized
-from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, layout_of
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.files import StoredTensor, check_read
+from grpo_jax.hub.quantize import (
+    Nf4Tensor,
+    Quantization,
+    Source,
+    check_method,
+    check_sources,
+    held_shape,
+    quantized_shape,
+    read_nf4,
+    read_quantized,
+    without_quantization,
+)
+from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, abstract_params, layout_of
 from grpo_jax.messages import some
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import TARGETS, init_adapters
 from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.sharding import parameter_sharding
 from grpo_jax.types import Json, Params
 
 BLOCK = 1 << 24
-"""Bytes read at a time, so that a tensor on its way into its parameter costs no second tensor."""
+"""Bytes read at a time: while a parameter is read, little more than itself is in memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """How a run loads its params, to compute their shapes without reading them.
+
+    Attributes:
+      param_dtype: "float32" or "bfloat16".
+      lora: rank of adapters on a frozen base, or `rank` and `targets` of `add_lora`; None trains all params.
+      quantize: of that base, as in `from_pretrained`; None keeps it plain, or in NF4 if it is stored in NF4.
+      quantize_embeddings: as in `from_pretrained`.
+    """
+
+    param_dtype: str = "float32"
+    lora: int | Json | None = None
+    quantize: str | None = None
+    quantize_embeddings: bool = False
+
+    def check(self, raw: Json) -> None:
+        """Raise ValueError for a model that is not supported, or for quantized params that are not frozen."""
+        check_method(self.quantize, self.quantize_embeddings)
+        read_config(without_quantization(raw))
+        if self.lora is not None and self._rank < 1:
+            raise ValueError(f"lora is {self.lora}; it is the rank of adapters, at least 1.")
+        method = self._method(raw)
+        if self.lora is None and method is not None:
+            raise ValueError(
+                f"quantize is {method!r}: quantized params cannot be trained; give lora, a rank of adapters."
+            )
+
+    def params(self, shape: TransformerConfig, raw: Json) -> tuple[Params, Params | None]:
+        """Return the shapes of the trained params, and of the frozen base (None without one)."""
+        quantization = Quantization(self._method(raw), self.quantize_embeddings, shape.tie_word_embeddings)
+
+        def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
+            names = [entry.key for entry in path]
+            if (method := quantization.of(names, x.shape)) is not None:
+                return quantized_shape(held_shape(names, x.shape), method, self.param_dtype, jax.ShapeDtypeStruct)
+            return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
+
+        params = jax.tree_util.tree_map_with_path(held, abstract_params(shape))
+        if self.lora is None:
+            return params, None
+        targets = TARGETS if isinstance(self.lora, int) else self.lora.get("targets", TARGETS)
+        init = functools.partial(init_adapters, base=params, rank=self._rank, targets=targets)
+        return jax.eval_shape(init, jax.random.key(0)), params
+
+    @property
+    def _rank(self) -> int:
+        return self.lora if isinstance(self.lora, int) else (self.lora or {}).get("rank", 16)
+
+    def _method(self, raw: Json) -> str | None:
+        return self.quantize or ("nf4" if raw.get("quantization_config") else None)
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the sizes in a config.json with the tensors, before anything of these sizes is made.
+    """Raise ValueError if a size in config.json exceeds the tensors of the checkpoint, before arrays of it are made.
 
-    `shapes` are those of the tensors by name, in a checkpoint of Hugging Face's or in a GGUF file.
+    Args:
+      config: the content of config.json.
+      shapes: of the tensors by name, in a Hugging Face checkpoint or in a GGUF file.
     """
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
@@ -37,7 +107,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
         most, what = longest, "numbers on the longest axis of a tensor"
         if key == "num_hidden_layers":
             most, what = layers, "layers"
-        elif "intermediate" in key:  # of an MLP that no layer may have
+        elif "intermediate" in key:  # of an MLP that may not exist in any layer
             most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
         sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
         if sized and isinstance(value, int) and value > most:
@@ -47,45 +117,46 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_tensors(
     directory: Path,
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, Stored | Nf4Tensor],
+    stored: Mapping[str, StoredTensor | Nf4Tensor],
     *,
     tied: bool,
     seeing: bool,
     spare: tuple[str, ...] = (),
 ) -> list[str]:
-    """Compare the names and shapes of a checkpoint with those of its config; the names beside the language model."""
+    """Compare a checkpoint's tensors with the plan; return the names of the tensors outside the language model.
+
+    Args:
+      directory: for the message.
+      plan: from `tensor_plan`.
+      stored: the tensors of the checkpoint.
+      tied: whether the head is the embedding; then the file may hold it a second time.
+      seeing: whether the language model is part of a vision-language model.
+      spare: regular expressions of tensors of the language model that are not read.
+    """
     wanted = {tensor.name: tensor.shape for tensor in plan}
-    # A tied head may be stored a second time (`same_weights`), and old files keep the frequencies of the config.
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))
-    model, head = LAYOUTS[layout_of(stored)]
-    # Beside the language model of one that sees, what its family leaves in a checkpoint goes with the pictures.
-
-    def inside(name: str) -> bool:
-        return not seeing or name.startswith((model, head))
-
-    def left(name: str) -> bool:
-        return inside(name) and any(re.fullmatch(pattern, name) for pattern in spare)
-
-    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and not left(name)]
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # old files hold the frequencies
+    inside = {name for name in stored if not seeing or name.startswith(LAYOUTS[layout_of(stored)])}
+    left = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in spare)}
+    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in left]
     problems = {
         "missing": [name for name in wanted if name not in stored],
-        "unexpected": list(filter(inside, others)),
+        "unexpected": [name for name in others if name in inside],
         "of another shape": [
             f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
             for name, shape in wanted.items()
             if name in stored and stored[name].shape != shape
         ],
     }
-    told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
-    if told:
-        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(told)}.")
+    found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
+    if found:
+        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(found)}.")
     check_read({name: x for name in wanted if not isinstance(x := stored[name], Nf4Tensor)})
     return others
 
 
-def same_weights(a: Stored | Nf4Tensor, b: Stored | Nf4Tensor) -> bool:
-    """Whether two plain tensors of a checkpoint hold the same numbers."""
+def same_weights(a: StoredTensor | Nf4Tensor, b: StoredTensor | Nf4Tensor) -> bool:
+    """Whether two tensors of a checkpoint hold the same numbers; False if one is in NF4."""
     if isinstance(a, Nf4Tensor) or isinstance(b, Nf4Tensor) or a.shape != b.shape:
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
@@ -94,7 +165,7 @@ def same_weights(a: Stored | Nf4Tensor, b: Stored | Nf4Tensor) -> bool:
 
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
-    """Compare a tree of parameters with the config that it is saved beside."""
+    """Raise ValueError if params do not have the names and shapes of the plan."""
     wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
     problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
     problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
@@ -104,23 +175,22 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
         if path in leaves and leaves[path].shape[-len(shape) :] != shape
     ]
     if problems:
-        raise ValueError(f"policy.params are not those of policy.config: {some(problems)}.")
+        raise ValueError(f"policy.params and policy.config disagree: {some(problems)}.")
 
 
 def read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, Stored | Nf4Tensor],
+    stored: Mapping[str, StoredTensor | Nf4Tensor],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
     quantize: Quantization,
 ) -> Params:
-    """Read every parameter, the largest first: the peak is then all of them, and little beside the largest."""
+    """Read every parameter, the largest first, so that the peak of memory is little above the size of all."""
     sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
-        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # experts below each other
-            assert isinstance(source, StoredTensor | Nf4Tensor), "a tensor of blocks has a layout of its own"
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # the experts' matrices, one after another
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append(Source(source, first, part))
@@ -142,40 +212,34 @@ def read_params(
 
 
 def _as_kernel(part: Part) -> Part:
-    """The same rows of a stored tensor, as those of a kernel [in, out]."""
+    """Return the part with the path and shape of a kernel [in, out]."""
     path = (*part.path[:-1], "kernel") if part.path[-1] == "embedding" else part.path
     return dataclasses.replace(part, path=path, shape=held_shape(part.path, part.shape))
 
 
 def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
-    """One parameter as it is stored, in another dtype."""
+    """Return a parameter that is not quantized, read a block at a time."""
     array = np.empty(shape, dtype)
-    for source in sources:
-        _copy_rows(source, array if source.part.expert is None else array[source.part.expert])
+    for tensor, first, part in sources:
+        assert not isinstance(tensor, Nf4Tensor), "read by read_nf4"
+        out = array if part.expert is None else array[part.expert]
+        step = max(1, BLOCK // max(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize, 1))
+        for start in range(0, part.rows, step):
+            count = min(step, part.rows - start)
+            block = tensor.rows(first + start, count)
+            block = block if part.column is None else block[..., part.column :: 2]
+            if part.half is not None:
+                size = part.shape[-1]
+                block = block[:, part.half * size : (part.half + 1) * size].swapaxes(-1, -2)
+            if part.transposed:
+                out[:, start : start + count] = block.reshape(count, -1).T
+            else:
+                out[start : start + count] = block
     return array
 
 
-def _copy_rows(source: Source, out: np.ndarray) -> None:
-    """Copy rows of a stored tensor into a parameter, a block at a time."""
-    tensor, first, part = source
-    assert not isinstance(tensor, Nf4Tensor), "read by read_nf4"
-    width = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    step = max(1, BLOCK // max(width, 1))
-    for start in range(0, part.rows, step):
-        count = min(step, part.rows - start)
-        block = tensor.rows(first + start, count)
-        block = block if part.column is None else block[..., part.column :: 2]
-        if part.half is not None:
-            size = part.shape[-1]
-            block = block[:, part.half * size : (part.half + 1) * size].swapaxes(-1, -2)
-        if part.transposed:
-            out[:, start : start + count] = block.reshape(count, -1).T
-        else:
-            out[start : start + count] = block
-
-
 def _place(path: tuple[str, ...], array: np.ndarray | Quantized, mesh: jax.sharding.Mesh | None) -> Params:
-    """Put one parameter on its devices, each shard on its own."""
+    """Return one parameter on its devices."""
     if isinstance(array, Quantized):
         return jax.tree_util.tree_map_with_path(lambda at, x: _place((*path, at[0].name), x, mesh), array)
     if mesh is None:

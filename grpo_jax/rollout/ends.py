@@ -12,7 +12,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import read_stop, read_token_ids
 from grpo_jax.maths.stops import Stops, make_stops
 from grpo_jax.messages import show
-from grpo_jax.text.pieces import special_tokens, token_bytes
+from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
 _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()

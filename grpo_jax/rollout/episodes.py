@@ -28,9 +28,8 @@ from grpo_jax.rewards.outcomes import describe_fault
 from grpo_jax.rollout.interaction import Interaction, schemas_of
 from grpo_jax.rollout.played import EpisodeCounts, Played
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
-from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message
+from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
-from grpo_jax.text.roundtrip import turn_text
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import observation_ids
 from grpo_jax.types import Messages, Prompts, Row

@@ -10,10 +10,9 @@ from typing import Any
 from grpo_jax.messages import raise_all, show
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.tools import Tool, environment_tools, read_tools, reset_arguments
-from grpo_jax.text.calls import Format
+from grpo_jax.text.calls import Format, call_fault, hidden_ids
 from grpo_jax.text.formats import FORMATS, format_of
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
-from grpo_jax.text.roundtrip import call_fault, hidden_ids
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import check_template, opens_thinking, template_of
 from grpo_jax.types import EnvironmentFactory, Environments, Json, RewardFn, Row, Tokenizer
@@ -34,7 +33,7 @@ class Interaction:
       own_tools: the tools of each such class, its public methods.
       tools: functions that the policy may call beside these.
       format: the form of calls in the chat template; None where nothing can be called.
-      hidden: special tokens left out of the text that is parsed, if others mark calls (`roundtrip.hidden_ids`).
+      hidden: special tokens left out of the text that is parsed, if others mark calls (`calls.hidden_ids`).
       thinking: True if the generation prompt opens a thought, in the middle of which a turn then begins.
       template_kwargs: further keywords of the chat template.
       eos_token_ids: ids that end a turn.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.text.pieces import common_length, special_tokens
+from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, readable
 from grpo_jax.text.rows import (
     Columns,

@@ -1,14 +1,14 @@
-"""An observation's tokens: what a chat template writes between the end of one turn of the policy and its next.
+"""Chat templates: the tokens of an observation between two turns of the policy, and what probes of a template show.
 
-What the policy drew is never encoded again, nor is anything before it: a stand-in conversation is rendered instead,
+Sampled tokens are never encoded again. To encode an observation, a conversation with a stand-in turn is rendered:
 
 ```
 user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
-         ▲ stand-in        ▲ closing token; all behind it is the observation, and is encoded
+         ▲ stand-in        ▲ closing token; the observation is the text after it
 ```
 
-so it does not matter what a template does to earlier turns (many remove their thinking): only what stands behind the
-closing token is used, and that this token closes the stand-in's turn is checked once for each template.
+Only the text after the closing token is used, so it does not matter how a template changes earlier turns (many remove
+their thoughts).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import json
 import re
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_jax.messages import raise_all
-from grpo_jax.text.pieces import common_length, special_tokens
+from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MARK = "Zq7"
 _PROBE = "Xw5"
 _USER: Message = {"role": "user", "content": "Go."}
-# Stands within what looks like a special token but is part of a message: text is encoded in parts that are cut there.
+# Cuts texts of a message that look like special tokens: the parts are encoded one by one.
 _CUT = "\U000f5ca1"
 
 
 class _Template(NamedTuple):
-    """A tokenizer's chat template, and all that it is rendered with beside the messages."""
+    """A tokenizer's chat template with its arguments except the messages."""
 
     tokenizer: Tokenizer
     kwargs: Json
@@ -39,27 +39,27 @@ class _Template(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
     def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
-        """Return a conversation as the template writes it."""
+        """Return the text of a conversation."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False, **self.kwargs
             )
-        except ImportError:  # jinja2 is missing, and the message says so
+        except ImportError:  # jinja2 is missing
             raise
-        except Exception as error:  # jinja2's errors and those a template raises itself have no nearer common class
+        except Exception as error:  # jinja2's errors and the ones that templates raise have no closer common class
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"it refuses a conversation of {roles} ({type(error).__name__}: {error})") from error
 
     def after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
-        """Return what the template writes after the last mark of a conversation that a user opens."""
+        """Return the text after the last mark, of a conversation that a user opens."""
         text = self.render([_USER, *messages], generation_prompt=generation_prompt)
         _, found, after = text.rpartition(mark)
         if not found:
-            raise ValueError("it does not show what the assistant said before: use a template that writes its turns")
+            raise ValueError("it does not show earlier turns of the assistant: use a template that writes them")
         return after
 
     def eos_texts(self) -> list[str]:
-        """Return the tokens that end a turn, as text."""
+        """Return the texts of the tokens that end a turn."""
         ids = self.eos_token_ids or (self.tokenizer.eos_token_id,)
         texts = [self.tokenizer.decode([index], skip_special_tokens=False) for index in ids if index is not None]
         if not any(texts):
@@ -79,9 +79,9 @@ class _End(NamedTuple):
     """How a template ends the stand-in's turn.
 
     Attributes:
-      text: from its mark on.
-      closing: the token that the text ends with, an EOS.
-      opens: whether it opens the next turn too, as GLM-4's <|user|> does; then it is not that of every turn.
+      text: from the mark to the closing token.
+      closing: text of that token, an EOS.
+      opens: whether it also opens the next turn, as GLM-4's <|user|>, and therefore differs between turns.
     """
 
     text: str
@@ -89,8 +89,7 @@ class _End(NamedTuple):
     opens: bool = False
 
 
-# For each tokenizer: what does not depend on the messages.
-_ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[Any, ...], _End]] = weakref.WeakKeyDictionary()
+_ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = weakref.WeakKeyDictionary()
 
 
 def observation_ids(
@@ -102,25 +101,24 @@ def observation_ids(
     eos_token_ids: Collection[int] | None = None,
     drawn: int | None = None,
 ) -> list[int]:
-    """Return the tokens that follow a turn of the policy: messages, and the next turn's opening.
+    """Return the tokens that follow a turn of the policy: messages and the opening of the next turn.
 
-    A text within a message that reads like a special token is encoded as text: no tool can end a turn or open one.
+    Text in a message that looks like a special token is encoded as text, so that a tool cannot end or open a turn.
 
     Args:
       tokenizer: a transformers tokenizer with a chat template.
-      messages: of the roles tool or user, at least one. The turn before them is a call if the first is a tool's.
+      messages: at least one, of the role tool or user. If the first is a tool's, the turn before them is a call.
       chat_template_kwargs: further keywords for the chat template.
-      tools: the schemas given to the template with the prompt.
-      eos_token_ids: those that end a turn; default is the tokenizer's own.
-      drawn: the last one of the turn, where it may be none of these, nor the one that opens the next turn; None: as the
-        template writes it.
+      tools: schemas that the template shows with the prompt.
+      eos_token_ids: ids that end a turn; None means the tokenizer's EOS.
+      drawn: last sampled token of the turn, if it may not end the turn; None assumes that it does.
 
     Returns:
-      Token ids without the closing EOS, if the policy drew one, and with what the template writes after it (a newline,
-      for instance). Behind a turn that a stop string, a stop id or its length has ended, the EOS is the first. No BOS.
+      Token ids after the closing EOS, including what the template writes after it (a newline, for instance). If `drawn`
+      does not end the turn, the EOS comes first. No BOS.
 
     Raises:
-      ValueError: the template refuses the messages, or cannot be used in this way (`check_template` says so earlier).
+      ValueError: the template refuses the messages or does not fit (`check_template` finds this before a run).
 
     Example:
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -137,18 +135,18 @@ def observation_ids(
       '\\nuser: higher<eos>\\nassistant: '
     """
     if not messages:
-        raise ValueError("messages is empty: an observation is at least one message of a tool or of the user")
+        raise ValueError("messages is empty: give at least one message of a tool or a user")
     template = _template(tokenizer, chat_template_kwargs, tools, eos_token_ids)
     mark = _MARK
     while mark in str(messages):
         mark += "q"
     end = _end_of_turn(template, messages[0]["role"], mark)
     special = sorted(special_tokens(tokenizer).values())
-    guarded = [_guard(dict(message), special) for message in messages]
+    guarded = [{key: _guard(value, special) for key, value in message.items()} for message in messages]
     after = template.after_mark([_stand_in(messages[0], mark), *guarded], mark)
     if not after.startswith(end.text):
         raise ValueError(
-            f"the chat template ends the turn before the messages with {after[: len(end.text)]!r}, and before others "
+            f"the chat template ends the turn before these messages with {after[: len(end.text)]!r}, and before others "
             f"with {end.text!r}: use a template that closes every turn in the same way"
         )
     ids, closing = _encode_after(tokenizer, end.closing, after[len(end.text) :]), _encode(tokenizer, end.closing)
@@ -164,24 +162,16 @@ def check_template(
     tools: Sequence[Json] | None = None,
     eos_token_ids: Collection[int] | None = None,
 ) -> None:
-    """Raise if `observation_ids` cannot be had of a tokenizer's chat template; to be called before anything is sampled.
+    """Raise ValueError if a chat template cannot be used for several turns, naming every fault.
 
-    Args:
-      tokenizer: a transformers tokenizer.
-      roles: of the messages that will follow a turn: "tool" where there are tools, "user" where an environment speaks.
-      chat_template_kwargs: as they will be given to `observation_ids`.
-      tools: likewise; the template has to show them.
-      eos_token_ids: likewise.
-
-    Raises:
-      ValueError: no chat template; it refuses such messages, or does not show them; it does not show the tools; it does
-        not end the policy's turn with an EOS. Of several faults, all.
+    The template must write messages of all `roles` ("tool", or "user" for an environment's messages) and the tools, and
+    end the policy's turn with an EOS. Other arguments as in `observation_ids`.
     """
     template = _template(tokenizer, chat_template_kwargs, tools, eos_token_ids)
     if template_of(tokenizer, chat_template_kwargs=chat_template_kwargs, tools=tools) is None:
         raise ValueError(
-            "several turns need a chat template, and the tokenizer has none: set tokenizer.chat_template, or use an "
-            "instruct checkpoint"
+            "several turns need a chat template, and the tokenizer does not have one: set tokenizer.chat_template, or"
+            " use an instruct checkpoint"
         )
     problems = []
     for role in roles:
@@ -198,34 +188,31 @@ def check_template(
 
 
 def _shown_the_same(template: _Template) -> bool:
-    """Return whether a prompt looks the same with tools and without."""
+    """Whether a prompt is the same with tools and without."""
     try:
         return template.render([_USER]) == template._replace(tools=None).render([_USER])
-    except ValueError:  # a template for tools alone, which cannot be rendered without
+    except ValueError:  # a template that requires tools
         return False
 
 
 def template_of(
     tokenizer: Tokenizer, *, chat_template_kwargs: Json | None = None, tools: Sequence[Json] | None = None
 ) -> str | None:
-    """Return the chat template that is used; None if there is none.
-
-    It is what the keyword `chat_template` says, which may be a name; else, of several under names, "tool_use" with
-    tools and "default" without, as transformers chooses.
-    """
+    """Return the chat template that transformers uses: the keyword `chat_template` or the name in it, else "tool_use"
+    with tools and "default" without among several; None if there is none."""
     named = (chat_template_kwargs or {}).get("chat_template")
     if named is None and getattr(tokenizer, "chat_template", None) is None:
         return None
     try:
         return tokenizer.get_chat_template(named, list(tools) if tools else None)
-    except ValueError as error:  # several under names, and none of them for this
-        raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
+    except ValueError as error:  # several named templates, and none for this use
+        raise ValueError(f"the tokenizer does not have a chat template for this: {error}") from error
 
 
 def opens_thinking(
     tokenizer: Tokenizer, *, chat_template_kwargs: Json | None = None, tools: Sequence[Json] | None = None
 ) -> bool:
-    """Return whether the generation prompt opens <think>, so that a turn begins in the middle of a thought."""
+    """Whether the generation prompt opens <think>, so that a turn begins inside a thought."""
     text = _template(tokenizer, chat_template_kwargs, tools, None).render([_USER])
     opening = text[text.rfind(_USER["content"]) :]
     return opening.rfind("<think>") > opening.rfind("</think>")
@@ -238,10 +225,10 @@ def turn_of(
     chat_template_kwargs: Json | None = None,
     tools: Sequence[Json] | None = None,
 ) -> tuple[str, bool]:
-    """Return a message of the assistant as the template writes it, from where the generation prompt ends.
+    """Return the text of an assistant's message after the generation prompt; ValueError if the template refuses it.
 
-    The second value is whether the text follows the whole generation prompt: a template may open a thought there, and
-    write none in turns of the past. A ValueError says that the template refuses the message.
+    The second value is whether the whole generation prompt precedes the text: a template may open a thought in it, and
+    write no thought in an earlier turn.
     """
     template = _template(tokenizer, chat_template_kwargs, tools, None)
     opening = template.render([_USER])
@@ -249,20 +236,19 @@ def turn_of(
     if whole.startswith(opening):
         return whole[len(opening) :], True
     same = whole[: common_length(opening, whole)]
-    # Both may go on with a tag, of which the first letters are the same.
+    # Both may continue with tags that begin with the same letters.
     return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
 
 def closing_token(
     tokenizer: Tokenizer, ends: Collection[int], *, chat_template_kwargs: Json | None = None
 ) -> int | None:
-    """Return the special token that the template writes after a last turn of the assistant; None if it writes none, or
-    one of `ends` too.
-    """
+    """Return the first special token that the template writes after an assistant's last turn; None if there is none, or
+    if it writes one of `ends`."""
     template = _template(tokenizer, chat_template_kwargs, None, None)
     try:
         after = template.after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
-    except ValueError:  # it refuses such a conversation, or does not show it
+    except ValueError:  # the template refuses such a conversation
         return None
     special = {text: index for index, text in special_tokens(tokenizer).items() if text in after}
     found = _first(after, sorted(special))
@@ -272,27 +258,27 @@ def closing_token(
 def opening_token(
     tokenizer: Tokenizer, role: str, *, chat_template_kwargs: Json | None = None, eos_token_ids: Collection[int]
 ) -> int | None:
-    """Return the EOS that ends a turn by opening the message of `role` after it (GLM-4's <|user|>); else None."""
+    """Return the EOS that ends a turn by opening the next message, of `role` (GLM-4's <|user|>); else None."""
     template = _template(tokenizer, chat_template_kwargs, None, eos_token_ids)
     try:
         end = _end_of_turn(template, role, _MARK)
-    except ValueError:  # such a turn has no end, or cannot be written
+    except ValueError:  # the template refuses such a turn, or does not end it
         return None
     return _encode(tokenizer, end.closing)[0] if end.opens else None
 
 
 def _stand_in(message: Message, mark: str) -> Message:
-    """Return the turn that stands in for the policy's: one call of a tool if a tool's message follows."""
+    """Return the turn that stands in for the policy's: a tool call if a tool's message follows."""
     turn: Message = {"role": "assistant", "content": mark}
     if message["role"] == "tool":
-        # One call alone: some templates refuse two, and others name an answer after the first.
+        # One call only: some templates refuse two, and others name an answer after the first.
         function = {"name": message.get("name", "tool"), "arguments": {"value": mark}}
         turn["tool_calls"] = [{"type": "function", "function": function}]
     return turn
 
 
 def _end_of_turn(template: _Template, role: str, mark: str) -> _End:
-    """Return how the turn before a message of `role` ends, by a probe; remembered."""
+    """Return how the turn before a message of `role` ends, cached; ValueError if the template does not show it."""
     tokenizer, kwargs, tools, eos_token_ids = template
     described = json.dumps([kwargs, tools], sort_keys=True, default=repr)
     key = (str(tokenizer.chat_template), role, mark, described, eos_token_ids)
@@ -303,44 +289,44 @@ def _end_of_turn(template: _Template, role: str, mark: str) -> _End:
 
 
 def _read_end(template: _Template, role: str, mark: str) -> _End:
-    """Return how the turn before a message of `role` ends; raise if it does not, or if the message is not shown."""
     probe = {"role": role, "name": "tool", "content": _PROBE} if role == "tool" else {"role": role, "content": _PROBE}
     turn = _stand_in(probe, mark)
     after = template.after_mark([turn, probe], mark)
     if _PROBE not in after:
         support = ": a template without tool support" if role == "tool" else ""
         raise ValueError(f"it does not show messages of the role {role!r}{support}; use one that writes them")
-    # Up to where it goes on differently with the message and without, both are about the turn itself.
+    # The common beginning with and without the message belongs to the turn itself.
     common = after[: common_length(template.after_mark([turn], mark), after)]
     ends, special = template.eos_texts(), sorted(special_tokens(template.tokenizer).values())
-    found = _first(common, ends)
+    if (found := _first(common, ends)) is not None:
+        position, closing = found
+        return _End(after[: position + len(closing)], closing)
     opening = _first(after[: after.find(_PROBE)], [*ends, *special])
-    if found is None and opening is not None and opening[1] in ends:
+    if opening is not None and opening[1] in ends:
         position, closing = opening
         return _End(after[: position + len(closing)], closing, opens=True)
-    if found is None:
-        # gpt-oss ends a turn of the past with another token than the one that the policy draws at its end.
-        found = _first(common, special)
-        last = template.after_mark([turn], mark, generation_prompt=False)
-        if found is None or not last[found[0] :].startswith(tuple(ends)):
-            raise ValueError(
-                f"it does not end the turn before a message of the role {role!r} with an EOS ({', '.join(ends)}), but "
-                f"goes on with {common[:40]!r}: if another token ends a turn, name its id as an EOS, by"
-                ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json; else use a'
-                " template that writes an EOS"
-            )
+    # gpt-oss ends an earlier turn with another token than the one that the policy samples.
+    found = _first(common, special)
+    last = template.after_mark([turn], mark, generation_prompt=False)
+    if found is None or not last[found[0] :].startswith(tuple(ends)):
+        raise ValueError(
+            f"it does not end the turn before a message of the role {role!r} with an EOS ({', '.join(ends)}), but "
+            f"continues with {common[:40]!r}: if another token ends a turn, make its id an EOS with"
+            ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json; else use a'
+            " template that writes an EOS"
+        )
     position, closing = found
     return _End(after[: position + len(closing)], closing)
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
-    """Return where the first of some tokens stands in a text, and which; of several there, the longest."""
+    """Return the position of the first of some tokens in a text, and the longest token there."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(places)[0], min(places)[2]) if places else None
 
 
-def _guard(value: Any, special: Sequence[str]) -> Any:
-    """Return a message in which no text is a special token: a cut stands after the first character of each."""
+def _guard(value: object, special: Sequence[str]) -> object:
+    """Return a message with a cut after the first character of each text that looks like a special token."""
     if isinstance(value, str):
         value = value.replace(_CUT, "\ufffd")
         pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
@@ -351,10 +337,8 @@ def _guard(value: Any, special: Sequence[str]) -> Any:
 
 
 def _encode_after(tokenizer: Tokenizer, closing: str, text: str) -> list[int]:
-    """Return the ids of a text that stands after a closing token."""
+    """Return the ids of a text after a closing token: some tokenizers encode the beginning of a text differently."""
     first, *rest = text.split(_CUT)
-    # Encoded behind the closing token, since some tokenizers treat the beginning of a text, or what follows a token, in
-    # a way of their own.
     before, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
     ids = ids[len(before) :] if ids[: len(before)] == before else _encode(tokenizer, first)
     return ids + [index for part in rest for index in _encode(tokenizer, part)]

@@ -75,7 +75,7 @@ def test_all_errors_come_together_each_with_its_key(folder):
         "modle": ("x", "modle: no such key; did you mean model?"),
         "num_generation": (4, "num_generation: no such key; did you mean num_generations?"),
         "dataset_name": ("x", "dataset_name: no such key; use data"),
-        "model": ("nowhere/at/all", "model = 'nowhere/at/all': name_or_directory 'nowhere/at/all' is no directory"),
+        "model": ("nowhere/at/all", "model = 'nowhere/at/all': name_or_directory 'nowhere/at/all' is not a directory"),
         "learning_rate": (-1, "learning_rate = -1: must be at least 0"),
         "data": ("none.jsonl", "data is '"),
         "eval_data": (7, "eval_data is 7: give a list of dicts"),

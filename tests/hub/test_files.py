@@ -25,8 +25,8 @@ def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
         (tmp_path / name).touch()
     check_replaceable(tmp_path)
     (tmp_path / "notes").mkdir()
-    with pytest.raises(FileExistsError, match=r"holds files that are no checkpoint's \(notes\)"):
+    with pytest.raises(FileExistsError, match=r"holds files that do not belong to a checkpoint \(notes\)"):
         check_replaceable(tmp_path)
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(FileExistsError, match=r"is no directory"):
+    with pytest.raises(FileExistsError, match=r"is not a directory"):
         check_replaceable(tmp_path / "thesis.tex")

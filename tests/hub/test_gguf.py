@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -21,9 +22,8 @@ from gguf_files import config_of, stored_file, write_coarse  # noqa: E402
 from test_families import CASES, tokens_and_lengths  # noqa: E402
 
 from grpo_jax import evaluate, from_pretrained, make_prompts  # noqa: E402
-from grpo_jax.hub.gguf import find_gguf  # noqa: E402
-from grpo_jax.hub.gguf_config import ARCHITECTURES  # noqa: E402
-from grpo_jax.hub.gguf_tensors import FileTensor  # noqa: E402
+from grpo_jax.hub.gguf import file_tensor, find_gguf  # noqa: E402
+from grpo_jax.hub.gguf_header import ARCHITECTURES  # noqa: E402
 
 KINDS = gguf.GGMLQuantizationType
 
@@ -75,7 +75,8 @@ def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
     rng = np.random.default_rng(0)
     data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # no scale is infinite
     (tmp_path / "blocks").write_bytes(b"head" + data.tobytes())
-    tensor = FileTensor(tmp_path / "blocks", (4, 6, 512), int(kind), 4)
+    entry = types.SimpleNamespace(shape=np.array([512, 6, 4]), tensor_type=kind, data_offset=4)
+    tensor = file_tensor(tmp_path / "blocks", entry)
     whole = gguf.quants.dequantize(data.reshape(24, -1), kind).reshape(4, 6, 512)
     np.testing.assert_array_equal(tensor.rows(1, 2), whole[1:3])
     np.testing.assert_array_equal(tensor.reshaped(24, 512).rows(7, 11), whole.reshape(24, 512)[7:18])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_families import raw_config, write_checkpoint
 
-from grpo_jax.hub.files import dequantize_mxfp4
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.quantize import dequantize_mxfp4
 
 E, D, WIDTH = 4, 64, 32  # in whole blocks of 32
 

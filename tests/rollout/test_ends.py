@@ -7,7 +7,7 @@ from test_completions import FAMILIES, fast
 from tokenizers import Tokenizer, decoders, models
 
 from grpo_jax.rollout.ends import TurnEnds, stops_of
-from grpo_jax.text.pieces import special_tokens, token_bytes
+from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.text.templates import observation_ids
 
 pytestmark = pytest.mark.quick
@@ -37,7 +37,7 @@ def test_tokens_that_change_their_neighbours_are_refused():
         stops_of(FAMILIES["ends of words"](), ["a"])
     odd = Tokenizer(models.BPE({"<s>": 0, "a": 1, "€\ufffd": 2, "¿Ā€": 3}, []))
     odd.decoder = decoders.Replace("Ā", "\ufffd")
-    with pytest.raises(ValueError, match=r"token 3, '¿Ā€', is no whole character, and its name does not say"):
+    with pytest.raises(ValueError, match=r"token 3, '¿Ā€', is not a whole character, and its name does not"):
         token_bytes(fast(odd))
 
 

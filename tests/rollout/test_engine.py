@@ -14,7 +14,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, train
 from grpo_jax.engines import EngineError, vllm
-from grpo_jax.text.pieces import token_bytes
+from grpo_jax.text.completions import token_bytes
 from grpo_jax.text.prompts import make_prompts
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})

@@ -17,7 +17,7 @@ from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import DecodeSettings, decode_settings
 from grpo_jax.rollout.turns import generate_turns
-from grpo_jax.text.pieces import token_bytes
+from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
 EOS, PAD, T = 1, 0, 40

@@ -163,7 +163,7 @@ TOOL = read_tools([multiply])["multiply"]
         ("[1]", "multiply: the arguments are a list, [1]; give a JSON object"),
         (
             "a=1",
-            "multiply: the arguments are text that cannot be read: it is no valid JSON (Expecting value at character "
+            "multiply: the arguments are text that cannot be read: it is not valid JSON (Expecting value at character "
             "0)",
         ),
         ("[" * 100_000, "multiply: the arguments are text that cannot be read: it is nested deeper than 100 levels"),

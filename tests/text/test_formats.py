@@ -145,12 +145,12 @@ def test_what_a_turn_says(name, text, parsed):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "no valid JSON"),
+        ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "not valid JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-        ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], which is no JSON object"),
+        ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], not a JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
-        ("hermes", hermes(arguments='{"a": NaN}'), "NaN is no number"),
-        ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is no number"),
+        ("hermes", hermes(arguments='{"a": NaN}'), "NaN is not a finite number"),
+        ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is not a finite number"),
         ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
         ("qwen_xml", hermes(), "no <function="),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
@@ -167,10 +167,10 @@ def test_what_a_turn_says(name, text, parsed):
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
         ("llama3", '<think><|python_tag|>{"name": "f", "parameters": {}}</think><|eot_id|>', "within the thought"),
         ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
-        ("llama3", "<|python_tag|>print(1)<|eot_id|>", "no valid JSON"),
+        ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "no valid JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):

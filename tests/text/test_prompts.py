@@ -156,11 +156,8 @@ def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
     assert len(lib.encode_prompts([{"prompt": [user("hi")]}], strict).rows) == 1
 
 
-def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued(monkeypatch):
-    tokenizer, calls = make_tokenizer(), []
-    apply = tokenizer.apply_chat_template
-    watched = lambda messages, **how: calls.append(how["tokenize"]) or apply(messages, **how)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
+def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
+    tokenizer = make_tokenizer()
     rows = [
         {"prompt": [{"role": "system", "content": "be kind"}, user("hi")]},
         {"prompt": [user("hi"), assistant("<think>\n")]},
@@ -175,7 +172,6 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued(monk
     assert all(type(token) is int for ids in encoded.token_ids for token in ids)
     # The marks of the template are one special token each, not spelled out.
     assert encoded.token_ids[0][0] == tokenizer.bos_token_id
-    assert calls.count(True) == 2, "one call for those to open and one for those to continue"
 
 
 def test_chat_template_kwargs_reach_the_template():
@@ -200,7 +196,7 @@ def test_long_prompts_are_dropped_and_named_never_cut():
     ("prompt", "settings", "keywords", "message"),
     [
         ("a", {}, {"on_long_prompt": "cut"}, "on_long_prompt is 'cut': choose one of 'error', 'drop'"),
-        ("abc", {"characters": "xyz"}, {}, r"row 0: .* the prompt 'abc' to no token at all: check that the tokenizer"),
+        ("abc", {"characters": "xyz"}, {}, r"row 0: .* the prompt 'abc' to no tokens: check that the tokenizer"),
     ],
 )
 def test_what_cannot_be_encoded_is_named(prompt, settings, keywords, message):

@@ -10,7 +10,7 @@ from tokenizers import normalizers
 from grpo_jax.rollout.episodes import Episode, Texts
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
-from grpo_jax.text import roundtrip as lib
+from grpo_jax.text import calls as lib
 from grpo_jax.text.formats import FORMATS
 from grpo_jax.text.templates import turn_of
 
@@ -70,7 +70,7 @@ def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     with pytest.raises(ValueError, match="the chat template writes a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
     assert "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
-    assert "'llama3' has it, is no call (A tool call could not be read: it is within <function=" in str(caught.value)
+    assert "'llama3', this is no call (A tool call could not be read: it is within <function=" in str(caught.value)
 
 
 def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():

@@ -1,7 +1,7 @@
-"""The config.json that the header of a GGUF file describes: one row of `ARCHITECTURES` for each llama.cpp architecture.
+"""The config.json and the tokenizer that the header of a GGUF file describes.
 
-A header holds llama.cpp's keys; what llama.cpp hard-codes for an architecture is in its row here. A key that no row
-reads is an error, because without it the model would be a different one.
+`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. A key
+that no row reads is an error, because without it the model would be a different one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from grpo_jax.hub.families import FAMILIES
 from grpo_jax.hub.keys import PARTIAL_ROTARY
 from grpo_jax.hub.weights import check_sizes
 from grpo_jax.messages import show, some
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Tokenizer
+
+NEEDS = "pip install 'grpo_jax[gguf]'"
 
 _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
 """Keys that repeat others or the tensors' shapes, or that only matter to an inference engine."""
 
 
 class Header:
-    """The keys of one architecture without its prefix, and which of them have been read.
+    """The keys of a GGUF file; those of its architecture are read without their prefix, and marked as read.
 
-    `fields` are all keys of the file, `shapes` the shapes of its tensors by name, and `factors` the divisors of rotary
-    frequencies, [frequencies], by tensor name.
+    Attributes:
+      fields: all keys of the file.
+      shapes: of its tensors, by name.
+      factors: divisors of the rotary frequencies, [frequencies], by tensor name.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
@@ -39,7 +43,7 @@ class Header:
         self._read: set[str] = set(_UNREAD)
 
     def get(self, key: str, default: object = None) -> Any:
-        """The value of a key of the architecture, or the default."""
+        """Return the value of a key of the architecture, or the default."""
         self._read.add(key)
         return self._own.get(key, default)
 
@@ -49,7 +53,7 @@ class Header:
         return value
 
     def read(self, keys: Mapping[str, str | tuple[str, object]]) -> Json:
-        """The values of config keys, given the GGUF key of each, or its GGUF key and the default."""
+        """Return the values of config keys, given the GGUF key of each, or its GGUF key and the default."""
         return {name: self[at] if isinstance(at, str) else self.get(*at) for name, at in keys.items()}
 
     @property
@@ -57,7 +61,7 @@ class Header:
         return self.get("attention.key_length") or self["embedding_length"] // self["attention.head_count"]
 
     def refuse(self, key: str, supported: str) -> ValueError:
-        """The error for a value that the decoder does not support."""
+        """Return the error for a value that the decoder does not support."""
         name, value = f"{self.architecture}.{key}", show(self._own.get(key))
         return ValueError(f"GGUF key {name!r} is {value}, which is not supported; supported: {supported}.")
 
@@ -79,8 +83,8 @@ class Architecture:
 
     Attributes:
       family: key of `FAMILIES`.
-      keys: config keys in which it differs from Llama, as in `Header.read`.
-      more: config keys computed from the header and the keys read so far.
+      keys: config keys in addition to Llama's, as in `Header.read`.
+      more: (header, config so far) → further config keys.
       pairs: rotary dimensions of queries and keys are stored interleaved, not in two halves.
       shifted: norm weights are stored with 1 added; Hugging Face stores them around zero.
     """
@@ -139,7 +143,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
 
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
-_NUMBERS: Keys = {
+_YARN: Keys = {
     "factor": ("rope.scaling.factor", None),
     "original_max_position_embeddings": ("rope.scaling.original_context_length", None),
     "beta_fast": ("rope.scaling.yarn_beta_fast", None),
@@ -149,13 +153,13 @@ _NUMBERS: Keys = {
 
 
 def _rope(header: Header) -> Json:
-    """The `rope_parameters` of a header: base, rotated part of a head, and scaling."""
+    """Return the `rope_parameters` of a header: base, rotated part of a head, and scaling."""
     theta, kind = header.get("rope.freq_base", 10000.0), header.get("rope.scaling.type", "none")
     header.get("rope.scaling.attn_factor")  # of longrope; follows from its two context lengths
     part = header.get("rope.dimension_count", header.head_dim) / header.head_dim
     partial = part != 1 or ARCHITECTURES[header.architecture].family in PARTIAL_ROTARY
     rope: Json = {"rope_theta": theta, **({"partial_rotary_factor": part} if partial else {})}
-    numbers = {key: value for key, value in header.read(_NUMBERS).items() if value is not None}
+    numbers = {key: value for key, value in header.read(_YARN).items() if value is not None}
     found = {size: header.factors.get(f"rope_factors_{size}.weight") for size in ("short", "long")}
     each = {f"{size}_factor": factors.tolist() for size, factors in found.items() if factors is not None}
     if kind in ("none", "longrope") and each:
@@ -170,7 +174,7 @@ def _rope(header: Header) -> Json:
 
 
 def _by_factors(theta: float, factors: np.ndarray | None) -> Json:
-    """Llama 3's scaling, of which a file only holds the divisor of each frequency."""
+    """Return Llama 3's scaling; a file holds only the divisor of each frequency."""
     if factors is None:
         return {"rope_type": "default"}
     original = 8192
@@ -192,10 +196,6 @@ def _two_ropes(header: Header, full: Json, theta: float) -> Json:
     return {"full_attention": full, "sliding_attention": local}
 
 
-def _granite(header: Header, raw: Json) -> Json:
-    return {"attention_multiplier": header.get("attention.scale", header.head_dim**-0.5)}
-
-
 def _ministral3(header: Header, raw: Json) -> Json:
     scale = header.get("rope.scaling.yarn_log_multiplier", 1.0)
     more = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": header["attention.temperature_scale"]}
@@ -203,7 +203,7 @@ def _ministral3(header: Header, raw: Json) -> Json:
 
 
 def _gemma(header: Header, raw: Json) -> Json:
-    """Queries are scaled by the head's size; in the 27B models, which llama.cpp knows by their layers, by another."""
+    """Queries are scaled by the head size, except in the 27B models, which llama.cpp identifies by their layers."""
     of_27b = raw["hidden_size"] // raw["num_attention_heads"]
     return {"query_pre_attn_scalar": of_27b if raw["num_hidden_layers"] in (46, 62) else raw["head_dim"]}
 
@@ -286,10 +286,9 @@ def _hybrid(header: Header, raw: Json) -> Json:
 
 
 def _lfm2(header: Header, raw: Json) -> Json:
-    heads = raw["num_key_value_heads"]
     return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if n else "conv" for n in heads],
+        "num_key_value_heads": max(raw["num_key_value_heads"]),
+        "layer_types": ["full_attention" if heads else "conv" for heads in raw["num_key_value_heads"]],
         "norm_eps": raw["rms_norm_eps"],
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.shapes),
         "block_auto_adjust_ff_dim": False,
@@ -298,42 +297,33 @@ def _lfm2(header: Header, raw: Json) -> Json:
 
 _EXPERTS: Keys = {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _QWEN_EXPERTS: Keys = {
-    **_EXPERTS,
-    "num_experts_per_tok": "expert_used_count",
-    "norm_topk_prob": ("expert_weights_norm", True),
-}
+    **_EXPERTS, "num_experts_per_tok": "expert_used_count", "norm_topk_prob": ("expert_weights_norm", True)
+}  # fmt: skip
 _DELTA: Keys = {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-}
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+}  # fmt: skip
 _SPARSE: Keys = {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _GRANITE: Keys = {
-    "embedding_multiplier": ("embedding_scale", 1.0),
-    "residual_multiplier": ("residual_scale", 1.0),
+    "embedding_multiplier": ("embedding_scale", 1.0), "residual_multiplier": ("residual_scale", 1.0),
     "logits_scaling": "logit_scale",
-}
+}  # fmt: skip
 _GEMMA2: Keys = {
     "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
     "final_logit_softcapping": ("final_logit_softcapping", 30.0),
     "sliding_window": ("attention.sliding_window", 4096),
 }
 _GEMMA3: Keys = {
-    "final_logit_softcapping": ("final_logit_softcapping", None),
-    "sliding_window": ("attention.sliding_window", 0),
-}
+    "final_logit_softcapping": ("final_logit_softcapping", None), "sliding_window": ("attention.sliding_window", 0)
+}  # fmt: skip
 _GEMMA4: Keys = {
-    "final_logit_softcapping": ("final_logit_softcapping", None),
-    "sliding_window": "attention.sliding_window",
+    "final_logit_softcapping": ("final_logit_softcapping", None), "sliding_window": "attention.sliding_window",
     "hidden_size_per_layer_input": ("embedding_length_per_layer_input", 0),
-}
+}  # fmt: skip
 _GPT_OSS: Keys = {
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "intermediate_size": "expert_feed_forward_length",
-    "sliding_window": "attention.sliding_window",
-}
+    "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", pairs=True),
@@ -346,7 +336,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("Gemma4ForCausalLM", _GEMMA4, _gemma4),
     "phi3": Architecture("Phi3ForCausalLM", {"sliding_window": ("attention.sliding_window", None)}, _phi3),
     "glm4": Architecture("Glm4ForCausalLM"),
-    "granite": Architecture("GraniteForCausalLM", _GRANITE, _granite, pairs=True),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        _GRANITE,
+        lambda header, _: {"attention_multiplier": header.get("attention.scale", header.head_dim**-0.5)},
+        pairs=True,
+    ),
     "mistral3": Architecture("Ministral3ForCausalLM", {}, _ministral3, pairs=True),
     "olmo2": Architecture("Olmo2ForCausalLM", {}, _olmo),
     "gpt-oss": Architecture("GptOssForCausalLM", _GPT_OSS, _gpt_oss),
@@ -356,3 +351,55 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture("Lfm2ForCausalLM", {"conv_L_cache": "shortconv.l_cache"}, _lfm2),
 }
 """By `general.architecture`. Mistral's first models are written as `llama`, Olmo 3 as `olmo2`."""
+
+
+# Tokenizer ------------------------------------------------------------------------------------------------------------
+
+_GPT2 = ("gpt-2", "olmo", "granite-docling", "smollm", "refact")
+_LLAMA3 = ("glm4", "chatglm-bpe")
+"""Values of tokenizer.ggml.pre that transformers does not list and splits as GPT-2: the ones for which that is right,
+and the ones that split as Llama 3. llama.cpp splits the digits of `smollm` and `refact` first, so its ids differ from
+transformers' where a number follows two or more spaces."""
+
+
+def read_tokenizer(fields: Json) -> Tokenizer | None:
+    """Return the tokenizer that transformers makes of a GGUF file's vocabulary; None if the file has none."""
+    kind = fields.get("tokenizer.ggml.model", "none")
+    if kind == "none":
+        return None
+    try:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as made
+    except ImportError as error:
+        raise ImportError(f"transformers is too old for the tokenizers of GGUF files: {NEEDS}") from error
+    split = fields.get("tokenizer.ggml.pre")
+    known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2, *_LLAMA3}
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ValueError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: gpt2, llama, gemma4.")
+    if kind == "gpt2" and split not in known:
+        raise ValueError(
+            f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {', '.join(sorted(known))}."
+        )
+    names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
+    if split in _LLAMA3:
+        parts["pre_tokenizer_type"] = "llama3"
+    backend, _ = made.convert_gguf_tokenizer(fields["general.architecture"], parts)
+
+    def special(name: str) -> str | None:
+        token = fields.get(f"tokenizer.ggml.{name}_token_id")
+        return None if token is None else parts["tokens"][token]
+
+    # Older sentencepiece files have no flag. Gemma 4's chat template writes the token itself.
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and kind != "gemma4"
+    tokenizer: Tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=special("bos"),
+        eos_token=special("eos"),
+        unk_token=special("unknown"),
+        pad_token=special("padding"),
+        add_bos_token=begins,
+        add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
+        chat_template=fields.get("tokenizer.chat_template"),
+    )
+    return tokenizer
