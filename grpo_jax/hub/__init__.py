@@ -1,1 +1,18 @@
 """Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format."""
+
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
+from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.policy import Policy
+
+__all__ = [
+    "Policy",
+    "add_lora",
+    "from_pretrained",
+    "init_policy",
+    "load_lora",
+    "merge_lora",
+    "place_policy",
+    "save_lora",
+    "save_pretrained",
+]

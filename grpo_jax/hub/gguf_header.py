@@ -25,17 +25,12 @@ _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa",
 
 
 class Header:
-    """The keys of a GGUF file; those of its architecture are read without their prefix, and marked as read.
+    """All keys of a GGUF file (`fields`), the shapes of its tensors, and divisors of rotary frequencies (`factors`).
 
-    Attributes:
-      fields: all keys of the file.
-      shapes: of its tensors, by name.
-      factors: divisors of the rotary frequencies, [frequencies], by tensor name.
+    The keys of its architecture are read without their prefix, and those that were read are recorded.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
-        if "general.architecture" not in fields:
-            raise ValueError("GGUF key 'general.architecture' is missing.")
         self.architecture: str = fields["general.architecture"]
         self.fields, self.shapes, self.factors = fields, shapes, factors
         prefix = f"{self.architecture}."
@@ -160,8 +155,8 @@ def _rope(header: Header) -> Json:
     partial = part != 1 or ARCHITECTURES[header.architecture].family in PARTIAL_ROTARY
     rope: Json = {"rope_theta": theta, **({"partial_rotary_factor": part} if partial else {})}
     numbers = {key: value for key, value in header.read(_YARN).items() if value is not None}
-    found = {size: header.factors.get(f"rope_factors_{size}.weight") for size in ("short", "long")}
-    each = {f"{size}_factor": factors.tolist() for size, factors in found.items() if factors is not None}
+    names = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
+    each = {key: header.factors[name].tolist() for key, name in names.items() if name in header.factors}
     if kind in ("none", "longrope") and each:
         return {**rope, "rope_type": "longrope", **each}
     if kind == "none":
@@ -229,7 +224,7 @@ def _gemma4(header: Header, raw: Json) -> Json:
     own = [f"blk.{i}.attn_v.weight" in header.shapes for i in full if i < len(sliding) - shared]
     turned = float(np.mean(header.factors["rope_freqs.weight"] == 1))
     rope = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": header["rope.freq_base"]}
-    experts: Keys = {**_EXPERTS, "top_k_experts": "expert_used_count"}
+    experts = header.read({**_EXPERTS, "top_k_experts": "expert_used_count"}) if header.get("expert_count") else {}
     return {
         "global_head_dim": raw["head_dim"],
         "head_dim": header["attention.key_length_swa"],
@@ -242,7 +237,7 @@ def _gemma4(header: Header, raw: Json) -> Json:
         "layer_types": _kinds(sliding),
         "vocab_size_per_layer_input": raw["vocab_size"],
         "rope_parameters": _two_ropes(header, rope, 10000.0),
-        **({"enable_moe_block": True, **header.read(experts)} if header.get("expert_count") else {}),
+        **({"enable_moe_block": True, **experts} if experts else {}),
     }
 
 
@@ -268,17 +263,17 @@ def _olmo(header: Header, raw: Json) -> Json:
 
 
 def _gpt_oss(header: Header, raw: Json) -> Json:
-    rope = raw["rope_parameters"]
-    return {"rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope}
+    yarn = raw["rope_parameters"]["rope_type"] == "yarn"
+    return {"rope_parameters": raw["rope_parameters"] | ({"truncate": False} if yarn else {})}
 
 
 def _hybrid(header: Header, raw: Json) -> Json:
     """Delta nets between layers of attention."""
     header.get("rope.dimension_sections")  # positions of images; text has the same position in each section
-    every, layers = header.get("full_attention_interval", 4), raw["num_hidden_layers"]
-    recurrent = header.get("attention.recurrent_layers") or [(i + 1) % every for i in range(layers)]
+    every, layers = header.get("full_attention_interval", 4), range(raw["num_hidden_layers"])
+    recurrent = header.get("attention.recurrent_layers") or [(i + 1) % every for i in layers]
     return {
-        "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent[:layers]],
+        "layer_types": ["linear_attention" if recurrent[i] else "full_attention" for i in layers],
         "linear_value_head_dim": header["ssm.inner_size"] // raw["linear_num_value_heads"],
         # Files in which every layer has experts may leave out the dense width.
         "intermediate_size": raw["intermediate_size"] or raw.get("moe_intermediate_size", 0),
@@ -377,9 +372,8 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
     if kind not in ("gpt2", "llama", "gemma4"):
         raise ValueError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: gpt2, llama, gemma4.")
     if kind == "gpt2" and split not in known:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {', '.join(sorted(known))}."
-        )
+        supported = ", ".join(sorted(known))
+        raise ValueError(f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {supported}.")
     names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
     if split in _LLAMA3:

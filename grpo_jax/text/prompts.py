@@ -260,11 +260,6 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     The sequence has one permutation of 0..num_rows−1 for each epoch (the dataset's order with `shuffle=False`). It
     depends on the arguments alone, so that the integer `start` is all that a run stores to resume.
     """
-    if num_rows < 1:
-        raise ValueError(f"num_rows is {num_rows}: at least one row is needed")
-    for name, value in (("start", start), ("count", count), ("seed", seed)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}: give 0 or more")
     entries: list[tuple[int, int]] = []
     while len(entries) < count:
         epoch, position = divmod(start + len(entries), num_rows)

@@ -239,10 +239,3 @@ def test_orders_are_uniform():
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 6
     assert all(abs(count - 1000) < 150 for count in counts.values())
-
-
-def test_prompt_indices_refuses():
-    with pytest.raises(ValueError, match="num_rows is 0: there has to be at least one row"):
-        lib.prompt_indices(0, 1, num_rows=0, seed=0)
-    with pytest.raises(ValueError, match="start is -1: give 0 or more"):
-        lib.prompt_indices(-1, 1, num_rows=2, seed=0)

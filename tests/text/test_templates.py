@@ -144,13 +144,13 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "need a chat template, and the tokenizer has none"),
+        (None, "need a chat template, and the tokenizer does not have one"),
         (chat(after_assistant="\n"), "does not end the turn before a message of the role 'tool' with an EOS"),
-        (chat(after_assistant="<|eot_id|>"), r"with an EOS \(<\|im_end\|>\), but goes on with '<\|eot_id\|>"),
+        (chat(after_assistant="<|eot_id|>"), r"with an EOS \(<\|im_end\|>\), but continues with '<\|eot_id\|>"),
         (chat(tool=False), "does not show messages of the role 'tool': a template without tool support"),
         (
             "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
-            "not show what the assistant said",
+            "not show earlier turns of the assistant",
         ),
         ("{{ raise_exception('no!') }}", "refuses a conversation of user, assistant, tool .*no!"),
     ],
@@ -188,7 +188,7 @@ def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
         assert text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert lib.template_of(named) == PLAIN
     assert lib.template_of(tokenizer_of(None)) is None
-    with pytest.raises(ValueError, match=r"no chat template for this: .*multiple chat templates"):
+    with pytest.raises(ValueError, match=r"not have a chat template for this: .*multiple chat templates"):
         lib.template_of(tokenizer_of({"tool_use": strict}))
     with pytest.raises(ValueError, match="writes the same prompt with tools and without"):
         lib.check_template(named, chat_template_kwargs={"chat_template": "default"}, tools=TOOLS)
@@ -198,7 +198,7 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
     ending = "{% if messages[-1].content == 'odd' %}..<|im_end|>{% else %}<|im_end|>{% endif %}"
     tokenizer = tokenizer_of(chat(ending))
     assert tokenizer.decode(lib.observation_ids(tokenizer, [user("even")])).startswith("user: even")
-    with pytest.raises(ValueError, match=r"ends the turn before the messages with '\.\.<"):
+    with pytest.raises(ValueError, match=r"ends the turn before these messages with '\.\.<"):
         lib.observation_ids(tokenizer, [user("odd")])
     with pytest.raises(ValueError, match="messages is empty"):
         lib.observation_ids(tokenizer, [])
