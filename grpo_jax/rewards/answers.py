@@ -1,7 +1,7 @@
-r"""Numbers as models and datasets write them: found in a text, read exactly, and compared.
+r"""Numbers in the text of models and datasets: found, read exactly, and compared.
 
-A currency, a unit and a percent sign do not count: `$18`, `18 apples`, `18 %` and `18.00` are the number 18. Formulas
-are for `formula_reward`.
+Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` are the number 18.
+`formula_reward` compares formulas.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_jax.messages import show
 from grpo_jax.rewards.shipped import ColumnReward, completion_text
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
-"""Longest number, in characters; a longer one is not an answer and would be slow to read."""
+"""Characters of the longest number; longer ones would be slow to read."""
 
-_JUDGES = (
-    "Leave such rows out, set the column to None for them and judge them by another reward function: accuracy_reward"
-    " compares text, and formula_reward compares formulas by math_verify."
+_ADVICE = (
+    "Leave such rows out, or set the column to None and judge them by accuracy_reward, which compares text, or by"
+    " formula_reward, which compares formulas by math-verify"
 )
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,12}(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -57,16 +57,16 @@ _PHRASE = re.compile(
     r"(?:[^\d\n.:=]{0,60}?\b(?:is|are|be)\b(?!\s+not\b)|\s*(?:\([^()\n]{0,40}\)\s*)?[:=])(?=\s*([^\n]{1,200}))",
     re.IGNORECASE,
 )
-# What may surround the number of a truth: words and units, but neither another digit nor the signs of a formula.
+# Text that may surround the number of a right answer: words and units, but no digits and no signs of a formula.
 _BEFORE = re.compile(r"(?:[^\W\d_√π∞]|[\s.,:;'\"$*(`])*")
 _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;'\"$%°²³*()`]|/(?!\d))*")
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Read the number that a text gives as its answer, exactly.
+    r"""Return the number that a text gives as its answer, exactly.
 
-    The last of the first kind that is found counts: a mark, such as `#### 18`, `\boxed{18}` or `<answer>18</answer>`;
-    the number after "the answer is"; any number. In a mark it must be the only number, or the end of a chain such as
+    It is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`; without marks, the last number
+    after "the answer is"; without that, the last number. A mark must contain a single number, or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
     (`1e6`) are read; number words are not.
 
@@ -74,7 +74,7 @@ def final_number(text: str) -> Fraction | None:
       text: a completion, or a solution of the dataset.
 
     Returns:
-      The number, or None if there is none, in the text or in its mark.
+      The number, or None if there is none.
 
     Example:
       >>> final_number("She pays 3 · $6 = **$1,018.50** in all.")
@@ -98,13 +98,13 @@ def final_number(text: str) -> Fraction | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    r"""Read a text that stands for one number and nothing else, as the truth of a row must.
+    r"""Return the only number of a text.
 
     Args:
-      text: a number with at most a unit and other words, or a whole solution that marks its answer (`final_number`).
+      text: a number with words or a unit, or a solution that marks its answer as in `final_number`.
 
     Returns:
-      The number; None if there is none, if there are several, and for a formula, an interval or a numeral with a base.
+      The number; None if there are none or several, and for a formula, an interval or a numeral with a base.
 
     Example:
       >>> [str(sole_number(text)) for text in (r"\frac{-100}{9}", r"90^\circ", r"12\text{ cm}", "3 + 15 = 18")]
@@ -118,20 +118,17 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def number_reward(column: str = "answer") -> RewardFn:
-    r"""Score 1 if the number that a completion ends in is that of a column of the dataset, else 0.
+    r"""Score 1 if the final number of a completion equals the number in a column of the dataset, else 0.
 
-    The completion is read by `final_number`, the column by `sole_number`: it may hold a number, its text, or a whole
-    solution of GSM8K with `#### 18` at its end. A row whose column is None has no score.
+    The completion is read by `final_number`, the column by `sole_number`: a number, its text, or a solution of GSM8K
+    that ends in `#### 18`. If the column is None, the completion is not scored.
 
     Args:
-      column: the column with the truth.
+      column: the column with the right answer.
 
     Returns:
-      A reward function, named "accuracy". Its `check_rows` is called by a run before anything is sampled, and refuses
-      all rows at once whose column is not a single number (3√13, an interval, a word), which it would judge wrongly.
-
-    Raises:
-      ValueError: by the reward function, for such a row.
+      A reward function, named "accuracy", which raises ValueError for rows whose column is not a single number (3√13,
+      an interval, a word). Its `check_rows`, which a run calls before sampling, refuses all such rows at once.
 
     Example:
       >>> right = number_reward()
@@ -139,7 +136,7 @@ def number_reward(column: str = "answer") -> RewardFn:
       [1.0, 0.0]
       >>> right.check_rows([{"answer": "18"}, {"answer": r"3\sqrt{13}"}])
       Traceback (most recent call last):
-      ValueError: reward function 'accuracy' compares numbers, and 1 of 2 rows of the dataset have no single one in ...
+      ValueError: reward function 'accuracy': 1 of 2 rows of the dataset have no single number in the column ...
     """
     return _NumberReward(column)
 
@@ -148,36 +145,35 @@ def number_reward(column: str = "answer") -> RewardFn:
 class _NumberReward(ColumnReward):
     """The reward function that `number_reward` returns."""
 
-    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> list[float | None]:
         return [
             None if truth is None else float(final_number(completion_text(completion)) == self._truth(truth))
             for completion, truth in zip(completions, columns[self.column], strict=True)
         ]
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        """Raise ValueError if there are rows that this function cannot judge."""
-        self.refuse_rows(rows, _truth_of, argument, compares="numbers", without="no single one", mend=_JUDGES)
+        self.refuse_rows(rows, _truth_of, argument, "single number", _ADVICE)
 
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
-            raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is no single number. {_JUDGES}")
+            raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is not a single number. {_ADVICE}")
         return truth
 
 
-# A group has one truth for all of its completions.
+# A group has one right answer for all completions.
 _truth_of = functools.lru_cache(1024)(sole_number)
 
 
 def _plain(text: str) -> str:
-    """Bring typographic and LaTeX spellings to one form."""
+    """Normalize typographic and LaTeX spellings."""
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
     return text
 
 
 def _marked(text: str) -> str | None:
-    """Return the last answer that a text marks, or None."""
+    """Return the last marked answer of a text, or None."""
     marks = [(match.start(), match[1] if match[2] is None else match[2]) for match in _MARK.finditer(text)]
     marks += _boxes(text)
     return max(marks)[1] if marks else None
@@ -194,7 +190,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _sole(text: str) -> Fraction | None:
-    """Read a text that has one number and only words and units around it, or a chain `… = number`."""
+    """Return the number of a text with one number among words and units, or of a chain `… = number`."""
     if "|" in text:  # |x| = 5 has two solutions
         return None
     text = re.sub(r"^\s*-\s+(?=[\d.$])", "-", text.rpartition("=")[2])
@@ -205,7 +201,7 @@ def _sole(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of a number; None if it is too long or divides by 0."""
+    """Return the value of a number; None if it is too long or divides by 0."""
     if len(match[0]) > LONGEST or (match["below"] and int(match["below"]) == 0):
         return None
     value = Fraction(match["above"].replace(",", "")) / int(match["below"] or 1)

@@ -1,8 +1,4 @@
-"""The rewards that come with the package.
-
-Each is a factory whose result has TRL's contract (see `rewards.contract`) and can be pickled, so that it can run in a
-worker process (`rewards.workers`).
-"""
+"""Rewards that come with the package: factories of reward functions that can be pickled for worker processes."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,13 +18,11 @@ from grpo_jax.rewards.workers import isolated
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
-_MOST_ROWS = 30  # that a message names
-_GSM8K = "####"
-_MEND = "Leave such rows out, or set the column to None for them and judge them by another reward function"
+_MOST_ROWS = 30  # listed in a message
 
 
 def completion_text(completion: str | Messages) -> str:
-    """Return the text of a completion, which is text already or a list of messages.
+    """Return the text of a completion, which is text or a list of messages.
 
     Example:
       >>> completion_text("4"), completion_text([{"role": "assistant", "content": "4"}])
@@ -40,16 +34,15 @@ def completion_text(completion: str | Messages) -> str:
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
-    """Score 1 where the answer in the completion is the one in a column of the dataset, else 0.
+    """Score 1 if the answer in the completion equals a column of the dataset, else 0.
 
-    Both are compared as text without surrounding white space. A row whose column is None has no truth to compare with,
-    and no score.
+    Both are compared as text without surrounding white space. If the column is None, the completion is not scored.
 
     Args:
-      column: the column with the truth; a value that is not text is compared as `str(value)`.
-      extract: how to find the answer in the completion's text. A regular expression: the first group (all, if it has
-        none) of its last match, with `.` matching line breaks. A function: text → answer, or None if there is none.
-        None: the whole text.
+      column: the column with the right answer; a value that is not text is compared as `str(value)`.
+      extract: how the answer is found in the completion. A regular expression: the first group of its last match, or
+        the whole match if it has no groups; `.` matches line breaks. A function: text → answer, or None. None: the
+        whole text.
 
     Returns:
       A reward function, named "accuracy".
@@ -71,20 +64,12 @@ class ColumnReward:
 
     @property
     def reward_arguments(self) -> dict[str, bool]:
-        """The column hides behind `**columns`."""
         return {self.column: True}
 
     def refuse_rows(
-        self,
-        rows: Sequence[Row],
-        read: Callable[[str], object],
-        argument: str,
-        *,
-        compares: str,
-        without: str,
-        mend: str,
+        self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if there are rows whose column is neither None nor a text in which `read` finds anything."""
+        """Raise ValueError if `read` finds no number or formula (the `kind`) in some rows whose column is not None."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -92,25 +77,22 @@ class ColumnReward:
             others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
             others = f"; also rows {others}" if others else ""
             raise ValueError(
-                f"reward function {self.__name__!r} compares {compares}, and {len(bad)} of {len(rows)} rows of"
-                f" {argument} have {without} in the column {self.column!r}: {shown}{others}. {mend}"
+                f"reward function {self.__name__!r}: {len(bad)} of {len(rows)} rows of {argument} have no"
+                f" {kind} in the column {self.column!r}: {shown}{others}. {advice}"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Accuracy(ColumnReward):
-    """The reward function that `accuracy_reward` returns."""
-
     extract: re.Pattern[str] | Callable[[str], str | None] | None
 
-    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> list[float | None]:
         return [
             None if truth is None else float(self._answer(completion_text(completion)) == str(truth).strip())
             for completion, truth in zip(completions, columns[self.column], strict=True)
         ]
 
     def _answer(self, text: str) -> str | None:
-        """Return the answer that a text gives, None if it gives none."""
         if self.extract is None:
             return text.strip()
         if isinstance(self.extract, re.Pattern):
@@ -122,10 +104,10 @@ class _Accuracy(ColumnReward):
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """Score 1 where the whole completion matches a regular expression, else 0.
+    """Score 1 if the whole completion matches a regular expression, else 0.
 
     Args:
-      pattern: matched with `re.fullmatch`, `.` matching line breaks. White space counts: write `\\s*` where it may be.
+      pattern: matched with `re.fullmatch`; `.` matches line breaks. Write `\\s*` where white space is allowed.
 
     Returns:
       A reward function, named "format".
@@ -140,33 +122,30 @@ def format_reward(pattern: str) -> RewardFn:
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """The reward function that `format_reward` returns."""
-
     pattern: re.Pattern[str]
     __name__ = "format"
 
-    def __call__(self, *, completions: Sequence[str | Messages], **_: Any) -> list[float]:
+    def __call__(self, *, completions: Sequence[str | Messages], **_: object) -> list[float]:
         return [float(self.pattern.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
 def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
-    """Compile a regular expression in which `.` matches line breaks."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{argument} is {pattern!r}, which is no regular expression: {error}") from error
+        raise ValueError(f"{argument} is {pattern!r}, which is not a regular expression: {error}") from error
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
-    """Punish completions that come near the longest length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+    """Penalize completions near the maximal length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
     Args:
-      max_completion_len: L_max, in tokens; −1 from there on.
-      soft_punish_cache: L_cache, in tokens; 0 up to L_max − L_cache. With 0, lengths up to L_max get 0 and others −1.
+      max_completion_len: L_max, in tokens; longer completions get −1.
+      soft_punish_cache: L_cache, in tokens; lengths up to L_max − L_cache get 0.
 
     Returns:
-      A reward function of `completion_ids` (their EOS counts) with values in [−1, 0], named "soft_overlong". Name and
-      arguments are TRL's.
+      A reward function of `completion_ids` (with the EOS), with values in [−1, 0], named "soft_overlong". The name and
+      the arguments are TRL's.
 
     Raises:
       ValueError: not 0 ≤ soft_punish_cache ≤ max_completion_len.
@@ -188,28 +167,26 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 @dataclasses.dataclass(frozen=True)
 class _SoftOverlong:
-    """The reward function that `get_soft_overlong_punishment` returns."""
-
     longest: int
     cache: int
     __name__ = "soft_overlong"
 
-    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
         over = [len(ids) - (self.longest - self.cache) for ids in completion_ids]
-        # max(cache, 1) changes nothing but the division by zero: without a cache one token over is a full punishment.
+        # max(cache, 1) avoids a division by zero: without a cache, one token too many gets −1.
         return [max(-tokens / max(self.cache, 1), -1.0) if tokens > 0 else 0.0 for tokens in over]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
-    """Punish repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
+    """Penalize repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
 
     Args:
-      ngram_size: n ≥ 1, in tokens. A completion shorter than that gets 0.
-      max_penalty: ≤ 0, the limit for nothing but repetition.
+      ngram_size: n ≥ 1, in tokens. Shorter completions get 0.
+      max_penalty: ≤ 0.
 
     Returns:
-      A reward function of `completion_ids` with values in (max_penalty, 0], named "repetition". Name and arguments are
-      TRL's.
+      A reward function of `completion_ids` with values in (max_penalty, 0], named "repetition". The name and the
+      arguments are TRL's.
 
     Raises:
       ValueError: ngram_size < 1 or max_penalty > 0.
@@ -230,38 +207,35 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 @dataclasses.dataclass(frozen=True)
 class _Repetition:
-    """The reward function that `get_repetition_penalty_reward` returns."""
-
     size: int
     max_penalty: float
     __name__ = "repetition"
 
-    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        return [self._penalty(list(ids)) for ids in completion_ids]
+    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+        return [self._penalty(ids) for ids in completion_ids]
 
-    def _penalty(self, ids: list[int]) -> float:
-        """Return the penalty of one completion."""
+    def _penalty(self, ids: Sequence[int]) -> float:
         ngrams = [tuple(ids[start : start + self.size]) for start in range(len(ids) - self.size + 1)]
         distinct = len(set(ngrams))
         return self.max_penalty * (1 - distinct / len(ngrams)) if distinct < len(ngrams) else 0.0
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
-    """Score 1 where [math-verify](https://github.com/huggingface/Math-Verify) finds the truth in a completion, else 0.
+    """Score 1 if [math-verify](https://github.com/huggingface/Math-Verify) finds the right answer, else 0.
 
-    Both are read by its `parse`, with its own settings, and compared by its `verify`, which knows formulas where
-    `number_reward` knows numbers only; docs/suites.md has a table of where the two differ. A row whose column is None
-    has no score.
+    Completion and column are read by its `parse` and compared by its `verify`, which supports formulas; `number_reward`
+    supports numbers only. docs/suites.md has a table of where the two differ. If the column is None, the completion is
+    not scored.
 
     Args:
-      column: the column with the truth: a number, a formula of LaTeX with its dollars or without, a text with
-        `\\boxed{…}`, or a solution of GSM8K with `#### 18` at its end.
-      timeout: seconds for each completion, in a worker process that is killed after them (`isolated`): a formula may be
-        written that takes for ever. None: in this process, and however long it takes.
+      column: the column with the right answer: a number, a LaTeX formula with or without dollars, a text with
+        `\\boxed{…}`, or a solution of GSM8K that ends in `#### 18`.
+      timeout: seconds for each completion, in a worker process (`isolated`): reading a formula may not terminate. None:
+        no limit, in this process.
 
     Returns:
-      A reward function, named "formula". Its `check_rows` is called by a run before anything is sampled, and refuses
-      the rows whose truth math-verify cannot read.
+      A reward function, named "formula". Its `check_rows`, which a run calls before sampling, refuses rows whose
+      column math-verify cannot read.
 
     Raises:
       ValueError: math-verify is not installed (`pip install math-verify`).
@@ -278,7 +252,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaReward(ColumnReward):
-    """The reward function that `formula_reward` returns; its functions take the package along to a worker."""
+    """The reward function of `formula_reward`; its functions make a worker import math-verify before the timeout."""
 
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]
@@ -291,23 +265,24 @@ class _FormulaReward(ColumnReward):
                 continue
             gold = _truth_of(self.parse, str(truth))
             if gold:
-                # Its own limits of time are signals, which only a main thread has.
+                # math-verify's own timeouts need signals, which work in the main thread only.
                 found = self.parse(completion_text(completion), parsing_timeout=None)
                 values[index] = float(self.verify(gold, found, timeout_seconds=None))
             else:
-                faults[index] = f"cannot compare with {show(truth, 60)}, which math-verify does not read"
+                faults[index] = f"cannot compare with {show(truth, 60)}, which math-verify cannot read"
         return give_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        """Raise ValueError if there are rows that this function cannot judge."""
-        read, without = functools.partial(_truth_of, self.parse), "none that math-verify reads"
-        self.refuse_rows(rows, read, argument, compares="formulas", without=without, mend=_MEND)
+        advice = "Leave such rows out, or set the column to None and judge them by another reward function"
+        self.refuse_rows(
+            rows, functools.partial(_truth_of, self.parse), argument, "formula that math-verify can read", advice
+        )
 
 
 @functools.lru_cache(1024)  # a group has one truth for all of its completions
 def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
-    """Return what math-verify reads in a truth, [] for nothing."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every limit that is not set
-    text = text.rpartition(_GSM8K)[2].strip()
+    """Return the formulas that math-verify reads in a right answer."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
+    text = text.rpartition("####")[2].strip()  # as in GSM8K
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)

@@ -148,7 +148,7 @@ NEW = "new weights take "
         ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs': is in an object store, which can neither lock"),
         ({"mesh": "data"}, "mesh is 'data': write axes and sizes as data=2,fsdp=4"),
         ({"rewards": [{"accuracy_reward": "solution"}]}, "solution"),
-        ({"rewards": [{"number_reward": "answer"}]}, r"have no single one in the column 'answer': row 0 has"),
+        ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
     ],
 )
 def test_a_wrong_value_is_refused_before_the_model_is_loaded(folder, changes, said):

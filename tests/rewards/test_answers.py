@@ -79,7 +79,7 @@ def test_a_truth_of_one_number_is_read_and_so_are_answers_in_its_spelling(text, 
 def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text):
     assert sole_number(text) is None
     assert sole_number(rf"So 3 + 15 = 18 is not it: \boxed{{{text}}}") is None
-    with pytest.raises(ValueError, match=r"which is no single number\. Leave such rows out"):
+    with pytest.raises(ValueError, match=r"which is not a single number\. Leave such rows out"):
         number_reward()(completions=["18"], answer=[text])
     score, written = number_reward(), rf"\boxed{{{text}}}"
     assert not any(score(completions=[written], answer=[n])[0] for n in re.findall(r"\d+", text))
@@ -89,9 +89,9 @@ def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text
 def test_rows_that_it_cannot_judge_are_refused_before_a_run_all_at_once():
     rows = [{"prompt": "p", "answer": truth} for truth in ("18", r"3\sqrt{13}", None, "B", 18.5, *["(1, 2)"] * 40)]
     message = (
-        r"compares numbers, and 42 of 45 rows of the dataset have no single one in the column 'answer': "
+        r"42 of 45 rows of the dataset have no single number in the column 'answer': "
         r"row 1 has '3.*', row 3 has 'B', row 5 has '\(1, 2\)', row 6 .* row 7 has '\(1, 2\)'; "
-        r"also rows 8, 9, .*, 32, …\. Leave such rows out, .* accuracy_reward compares text, and .* math_verify"
+        r"also rows 8, 9, .*, 32, …\. Leave such rows out, .* accuracy_reward, which compares text, .* math-verify"
     )
     right = number_reward()
     two = gated(format_reward("a"), clipped(weighted(right, 2.0), 0, 1))
@@ -130,7 +130,7 @@ def test_reward_reads_messages_numbers_and_whole_solutions_and_can_be_sent_to_a_
     assert scores == [1.0, 1.0, 1.0, None, 0.0]
     assert right.__name__ == "accuracy"
     assert right.reward_arguments == {"truth": True}
-    with pytest.raises(ValueError, match="column 'truth' holds 'none', which is no single number"):
+    with pytest.raises(ValueError, match="column 'truth' holds 'none', which is not a single number"):
         right(completions=["1"], truth=["none"])
 
 

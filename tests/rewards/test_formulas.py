@@ -41,7 +41,7 @@ def test_where_the_two_checkers_agree_and_where_not(truth, completion, right, fo
     assert judge(completions=[completion], answer=[truth]) == [formula]
     assert judge.check_rows([{"answer": truth}]) is None
     if number is None:
-        with pytest.raises(ValueError, match="no single"):
+        with pytest.raises(ValueError, match="not a single number"):
             number_reward()(completions=[completion], answer=[truth])
     else:
         assert number_reward()(completions=[completion], answer=[truth]) == [number]
@@ -66,7 +66,8 @@ def test_scores_are_math_verifys_own():
 def test_truths_that_cannot_be_read_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
     with pytest.raises(
-        ValueError, match=r"1 of 2 rows of data have none that math-verify reads in the column 'answer': row 1 has ''"
+        ValueError,
+        match=r"1 of 2 rows of data have no formula that math-verify can read in the column 'answer': row 1 has ''",
     ):
         check_rows([judge], [{"answer": "18"}, {"answer": ""}], argument="data")
     with pytest.raises(PartialRewards, match="completion 0 cannot compare with ''") as caught:

@@ -188,8 +188,8 @@ def test_combinators_of_async_functions_are_async():
     [
         (lambda: weighted(length, float("nan")), "weight is nan: give a finite number"),
         (lambda: clipped(length, 2, 1), "low is 2 and high is 1: give low ≤ high"),
-        (lambda: accuracy_reward(extract="("), r"extract is '\(', which is no regular expression: missing \)"),
-        (lambda: format_reward("[a"), r"pattern is '\[a', which is no regular expression"),
+        (lambda: accuracy_reward(extract="("), r"extract is '\(', which is not a regular expression: missing \)"),
+        (lambda: format_reward("[a"), r"pattern is '\[a', which is not a regular expression"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache is 11 and max_completion_len is 10"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size is 0: give 1 or more"),
         (lambda: get_repetition_penalty_reward(2, 0.5), "max_penalty is 0.5: give a finite number ≤ 0"),

@@ -87,7 +87,7 @@ BAD = [
     (dict(dataset=[{"prompt": "a", "completions": "b"}]),
         "dataset has a column 'completions', which the trainer itself"),
     (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
-        r"2 of 3 rows of the dataset have no single one in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
+        r"2 of 3 rows of the dataset have no single number in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
     (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no token at all: check that the"),
     (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as its 'prompt': give at least one message"),

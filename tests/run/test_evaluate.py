@@ -98,7 +98,7 @@ def test_batches_of_one_device_and_of_each_on_a_mesh_change_nothing(axes, batch_
 def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
     with pytest.raises(ValueError, match="'truth', which is not a column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
-    with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single one in the column 'answer'"):
+    with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single number in the column 'answer'"):
         evaluate(tiny_policy(), ROWS, number_reward())
 
 
