@@ -1,7 +1,7 @@
 """GRPO (Group Relative Policy Optimization) as pure functions in JAX and Flax.
 
-Importing this does no work, and not even jax is imported: a public name is looked up in its module when it is first
-asked for, so that the command line answers at once. transformers, orbax and matplotlib come when something needs them.
+The public names are imported from their modules on first use, so that `import grpo_jax` does not import jax and the
+command line is fast. transformers, orbax and matplotlib are imported by the functions that need them.
 """
 
 import importlib.metadata
@@ -83,7 +83,7 @@ __all__ = [
     "zero_signal_groups",
 ]
 
-# The imports above once more, for the program; a test compares the two.
+# The imports above, for use at run time; a test compares the two.
 _NAMES_OF = {
     "config.config": "GRPOConfig",
     "config.sft": "SFTConfig",
@@ -120,19 +120,19 @@ def _trl_names() -> Mapping[str, str]:
     return hints
 
 
-# `config` lies below `compat`, whose table of TRL's fields its messages quote: it is handed in from here.
+# Error messages of `config` quote the table of TRL's fields in `compat`, which `config` may not import.
 names_from_elsewhere.append(_trl_names)
 
-if not TYPE_CHECKING:  # to a type checker a module with `__getattr__` would have every name
+if not TYPE_CHECKING:  # for a type checker, a module with `__getattr__` has every name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
             setattr(sys.modules[__name__], name, value)
             return value
-        if name == "__version__":  # pyproject.toml says it, and nothing else does
+        if name == "__version__":  # stated only in pyproject.toml
             return importlib.metadata.version(__name__)
-        # Sub-packages, so that `import grpo_jax` is enough to use them.
+        # Sub-packages, so that they need no import of their own.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How a message names what came: shortened values, lists that end, the nearest known name, several faults at once."""
+"""Parts of error messages: shortened values and lists, the nearest known name, several errors in one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 names_from_elsewhere: list[Callable[[], Mapping[str, str]]] = []
-"""Tables of names that people bring from other libraries, and what to do: handed in by the package, and asked for only
+"""Functions that return a table of another library's names and advice, registered by the package. They are called only
 when a name is unknown."""
 
 
 def show(value: object, limit: int = 100) -> str:
-    """Return the repr of a value, cut for a message.
+    """Return the repr of a value, shortened for a message.
 
     Example:
       >>> show("a" * 10, limit=8)
@@ -29,12 +29,12 @@ def show(value: object, limit: int = 100) -> str:
 
 
 def one_line(error: BaseException, limit: int | None = 200) -> str:
-    """Return the first line of an error, with its kind, cut for a message."""
+    """Return the type and the first line of an error, shortened for a message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
-    """Return the first few items of a list, and how many there are beside.
+    """Return the first few items of a list, and the number of further ones.
 
     Example:
       >>> some(["a", "b", "c"], most=2)
@@ -45,7 +45,7 @@ def some(items: Sequence[str], most: int = 5) -> str:
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that a mistyped one is nearest to; None if none is near.
+    """Return the known name that is nearest to a mistyped one; None if none is near.
 
     Example:
       >>> nearest("learning_rat", ["learning_rate", "loss_type"]), nearest("x", ["learning_rate"])
@@ -58,7 +58,7 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 def raise_all(what: str, problems: Sequence[str]) -> None:
     """Raise one `ValueError` with a line for each problem; nothing if there is none.
 
-    A problem that is itself the message of several stands for these, each behind what they are of.
+    A problem that is itself a message of this function is split into its lines, each with its heading.
 
     Example:
       >>> raise_all("this run", ["the template has 2 errors:\\n  a\\n  b", "c"])
@@ -75,13 +75,13 @@ def raise_all(what: str, problems: Sequence[str]) -> None:
 
 
 def _flat(problem: str) -> list[str]:
-    """The lines of a problem that may be a message of `raise_all`."""
+    """Return the lines of a problem that may be a message of `raise_all`."""
     heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
     return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 
 
 def problems_of(error: BaseException) -> list[str]:
-    """Return the lines of an error that may be one of `raise_all`, without its head.
+    """Return the lines of an error that may come from `raise_all`, without its heading.
 
     Example:
       >>> problems_of(ValueError("config has 2 errors:\\n  a\\n  b")), problems_of(ValueError("c"))
@@ -91,7 +91,7 @@ def problems_of(error: BaseException) -> list[str]:
 
 
 class Faults(list[Exception]):
-    """Errors of several checks, raised together at the end.
+    """Errors of several checks, which are raised together.
 
     Example:
       >>> faults = Faults()
@@ -104,7 +104,7 @@ class Faults(list[Exception]):
     def of(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **keywords: _Arguments.kwargs
     ) -> _Result | None:
-        """Return what the function returns; None, and its error kept, if it refuses."""
+        """Return the result of the function; if it raises, keep the error and return None."""
         try:
             return function(*args, **keywords)
         except (ValueError, OSError) as error:
@@ -112,14 +112,14 @@ class Faults(list[Exception]):
             return None
 
     def raise_together(self, what: str, problems: Sequence[str] = ()) -> None:
-        """Raise a single error as it is, several and further problems as one `ValueError` with a line for each."""
+        """Raise a single error unchanged, and several as one `ValueError` with a line for each."""
         if len(self) == 1 and not problems:
             raise self[0]
         raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])
 
 
 def import_extra(module: str, package: str) -> ModuleType:
-    """Import a module of a package that is an extra of this one.
+    """Import a module of an optional dependency.
 
     Raises:
       ValueError: it is not installed, or cannot be imported.

@@ -1,4 +1,4 @@
-"""`grpo-jax chat`: prompts and their completions, printed as they are sampled."""
+"""`grpo-jax chat`: prompts and their completions, printed during sampling."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def resume(arguments: Namespace) -> None:
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Read the run of a file, in this process or as one of several, of which only the first prints."""
+    """Read the run of a file, in this process or as one of several. Only process 0 prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
@@ -173,7 +173,7 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """Return the directory of the last stage that has started, in that of the run."""
+    """Return the directory of the last stage that has started."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
@@ -379,7 +379,7 @@ def report(arguments: Namespace) -> None:
 
 
 def from_trl(arguments: Namespace) -> None:
-    """`grpo-jax from-trl`; the exit status is 1 if a field has no equivalent."""
+    """`grpo-jax from-trl`; the exit status is 1 if a field cannot be converted."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:

@@ -22,17 +22,18 @@ from grpo_jax.messages import nearest
 
 COMMANDS = {
     "init": "Write a run that works at once, to be edited: a RUN.yaml, ten rows, a reward function and a tiny model.",
-    "train": "Train a policy by GRPO as RUN.yaml says; called again, the run resumes from its last checkpoint.",
+    "train": "Train a policy by GRPO as RUN.yaml says; called again, resume from the last checkpoint.",
     "resume": "Resume a run, by the RUN.yaml in its directory.",
     "plan": "Print the memory and FLOPs of a run; neither weights nor devices are needed.",
     "evaluate": "Complete the rows of eval_data (or data) and score them by the rewards, as evaluations of a run do.",
-    "chat": "Complete prompts: those of --say, or lines of standard input; an empty line starts a new conversation.",
+    "chat": "Complete prompts from --say or standard input, one per line; an empty line starts a new conversation.",
     "export": "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
     "report": "Draw report.png and report.html of a run again, from its files.",
-    "from-trl": "Convert the YAML config of a TRL script to a RUN.yaml, and list what has no equivalent.",
+    "from-trl": "Convert the YAML config of a TRL script to a RUN.yaml, and list the fields that cannot be converted.",
 }
 """Name of a command → its description; `cli.commands` has a function of that name."""
 
+_PACKAGE = Path(__file__).parents[1]
 _MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
 _SAMPLING_KEYS = [name for name, group in GROUPS.items() if group in ("Sampling", "Text")]
 KEYS: Mapping[str, Sequence[str]] = {
@@ -54,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         self._positionals.title, self._optionals = "arguments", self._positionals  # one list
 
     def error(self, message: str) -> NoReturn:
-        """Exit with a message, and where to read more."""
+        """Exit with a message that refers to `--help`."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def format_help(self) -> str:
@@ -156,7 +157,7 @@ def split_keys(argv: Sequence[str], keys: Collection[str], parser: _Parser) -> t
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; errors name the nearest command or option. `keys` are those of RUN.yaml, as texts."""
+    """Parse a command line; errors name the nearest command or option. `keys` maps keys of RUN.yaml to texts."""
     parser, parsers = make_parsers()
     for i, part in enumerate(argv):
         if part in ("-h", "--help"):
@@ -215,7 +216,10 @@ def _run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if isinstance(error, RewardError) and error.__cause__ is not None:  # the frames of the user's function
-            print("".join(traceback.format_exception(error.__cause__)), end="", file=sys.stderr)
+            cause = traceback.TracebackException.from_exception(error.__cause__)
+            own = [frame for frame in cause.stack if _PACKAGE not in Path(frame.filename).parents]
+            cause.stack = traceback.StackSummary.from_list(own)
+            print("".join(cause.format()), end="", file=sys.stderr)
         elif not _is_ours(error):
             raise
         distributed.end_by_error()
@@ -227,4 +231,4 @@ def _is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and Path(__file__).parents[1] in Path(trace.tb_frame.f_code.co_filename).parents
+    return trace is not None and _PACKAGE in Path(trace.tb_frame.f_code.co_filename).parents

@@ -68,7 +68,7 @@ Wanted = Literal["model", "data", "rewards"]
 
 
 class SFTStage(NamedTuple):
-    """The stage before GRPO, as arguments of `sft`. Its run directory is `sft` in that of the run."""
+    """The stage before GRPO, as arguments of `sft`. Its directory is the subdirectory `sft` of the run directory."""
 
     config: SFTConfig
     rows: list[Row]
@@ -244,7 +244,7 @@ def _read_sft(stated: Json, folder: Path, with_data: bool) -> SFTStage:
 
 
 def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
-    """Load the reward functions, tools and other objects, by default those of the suite."""
+    """Load the reward functions, tools and other objects; the suite provides defaults."""
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns

@@ -25,16 +25,16 @@ def run_problems(
 
     Args:
       num_rows: rows without the dropped long prompts.
-      num_eval_rows: None if the run has no evaluation dataset.
+      num_eval_rows: None without an evaluation dataset.
       longest_prompt: tokens; None: unknown, and `max_prompt_length` stands for it.
       context_length: positions of the model; None: unknown.
       num_experts: experts of each sparse layer, 0 for a dense model; None: unknown.
     """
     problems = list(config.device_problems(num_devices))
     if num_rows < 1:
-        problems.append("dataset: there is no row to train on; look at the rows, and at max_prompt_length if it drops")
+        problems.append("dataset: there are 0 rows to train on; look at the rows, and at max_prompt_length if it drops")
     if num_reward_fns < 1:
-        problems.append("reward_fns: there is no reward function; give at least one")
+        problems.append("reward_fns: the list is empty; give at least one function")
     elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
         functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
         problems.append(
@@ -71,7 +71,7 @@ def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
         yield from missing_evaluation(config, "train")
         return
     if num_rows < 1:
-        yield "eval_dataset: there is no row to evaluate on; give rows, or leave the argument out"
+        yield "eval_dataset: there are 0 rows to evaluate on; give rows, or leave the argument out"
     batch, group = config.per_device_eval_batch_size, config.eval_generations
     if batch % group:
         yield (
@@ -115,6 +115,6 @@ def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:
     """Yield the error line of a router loss for a dense model."""
     if config.router_aux_loss_coef and num_experts == 0:
         yield (
-            f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts and has no router to"
-            " balance; leave it at None"
+            f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts, so there is not a"
+            " router to balance; leave it at None"
         )

@@ -171,8 +171,8 @@ class GRPOConfig(Settings):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator of the KL in the loss, see `kl`. TRL has k3 only."""
     use_bias_correction_kl: bool = True
-    """Multiply the estimator by the ratio, which makes its gradient that of KL(π‖ref), token by token, at any μ
-    (DeepSeek-V3.2). Otherwise the gradient of k3 is that of KL(ref‖π) even at μ = 1, and is biased off-policy.
+    """Multiply the estimator by the ratio, which makes its gradient the gradient of KL(π‖ref), token by token, at
+    any μ (DeepSeek-V3.2). Otherwise k3 has the gradient of KL(ref‖π) even at μ = 1, and is biased off-policy.
 
     Token by token means for a given state: the effect of a token on later states is missing, on-policy too. Only
     `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for whole completions."""
@@ -236,7 +236,7 @@ class GRPOConfig(Settings):
         """Return the batch sizes.
 
         Args:
-          num_devices: devices of the run; None: those of `mesh`, or 1.
+          num_devices: devices of the run; None: the size of `mesh`, or 1.
 
         Raises:
           ValueError: if `generation_batch_size` does not split evenly over that many devices.

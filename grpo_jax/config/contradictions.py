@@ -1,4 +1,4 @@
-"""Fields of a config that are right one by one and not together."""
+"""Fields of a config that contradict each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
 
-# Fields that are right one by one and not together: all that the test reads, the one to show first; the test; the mend.
+# Fields that the test reads (the first one heads the message); the test; the fix.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
     (
         "epsilon_high loss_type",
@@ -31,7 +31,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "delta loss_type",
         lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
-        "cispo, sapo and vespo have no such cap; leave it at None",
+        "cispo, sapo and vespo do not use it; leave it at None",
     ),
     (
         "scale_rewards advantage_estimator",
@@ -79,13 +79,13 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0,
-        "with beta = 0 there is no reference to sync; set beta above 0, or sync_ref_model=False",
+        "needs a reference, which a run with beta = 0 does not keep; set beta above 0, or sync_ref_model=False",
     ),
     (
         "distillation_coef top_k top_p min_p",
         lambda c: c.distillation_coef > 0 and bool(c.top_k or c.top_p < 1 or c.min_p),
-        "distributions that top_k, top_p or min_p have cut are at no finite distance from a teacher's; sample from the"
-        " whole one (top_k=0, top_p=1.0, min_p=None)",
+        "with top_k, top_p or min_p the divergence from the teacher is infinite; sample from the whole distribution"
+        " (top_k=0, top_p=1.0, min_p=None)",
     ),
     (
         "distillation_topk distillation_mode",
@@ -110,7 +110,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "max_steps",
         lambda c: c.max_steps == 0,
-        "nothing would be learnt; use a number of optimizer steps, or -1 to train by num_train_epochs",
+        "nothing would be learned; use a number of optimizer steps, or -1 to train by num_train_epochs",
     ),
     (
         "warmup_steps",
@@ -125,12 +125,12 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "warmup_steps lr_scheduler_type",
         lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
-        'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
+        'a constant schedule does not warm up; use lr_scheduler_type="constant_with_warmup"',
     ),
     (
         "greater_is_better metric_for_best_model",
         lambda c: c.greater_is_better is not None and c.metric_for_best_model is None,
-        "there is nothing that could be better; set metric_for_best_model, or leave it at None",
+        "without a metric there is nothing to compare checkpoints by; set metric_for_best_model, or leave it at None",
     ),
     (
         "metric_for_best_model save_steps eval_steps",
@@ -149,8 +149,8 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "load_best_model_at_end save_steps",
         lambda c: c.load_best_model_at_end and c.save_steps is None,
-        "there is one checkpoint, at the end, and nothing to choose from (those of save_minutes are not chosen among);"
-        " set save_steps",
+        "there is only the checkpoint at the end, and nothing to choose from (checkpoints of save_minutes do not"
+        " count); set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",
@@ -161,7 +161,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
 
 
 def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
-    """Yield an error line for each contradiction between fields that are right by themselves, of those it has."""
+    """Yield an error line for each contradiction between fields of the config that are not in `wrong`."""
     right = SimpleNamespace()
     vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
     for names, holds, mend in _CONTRADICTIONS:

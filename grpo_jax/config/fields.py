@@ -1,4 +1,4 @@
-"""Reading the fields of a settings class by their annotations, with error lines that a person can act on.
+"""How the fields of a settings class are read and checked by their annotations.
 
 An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or `Annotated[...,
 reader]` with a function that reads the value.
@@ -25,7 +25,7 @@ class In:
     mend: str
 
     def fault(self, value: float) -> str:
-        """Return what is wrong with a value, "" if nothing is."""
+        """Return the error of a value outside the interval, else ""."""
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
         if (low < value or (with_low and value == low)) and (value < high or (with_high and value == high)):
@@ -38,22 +38,22 @@ class In:
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
 Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
 NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
-# The names of `maths.surrogates.LOSS_TYPES`, which needs jax and is therefore not asked.
+# The names of `maths.surrogates.LOSS_TYPES`, which is not imported, since it needs jax.
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
-"""How a setting may differ when a run goes on from a checkpoint: freely, since the params never depend on it; in how it
-cuts the same batches, which changes their rounding alone; in the number of steps, which is compared in its place; or by
-becoming "none", under which the steps so far would have been the same."""
+"""How a setting may differ when a run resumes. "free": the params do not depend on it. "rounding": it may split the
+same batches differently, which only changes rounding. "length": the total number of steps is compared instead. "to
+none": it may become "none", which would have given the same steps so far."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """A dataclass field whose metadata say how it may differ on resume; None, as of a plain field: not at all."""
+    """A dataclass field whose metadata say how it may differ on resume; None (and a plain field): not at all."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
-    """Return the error line of a field that does not exist; `elsewhere`: names that people bring, and what to do."""
+    """Return the error line of an unknown field; `elsewhere` maps names of other libraries to advice."""
     close = nearest(name, known)
     mend = elsewhere.get(name) or (f"did you mean {close}?" if close else "leave it out")
     return f"{name}: no such field; {mend}"
@@ -68,11 +68,11 @@ def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
 
 
 Read = tuple[object, str]
-"""A value as a plain Python type, and what is wrong with it, "" if nothing is; it stays as it came then."""
+"""A value as a plain Python type, and "" or an error; with an error the value is unchanged."""
 
 
 def read(kind: object, value: object) -> Read:
-    """Return a value as the plain type that an annotation asks for, and what is wrong with it ("" if nothing is)."""
+    """Return a value as the plain type of an annotation, and "" or an error."""
     if get_origin(kind) in (Union, UnionType):
         options = get_args(kind)
         results: list[Read] = [(None, "")] if value is None and NoneType in options else []
@@ -92,7 +92,7 @@ def read(kind: object, value: object) -> Read:
 
 
 def _read_name(names: tuple[str, ...], value: object) -> Read:
-    """Return a variant's name, or the nearest one and all there are."""
+    """Return the name of a variant, or an error with the nearest and all names."""
     if isinstance(value, str) and value in names:
         return value, ""
     close = nearest(str(value).lower(), names, cutoff=0.5)
@@ -122,10 +122,10 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
 
 
 NO_FLOAT16 = (
-    "gradients below 6e-8 are 0 in float16, which needs a loss scaled against that, and there is none here; use"
-    " bfloat16, which has the range of float32"
+    "gradients below 6e-8 are 0 in float16, and loss scaling is not implemented; use bfloat16, which has the range"
+    " of float32"
 )
-"""Why float16 is not taken."""
+"""Why float16 is refused."""
 
 
 def read_dtype(value: object) -> Read:

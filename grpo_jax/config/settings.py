@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # which imports jax
 class Sizes(NamedTuple):
     """The sizes of an iteration, its updates and their micro-batches, over all devices.
 
-    An iteration samples `prompts` × G completions and passes over them `num_iterations` (μ) times. A pass is cut into
-    minibatches, each of which is one optimizer step and is cut into micro-batches.
+    An iteration samples `prompts` × G completions and passes over them `num_iterations` (μ) times. A pass is split into
+    minibatches (one optimizer step each), and a minibatch into micro-batches.
 
     Attributes:
       prompts: B, prompts of an iteration.
@@ -146,8 +146,8 @@ class Settings:
     """Stop the run after this many consecutive updates that were skipped for a loss or gradient that is not finite;
     None: never. Ours."""
     metric_for_best_model: str | None = setting(None, resume="free")
-    """Metric that compares checkpoints, as in `metrics.jsonl`: "reward", "eval/reward", SFT: "eval/loss". The best is
-    kept in addition to `save_total_limit`. Its last logged value counts; of an evaluation that of the same step."""
+    """Metric of `metrics.jsonl` that compares checkpoints: "reward", "eval/reward", SFT: "eval/loss". The best is kept
+    in addition to `save_total_limit`. The last logged value is used, for evaluations only one of the same step."""
     greater_is_better: bool | None = setting(None, resume="free")
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
@@ -156,7 +156,7 @@ class Settings:
     # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
     """Trackers that the run opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
-    installed, or "none". The default is that of transformers 5; transformers 4 reported to all."""
+    installed, or "none". The default is from transformers 5; transformers 4 reported to all."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in the trackers; None: they choose one."""
     project: str = setting("huggingface", resume="free")
@@ -229,7 +229,7 @@ class Settings:
         """Return the number of devices that prompts or examples are split over: all except along the "tensor" axis.
 
         Args:
-          num_devices: devices of the run; None: those of `mesh`, or 1.
+          num_devices: devices of the run; None: the size of `mesh`, or 1.
         """
         mesh = self.mesh or {}
         devices = math.prod(mesh.values()) if num_devices is None else num_devices

@@ -45,7 +45,7 @@ class SFTConfig(Settings):
     shuffle_dataset: bool = False
     """Shuffle the rows once, before they are packed."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """Order of the examples or blocks: shuffled in every epoch, or that of the dataset."""
+    """Order of the examples or blocks: shuffled in every epoch, or as in the dataset."""
 
     # The loss.
     loss_type: Literal["nll", "dft"] = "nll"
