@@ -68,7 +68,7 @@ class GRPOConfig:
       >>> GRPOConfig(cache_implementation="paged", trackio_space_id="me/space")
       Traceback (most recent call last):
       ValueError: GRPOConfig has fields that are not supported:
-        trackio_space_id: open it by open_tracker("trackio", space_id=...) and pass the tracker to train, in callbacks
+        trackio_space_id: call trackio.init(space_id=...) and pass its log to train, in callbacks
     """
 
     config: _config.GRPOConfig

@@ -57,7 +57,7 @@ _ENGINE = ", which counts where a sampler of your own is given to train"
 _MESH = "use mesh: there is one process per host, and XLA talks between the devices"
 _CUT = "leave it out: mesh says how params are cut"
 _HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes a directory"
-_TRACKIO = 'open it by open_tracker("trackio", space_id=...) and pass the tracker to train, in callbacks'
+_TRACKIO = "call trackio.init(space_id=...) and pass its log to train, in callbacks"
 _EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
 
 _UNNOTED = (

@@ -1,15 +1,12 @@
 """Trackers: callbacks that are closed at the end of a run.
 
-`Tracker(log, close)` makes a tracker from two functions, where `log(step, metrics)` receives the finite numbers of
-`metrics.jsonl`. `open_tracker` opens TensorBoard, Weights & Biases or trackio, `live_plot` a plot in a notebook; their
-packages are extras, imported when a tracker is opened.
+`GRPOConfig(report_to=...)` makes `train` open TensorBoard, Weights & Biases or trackio, and `live_plot` draws in a cell
+of a notebook. `Tracker` makes one of two functions, for a service that is not listed:
 
 ```python
-with open_tracker("tensorboard", logdir="runs/sums/tensorboard") as tracker:
+with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as tracker:
     train(policy, rows, right, config, run_dir="runs/sums", callbacks=[tracker])
 ```
-
-With `GRPOConfig(report_to=...)`, `train` opens and closes them itself: `open_trackers`.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from grpo_jax.config.sft import Config
 
@@ -39,7 +35,7 @@ class Tracker:
     """A callback with an end; a context manager that closes it.
 
     Args:
-      log: called as `log(step, metrics)` with name → number, all finite.
+      log: called as `log(step, metrics)` with the finite numbers of a line of `metrics.jsonl`.
       close: called once, at the end.
 
     Example:
@@ -62,29 +58,6 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self._close()
-
-
-def open_tracker(name: str, **settings: Any) -> Tracker:
-    """Open an event file of TensorBoard (written without TensorFlow), or a run of Weights & Biases or trackio.
-
-    Args:
-      name: "tensorboard", "wandb" or "trackio".
-      **settings: arguments of `tensorboardX.SummaryWriter`, `wandb.init` or `trackio.init`.
-
-    Raises:
-      ImportError: the package is not installed.
-    """
-    package = _package(_PACKAGES[name], name)
-    if name != "tensorboard":
-        return _run_tracker(package.init(**settings))
-    writer = package.SummaryWriter(**settings)
-
-    def log(step: int, metrics: dict[str, float]) -> None:
-        for metric, value in metrics.items():
-            writer.add_scalar(metric, value, step)
-        writer.flush()
-
-    return Tracker(log, writer.close)
 
 
 def live_plot(
@@ -119,19 +92,14 @@ def live_plot(
         if time.monotonic() - drawn >= seconds:
             draw()
 
-    def close() -> None:
-        if lines:
-            draw()
-
-    return Tracker(log, close)
+    return Tracker(log, lambda: draw() if lines else None)
 
 
 def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
-    """Return the names of the trackers in `report_to`, each of which can be opened.
+    """Return the names of the trackers in `report_to`.
 
-    Raises:
-      ImportError: the package of one is not installed.
-      ValueError: there is no directory for TensorBoard's files.
+    Raises an `ImportError` if the package of one is not installed, and a `ValueError` without a directory for
+    TensorBoard's files.
     """
     asked = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
     if asked == ["all"]:
@@ -148,41 +116,37 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
 
 
 def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
-    """Open the trackers in `report_to`, under `run_name`.
-
-    TensorBoard's files go to the directory TENSORBOARD_LOGGING_DIR, or to `tensorboard` in the run directory; values in
-    them of steps after `step` are dropped. Weights & Biases gets the project of WANDB_PROJECT, or `project`; an active
-    run is used and left open. trackio gets `project`. Both get all settings, and a resumed run continues their runs.
-
-    Args:
-      config: names the trackers, and is sent to them.
-      run_dir: the run directory, or None.
-      step: the step that the run resumes from; 0 for a new run.
-
-    Returns:
-      Trackers to be closed at the end.
-
-    Raises:
-      ImportError, ValueError: as `check_trackers`.
-    """
+    """Open the trackers in `report_to`, under `run_name`; a run that resumes after `step` > 0 continues their runs."""
     names = check_trackers(config, run_dir)
     kept = None if run_dir is None else Path(run_dir) / RUNS
     runs = json.loads(kept.read_text(encoding="utf-8")) if step and kept is not None and kept.exists() else {}
     with contextlib.ExitStack() as opened:  # an error closes the ones that are open
-        trackers = [opened.enter_context(_opened(name, config, run_dir, step, runs)) for name in names]
+        trackers = []
+        for name in names:
+            tracker = _tensorboard(run_dir, step) if name == "tensorboard" else _service(name, config, runs)
+            trackers.append(opened.enter_context(tracker))
         opened.pop_all()
     if kept is not None and runs:
         kept.write_text(json.dumps(runs), encoding="utf-8")
     return trackers
 
 
-def _opened(
-    name: str, config: Config, run_dir: str | os.PathLike[str] | None, step: int, runs: dict[str, str]
-) -> Tracker:
-    """Open one tracker. `runs` maps its name to the run that it continues, and gets a new one."""
-    if name == "tensorboard":
-        directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
-        return open_tracker(name, logdir=str(Path(directory).expanduser()), purge_step=step + 1 if step else 0)
+def _tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
+    """Write TensorBoard's files, without TensorFlow; what they hold of steps after `step` is dropped."""
+    directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
+    package = _package("tensorboardX", "tensorboard")
+    writer = package.SummaryWriter(logdir=str(Path(directory).expanduser()), purge_step=step + 1 if step else 0)
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        for metric, value in metrics.items():
+            writer.add_scalar(metric, value, step)
+        writer.flush()
+
+    return Tracker(log, writer.close)
+
+
+def _service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
+    """Open a run of Weights & Biases or trackio. `runs` has the run to continue, and gets the one that is opened."""
     package = _package(name, name)
     settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
     if name == "trackio":  # continues a run by its name
@@ -194,7 +158,7 @@ def _opened(
         settings |= {"id": runs.get(name), "resume": "allow" if name in runs else None}
     run = package.init(**settings)
     runs[name] = run.name if name == "trackio" else run.id
-    return _run_tracker(run)
+    return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
 def _installed(package: str) -> bool:
@@ -202,11 +166,6 @@ def _installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # imported already, and without a spec
         return True
-
-
-def _run_tracker(run: Any) -> Tracker:
-    """Return the tracker of a run of Weights & Biases or of trackio, which share an interface."""
-    return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
 def _package(name: str, extra: str) -> ModuleType:

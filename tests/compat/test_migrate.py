@@ -119,7 +119,7 @@ def test_the_metric_of_the_best_model():
         ({"logging_strategy": "no"}, "logged always"),
         ({"repetition_penalty": 1.1}, "no such penalty"),
         ({"save_on_each_node": True}, "one checkpoint"),
-        ({"trackio_space_id": "me/space"}, 'open_tracker("trackio", space_id=...)'),
+        ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams: its stop_strings"),
         ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained takes"),
         ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
