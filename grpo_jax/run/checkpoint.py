@@ -1,19 +1,20 @@
-"""Checkpoints of a run: one atomic directory with everything that decides what comes next.
+"""Checkpoints of a run: one atomic directory each, with all that decides the rest of the run.
 
 ```
 checkpoints/40/   params   what is exported
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the batch, if some of its updates are still to be made
                   ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
-                  told     of several turns, their transcript, as the bytes of a JSON text
-                  and as JSON: the counters on the host, and what the run was begun with (`resume.describe`)
+                  told     their transcript if they have several turns, as the bytes of a JSON text
+                  and as JSON: the counters on the host, and the description of the run (`resume.describe`)
 ```
 
-A frozen base of adapters and a teacher policy are not saved, but compared on resume. `run.loop` saves where
-`Checkpoints.due` says so, on a signal or a `StopRun`, and before an error ends the run.
+A frozen base of adapters and a teacher are not stored, but compared on resume. Checkpoints are scheduled at multiples
+of `save_steps` and after the last step. Others (a stop, an error, `save_minutes`) are only for resuming: which is best,
+and which are kept in the end, does not depend on where a run was interrupted.
 
-Orbax writes in the background, under a temporary name, and renames when all is written; the remains of a kill are
-ignored. The arrays are copied when `save` is called: the next update may consume them at once.
+Orbax writes in the background, under a temporary name, and renames at the end; what a killed process leaves is ignored.
+The arrays are copied when `save` is called: the next update may donate them at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +37,16 @@ from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line, raise_all
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.run.resume import changed_functions, differences, warn_of_changes, warn_of_no_rollout
-from grpo_jax.run.schedule import Retention, best_of, is_scheduled
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
-_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
-
 RESUME = ("auto", "must", "never", "changed")
 
-_PAUSE = 20  # a checkpoint by the clock comes at least 20 times as long after the last one as that held the run up
+_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
+
+_PAUSE = 20  # the clock waits at least 20 times as long as the last save blocked the run
 
 
 class Restored(NamedTuple):
@@ -65,15 +65,16 @@ class Checkpoints:
     """The checkpoints of a run directory; without a directory, nothing is written or found.
 
     A context manager: leaving it waits for a save in progress. `about` is from `resume.describe`. `save`, `wait` and
-    leaving raise an `OSError` if a checkpoint could not be written (a full disk).
+    leaving raise an `OSError` if a checkpoint could not be written, such as on a full disk. All processes of a run call
+    the methods together.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
         self._config, self._about = config, about
-        self._last = None if about is None else about["total_steps"]
-        self._retention = Retention(config, self._last)
-        self._run_dir = None if run_dir is None else Path(run_dir)
-        self._saved_at, self._held_up = time.monotonic(), 0.0
+        self._last_step = None if about is None else about["total_steps"]
+        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save
+        self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
+        self._saved_at, self._blocked_for = time.monotonic(), 0.0
         self._checkpointer = None
         self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
         if run_dir is not None:
@@ -81,9 +82,9 @@ class Checkpoints:
 
             self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
             self._directory.mkdir(parents=True, exist_ok=True)
-            _clear_away(self._directory)
+            _remove_unfinished(self._directory)
             self._checkpointer = ocp.training.Checkpointer(
-                self._directory, preservation_policy=self._retention, cleanup_tmp_directories=True
+                self._directory, preservation_policy=self, cleanup_tmp_directories=True
             )
 
     def __enter__(self) -> Checkpoints:
@@ -99,7 +100,7 @@ class Checkpoints:
                 raise
             error.add_note(str(failed))  # the first error is the one to be seen
         finally:
-            with contextlib.suppress(Exception):  # it has been told by wait
+            with contextlib.suppress(Exception):  # the error that wait has raised
                 self._checkpointer.close()
 
     @property
@@ -107,21 +108,19 @@ class Checkpoints:
         """Whether there is a run directory to write checkpoints to."""
         return self._checkpointer is not None
 
+    def scheduled(self, step: int) -> bool:
+        """Whether an undisturbed run has a checkpoint of this step, without `save_minutes`."""
+        every = self._config.save_steps
+        return step == self._last_step or (every is not None and step > 0 and step % every == 0)
+
     def due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
-        if self.scheduled(step):
-            return True
         minutes = self._config.save_minutes
-        if minutes is None or self._checkpointer is None:
-            return False
-        # A state so large that writing it takes minutes is not written all the time.
-        pause = max(60 * minutes, _PAUSE * self._held_up)
-        # The clock of process 0 decides, for all write together: one that asked its own would wait for the others.
+        if self.scheduled(step) or minutes is None or self._checkpointer is None:
+            return self.scheduled(step)
+        pause = max(60 * minutes, _PAUSE * self._blocked_for)
+        # The clock of process 0 decides: one that decided by itself would wait for the others.
         return bool(gather_objects(time.monotonic() - self._saved_at >= pause)[0])
-
-    def scheduled(self, step: int) -> bool:
-        """Whether a run that nothing disturbs has a checkpoint of this step, whatever its clock says."""
-        return is_scheduled(self._config, step, self._last)
 
     def save(
         self,
@@ -131,10 +130,7 @@ class Checkpoints:
         ahead: Completions | None = None,
         transcript: np.ndarray | None = None,
     ) -> None:
-        """Begin to write a checkpoint of this moment; a step that has one already is left alone.
-
-        Waits for the checkpoint before it, if that is still being written.
-        """
+        """Begin to write a checkpoint of this moment, unless its step has one. Waits for the one before it."""
         if self._checkpointer is None:
             return
         steps = self.steps()
@@ -144,20 +140,20 @@ class Checkpoints:
             return
         began = time.monotonic()
         self.wait()
-        _give_back_memory()
+        _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         pending = dict(zip(_PENDING, (batch, ahead, transcript), strict=True))
         arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
         shapes = {name: shapes_of(some) for name, some in pending.items()}
         about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
-        self._retention.metrics = progress.metrics
+        self._metrics = progress.metrics
         with self._explained(progress.step):
             response = self._checkpointer.save_checkpointables_async(
                 progress.step, arrays, custom_metadata={"about": json.dumps(about)}, force=True
             )
         self._pending = progress.step, response
         self._saved_at = time.monotonic()
-        self._held_up = self._saved_at - began
+        self._blocked_for = self._saved_at - began
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole."""
@@ -165,20 +161,20 @@ class Checkpoints:
         if pending is not None:
             step, response = pending
             with self._explained(step):
-                response.result()  # not the checkpointer's wait: it would leave an event loop behind
+                response.result()  # not the checkpointer's wait, which leaves an event loop behind
 
     def steps(self) -> list[int]:
-        """Return the steps that there are checkpoints of, in order; all processes have to ask together."""
+        """The steps that have checkpoints, in order."""
         own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
         return gather_objects(own)[0]
 
     def measured(self, progress: Progress) -> None:
-        """Note the metric that the best checkpoint is found by, if it was measured for this step and that is scheduled.
+        """Record the `metric_for_best_model` of a scheduled step, if it was measured.
 
-        Its checkpoint may be written already: a stop did so, and the evaluation was made when the run went on.
+        The checkpoint of the step may be written already: by a stop, before the resumed run evaluates.
         """
         name, step = self._config.metric_for_best_model, progress.step
-        if name is None or not is_scheduled(self._config, step, self._last):
+        if name is None or not self.scheduled(step):
             return
         if progress.metric is None:
             warnings.warn(
@@ -190,11 +186,37 @@ class Checkpoints:
             progress.metrics[str(step)] = progress.metric
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
-        """Return step and metric of the checkpoint with the best `metric_for_best_model`; None if none was measured."""
-        return best_of(self._config, self.steps(), progress.metrics, self._last)
+        """Step and metric of the best checkpoint; None if none was measured."""
+        return self.best_of(self.steps(), progress.metrics)
+
+    def best_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
+        """Step and metric of the best scheduled step, the later of two equal ones; None if none was measured."""
+        sign = 1 if self._config.best_is_greatest else -1
+        measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
+        value, step = max(measured, default=(0.0, None))
+        return None if step is None else (step, sign * value)
+
+    def kept_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
+        """The steps whose checkpoints are kept.
+
+        These are the newest `save_total_limit` scheduled ones (None: all), the best, and of those after the last
+        scheduled one as many again (None: one). Without `save_steps` a limit applies to all.
+        """
+        limit, steps = self._config.save_total_limit, sorted(steps)
+        limits_all = self._config.save_steps is None and limit is not None
+        scheduled = [step for step in steps if limits_all or self.scheduled(step)]
+        later = [step for step in steps if step > max(scheduled, default=-1)]
+        best = self.best_of(steps, metrics)
+        return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        """Whether orbax keeps each of some checkpoints: its protocol of a preservation policy."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = self.kept_of(steps, self._metrics)
+        return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """Return with `load_best_model_at_end` the state of the best checkpoint, else `state`.
+        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
 
         The arrays of `state` are deleted before others are read, so that only one state is in memory.
         """
@@ -204,7 +226,7 @@ class Checkpoints:
         if best is None:
             warnings.warn(
                 f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
-                " policy is that of the last step: look for the right name in metrics.jsonl",
+                " policy of the last step is returned: look for the right name in metrics.jsonl",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -213,14 +235,14 @@ class Checkpoints:
         like = jax.tree.map(as_target, state)
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        return self._load(best[0], like, {**self._about_of(best[0]), **dict.fromkeys(_PENDING)}).state
+        return self._load(best[0], like, {**self._stored_json(best[0]), **dict.fromkeys(_PENDING)}).state
 
     def target(self, state: TrainState) -> TrainState:
-        """Return the state as `restore` takes it: only its shapes, where another is read and this one can be freed."""
+        """The state as `restore` takes it: only its shapes if a checkpoint is read, so that its arrays can be freed."""
         return jax.tree.map(as_target, state) if self.steps() else state
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
-        """Return the newest checkpoint that can be read; at the start of a new run `state` alone.
+        """The newest checkpoint that can be read; for a new run `state` alone.
 
         Args:
           state: the state at step 0, or its `target`; arrays get its shapes and devices.
@@ -231,51 +253,57 @@ class Checkpoints:
           ValueError: other settings, data or models (all differences listed), no readable checkpoint, or against
             `resume`.
         """
-        steps, where = self.steps(), f"run_dir = {str(self._run_dir)!r}"
-        if resume == "must" and not steps:
-            raise ValueError(
-                f'{where} holds no checkpoint to go on from (resume="must"). If the run ended before its first one,'
-                ' begin it again: resume="auto", or grpo-jax train with its RUN.yaml. Else check the directory\'s name.'
-            )
-        if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
-            raise ValueError(
-                f'{where} holds a run (resume="never"): give this one a directory of its own, move the old one away,'
-                ' or go on with it by resume="auto"'
-            )
+        steps = self.steps()
+        self._check_mode(steps, resume)
         unreadable: dict[int, str] = {}
         for step in reversed(steps):
-            about, unreadable[step] = tried_by_all(self._about_of, step)
-            if about is None:
+            stored, unreadable[step] = tried_by_all(self._stored_json, step)
+            if stored is None:
                 continue
             if self._about is not None:
-                what = f"{where} holds a run that was begun otherwise (use its settings, or another run_dir): this call"
-                changed = changed_functions(about["run"], self._about, accept=resume == "changed")
-                raise_all(what, [*differences(about["run"], self._about, step), *changed])
-            found, unreadable[step] = tried_by_all(self._load, step, state, about)
+                what = f"{self._where} holds a run with other settings (use these, or another run_dir): this call"
+                changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
+                raise_all(what, [*differences(stored["run"], self._about, step), *changed])
+            found, unreadable[step] = tried_by_all(self._load, step, state, stored)
             if found is None:
                 continue
             del unreadable[step]
-            if self._about is not None:
-                warn_of_changes(about["run"], self._about)
-                asked = found.progress is not None and found.progress.asked
-                if self._config.rollout_ahead and found.ahead is None and not asked:
-                    warn_of_no_rollout(about["run"], self._about)
             self._set_aside(unreadable, step)
-            self._know_metrics(found.progress, about)
+            assert found.progress is not None
+            if self._about is not None:
+                warn_of_changes(stored["run"], self._about)
+                if self._config.rollout_ahead and found.ahead is None and not found.progress.asked:
+                    warn_of_no_rollout(stored["run"], self._about)
+                metric = self._config.metric_for_best_model
+                if stored["run"]["config"].get("metric_for_best_model") != metric:
+                    found.progress.metric, found.progress.metrics = None, {}  # values of another metric
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
             raise ValueError(
-                f"{where}: none of its checkpoints can be read ({reasons}). Put back the files from a copy, or move"
-                f" {self._directory} away to begin anew"
+                f"{self._where}: none of its checkpoints can be read ({reasons}). Restore the files from a copy, or"
+                f" move {self._directory} away to begin a new run"
             )
         return Restored(state)
 
-    def _about_of(self, step: int) -> Json:
-        """Read the JSON that stands beside the arrays of a checkpoint.
+    def _check_mode(self, steps: Sequence[int], resume: str) -> None:
+        """Raise a `ValueError` if there is a run against `resume`, or none."""
+        if resume == "must" and not steps:
+            raise ValueError(
+                f'{self._where} holds no checkpoint to resume from (resume="must"). If the run ended before its'
+                ' first one, begin it again: resume="auto", or grpo-jax train with its RUN.yaml. Else check its name.'
+            )
+        if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
+            raise ValueError(
+                f'{self._where} holds a run (resume="never"): give this one a directory of its own, move the old one'
+                ' away, or resume it by resume="auto"'
+            )
 
-        From orbax's file of it: `checkpointables_metadata` reads that of the arrays too, and over torn ones it
-        sometimes never returns (orbax 0.12.8, two processes).
+    def _stored_json(self, step: int) -> Json:
+        """Read the JSON of a checkpoint from orbax's file.
+
+        Not by `checkpointables_metadata`: it also reads the metadata of the arrays, and sometimes never returns if
+        these are torn (orbax 0.12.8, two processes).
         """
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
@@ -283,28 +311,28 @@ class Checkpoints:
             raise ValueError("not a checkpoint of this library")
         return json.loads(metadata["about"])
 
-    def _load(self, step: int, state: TrainState, about: Json) -> Restored:
+    def _load(self, step: int, state: TrainState, stored: Json) -> Restored:
         """Read one checkpoint, shaped and placed like `state`; no process waits for another, since one may fail."""
         from orbax.checkpoint import v1 as ocp
 
         context, own = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = own, {own}
-        context.pytree.loading.partial_load = True  # fields that only earlier versions had are left out
+        context.pytree.loading.partial_load = True  # leaves out fields that only earlier versions had
         like = jax.tree.map(as_target, state)
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
-            if about.get(name) is not None:
-                wanted[name] = abstract_of(kind, about[name], state.step.sharding)
+            if stored.get(name) is not None:
+                wanted[name] = abstract_of(kind, stored[name], state.step.sharding)
         with context:
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return Restored(
             loaded["rest"].replace(params=loaded["params"]),
-            Progress(**about["progress"]),
+            Progress(**stored["progress"]),
             *(fetch(loaded.get(name)) for name in _PENDING),
         )
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        """Say which checkpoints cannot be read, and give them other names: the run will write those steps again."""
+        """Rename checkpoints that cannot be read, with a warning: the run will write these steps again."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
@@ -313,7 +341,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 path.rename(aside)
             warnings.warn(
-                f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run goes on"
+                f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run resumes"
                 f" from the one of step {good}",
                 RuntimeWarning,
                 stacklevel=5,
@@ -322,16 +350,9 @@ class Checkpoints:
             gather_objects(None)  # so that no process looks before they are renamed
             self._checkpointer.reload()
 
-    def _know_metrics(self, progress: Progress | None, about: Json) -> None:
-        """Leave out metrics of another name than that of the best model."""
-        assert progress is not None
-        name = self._config.metric_for_best_model
-        if about["run"] is not None and about["run"]["config"].get("metric_for_best_model") != name:
-            progress.metric, progress.metrics = None, {}
-
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Say of an error in saving what is lost and what to do."""
+        """Turn an error in saving into an `OSError` that says what is lost and what to do."""
         try:
             yield
         except Exception as error:
@@ -339,13 +360,14 @@ class Checkpoints:
             last = f"the last whole one is of step {max(whole)}" if whole else "there is none before it"
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
-                " Make room or repair the directory, then call train again with the same run_dir: it goes on from there"
+                " Free some space or repair the directory, then call train again with the same run_dir to resume"
             ) from error
 
 
-def _clear_away(directory: Path) -> None:
-    """Remove what an interrupted save has left, before the first save, which would fail if orbax met files that another
-    thread of this process is still writing.
+def _remove_unfinished(directory: Path) -> None:
+    """Remove what an interrupted save has left, on which orbax's first save would fail.
+
+    Another thread of this process may still be writing there, and makes a directory again: repeat for 10 seconds.
     """
     deadline = time.monotonic() + 10
     while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
@@ -353,10 +375,10 @@ def _clear_away(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         if time.monotonic() > deadline:
             break
-        time.sleep(0.1)  # then once more, until nothing is there: a part that comes late makes its directory anew
+        time.sleep(0.1)
 
 
-def _give_back_memory() -> None:
-    """Give free memory back to the system: glibc keeps what a compilation and the threads of each save have freed."""
+def _trim_heap() -> None:
+    """Return free memory to the system: glibc keeps what compilations and the threads of each save have freed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

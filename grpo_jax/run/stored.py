@@ -1,4 +1,4 @@
-"""One stored checkpoint: its arrays by their shapes, and what reading it comes to where files are torn or foreign."""
+"""Reading of one checkpoint: its arrays by their shapes, its params alone, and errors of torn or foreign files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,22 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 Shapes = dict[str, Any] | list[Any] | None
-"""Field → `Shapes`, or shape and dtype of an array: what JSON holds of a tree."""
+"""JSON of a tree of arrays: field → `Shapes`, or shape and dtype."""
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Read the params of one checkpoint, without the rest of the run: to evaluate, to chat, to export.
+    """Read the params of one checkpoint, to evaluate, to chat or to export.
 
-    `like` are params of the policy that the run began with; arrays get their shapes, dtypes and devices. `step` None is
-    the newest one. Returns the step and the params; a `ValueError` if there is no such checkpoint, or it is of another
-    model.
+    Args:
+      run_dir: the directory of the run.
+      like: params of the policy that the run began with; arrays get their shapes, dtypes and devices.
+      step: of the checkpoint; None: the newest one.
+
+    Returns:
+      The step and the params.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it belongs to another model.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -37,20 +44,20 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
     chosen = max(steps, default=None) if step is None else step
     if chosen is None or chosen not in steps:
-        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"; there are those of {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
-        raise ValueError(f"run_dir = {str(run_dir)!r} holds {asked}{there}")
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        there = f"; its checkpoints are {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
+        raise ValueError(f"run_dir = {str(run_dir)!r} holds {missing}{there}")
     found, reason = tried(ocp.load_checkpointables, directory / str(chosen), {"params": jax.tree.map(as_target, like)})
     if found is None:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is the model that of"
-            " the run?"
+            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is it the same model"
+            " as in the run?"
         )
     return chosen, found["params"]
 
 
 def tried(function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> tuple[_Result | None, str]:
-    """Return a result and "", or None and why there is none, as the storage says of files that are torn or foreign."""
+    """Return a result and "", or None and the reason, for files that may be torn or foreign."""
     with warnings.catch_warnings():
         # Orbax leaves the other parts of a load that fails to the garbage collector.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
@@ -63,19 +70,19 @@ def tried(function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> tup
 
 
 def tried_by_all(function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> tuple[_Result | None, str]:
-    """Return `tried` in all processes: a result that each has, or None and the first reason why one has none."""
+    """`tried` in all processes: a result if each has one, else None and the first reason."""
     found, own = tried(function, *args)
     reason = next(filter(None, gather_objects(own)), "")
     return (None, reason) if reason else (found, "")
 
 
 def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding of an array, in its place."""
+    """Shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | None) -> Shapes:
-    """Return the shapes and dtypes of a tree as JSON, None where it has None."""
+    """Shapes and dtypes of a tree as JSON."""
     if tree is None:
         return None
     if isinstance(tree, Batch | Completions | Prompts):
@@ -84,10 +91,7 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
-    """Return the tree that `shapes_of` described, of abstract arrays: a `kind`, in which another tree is prompts.
-
-    A field that only an earlier version had is left out.
-    """
+    """The abstract arrays of a `kind` with these shapes; a field that only an earlier version had is left out."""
     if shapes is None:
         return None
     if isinstance(shapes, dict):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_resume import about as about_run
 
 from grpo_jax import Batch, GRPOConfig, Prompts
 from grpo_jax.run import checkpoint
@@ -204,7 +205,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     params = {"w": jax.random.normal(jax.random.key(0), (500_000,))}
     state = create_state(params, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = r"step 4 could not be written to .*checkpoints \(.*\); the last whole one is of step 2\. Make room"
+    message = r"step 4 could not be written to .*checkpoints \(.*\); the last whole one is of step 2\. Free some space"
 
     def fill():
         with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:
@@ -280,7 +281,7 @@ def test_without_a_checkpoint_that_can_be_read_the_directory_is_named(tmp_path):
 def test_resume_modes(tmp_path):
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "never")[1] is None
-        with pytest.raises(ValueError, match=r'holds no checkpoint to go on from \(resume="must"\)'):
+        with pytest.raises(ValueError, match=r'holds no checkpoint to resume from \(resume="must"\)'):
             checkpoints.restore(state_at(0), "must")
     (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
@@ -312,3 +313,47 @@ def test_several_processes_decide_together(tmp_path, monkeypatch):
         monkeypatch.setattr("grpo_jax.run.stored.gather_objects", broken)
         with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(OSError: a disk of one machine alone\)"):
             assert checkpoints.restore(state_at(0))[1].step == 2
+
+
+LIMITED = {"save_steps": 4, "save_total_limit": 2, "metric_for_best_model": "reward"}
+
+
+SCHEDULES = [
+    ({}, [4, 8, 12], {"4": 0.5, "8": 0.1, "12": 0.2}, (4, 0.5), {4, 8, 12}),
+    ({}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.5}, (12, 0.5), {8, 12}),
+    ({"greater_is_better": False}, [4, 8, 12], {"4": 0.1, "8": 0.5, "12": 0.2}, (4, 0.1), {4, 8, 12}),
+    ({}, [4, 8, 9], {"4": 0.5, "8": 0.1, "9": 0.9}, (4, 0.5), {4, 8, 9}),
+    ({}, [4, 8, 9, 12], {"4": 0.1, "8": 0.1}, (8, 0.1), {8, 12}), ({}, [1, 2, 3], {}, None, {2, 3}),
+    ({}, [4, 8, 12, 14], {"14": 0.9}, (14, 0.9), {12, 14}), ({}, [4, 6, 8], {"6": 0.9}, None, {4, 8}),
+    ({"save_total_limit": None}, [4, 5, 8], {"5": 0.9}, None, {4, 8}),
+    ({"save_total_limit": None}, [4, 5, 8, 9, 10], {}, None, {4, 8, 10}),
+    ({"save_total_limit": None, "save_steps": None}, [3, 5, 9], {}, None, {9}),
+    ({"save_total_limit": None, "save_steps": None}, [9, 14], {}, None, {14}),
+    ({"save_steps": None}, [3, 5, 9, 14], {"5": 0.9, "14": 0.1}, (14, 0.1), {9, 14}),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
+def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
+    checkpoints = Checkpoints(None, GRPOConfig(**{**LIMITED, **settings}), {"total_steps": 14})
+    assert checkpoints.best_of(steps, metrics) == best
+    assert checkpoints.kept_of(steps, metrics) == kept
+
+
+REWARD, KL = (GRPOConfig(save_steps=1, metric_for_best_model=name) for name in ("reward", "kl"))
+
+
+def restored(run_dir, config):
+    with Checkpoints(run_dir, config, about_run(config=config)) as checkpoints:
+        progress = checkpoints.restore(state_at(0))[1]
+        return progress.metric, progress.metrics, checkpoints.best(progress)
+
+
+@pytest.mark.quick
+def test_metrics_of_another_name_are_not_compared(tmp_path):
+    with Checkpoints(tmp_path, REWARD, about_run(config=REWARD)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state_at(step), Progress(step=step, metric=1 / step, metrics={"1": 1.0}), None)
+    assert restored(tmp_path, REWARD) == (0.5, {"1": 1.0, "2": 0.5}, (1, 1.0))
+    assert restored(tmp_path, KL) == (None, {}, None)
