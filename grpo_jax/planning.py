@@ -31,7 +31,7 @@ from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed
 from grpo_jax.models.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.rollout.variables import copies
+from grpo_jax.rollout.programs import copies
 from grpo_jax.run.beginning import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.run import BaseRun, Run

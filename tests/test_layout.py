@@ -31,18 +31,7 @@ LAYERS = [
 ]
 PURE = {"types", "messages", "maths", "models"}
 COMPOSED = {"rollout", "update"}
-HOST = {
-    "ends",
-    "episodes",
-    "interaction",
-    "played",
-    "tools",
-    "engine",
-    "engine_client",
-    "engine_scorer",
-    "engine_server",
-    "engine_weights",
-}
+HOST = {"ends", "episodes", "interaction", "played", "tools"}
 PACKAGES = set.union(*LAYERS)
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}

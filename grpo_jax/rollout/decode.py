@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from grpo_jax.models.attention import Cache, Prefix
 from grpo_jax.models.cache import empty_like, turned, with_slots
-from grpo_jax.models.platform import platform_of
 from grpo_jax.models.sharding import constrain, for_head, for_lookup
 from grpo_jax.models.streams import shared
 from grpo_jax.rollout.draw import (
@@ -27,7 +26,7 @@ from grpo_jax.rollout.draw import (
     step_uniforms,
     vocabulary_axes,
 )
-from grpo_jax.types import CachedModel, Params, Prompts
+from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, join_rows
 
 
 class Stream(flax.struct.PyTreeNode):
@@ -158,7 +157,7 @@ def refill(
 
 @shared
 @functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed", "mesh"), donate_argnames=("cache",))
-def decode(
+def decode_burst(
     model: CachedModel,
     variables: Variables,
     cache: Cache,
@@ -234,6 +233,29 @@ def decode(
     cache = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), cache)
     state = jax.tree.map(lambda x: constrain(x, mesh), state)
     return (cache, constrain(token, mesh), constrain(ended, mesh), state), (tokens, log_probs, mask)
+
+
+def decode(
+    model: CachedModel,
+    variables: Variables,
+    stream: Stream,
+    slot: int,
+    count: int | jax.Array,
+    *,
+    settings: DecodeSettings,
+    steps: int,
+    fixed: bool = False,
+    mesh: Mesh | None = None,
+) -> tuple[Stream, Drawn]:
+    """`decode_burst` of a stream: the stream after the burst, and what was drawn."""
+    (cache, token, ended, state), drawn = decode_burst(
+        *(model, variables, stream.cache, stream.replace(cache=()), slot, count),
+        settings=settings,
+        steps=steps,
+        fixed=fixed,
+        mesh=mesh,
+    )
+    return stream.replace(cache=cache, token=token, ended=ended, stop_state=state), drawn
 
 
 @shared
@@ -323,14 +345,45 @@ def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -
     return placed.replace(prefix=prefix, cache=by_heads(stream.cache))
 
 
-def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Whether one CPU decodes: its loops can be watched for nothing.
+def generate_traced(
+    model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
+) -> Completions:
+    """Completions of one turn by one loop, for a `generate` that is called inside a `jit`."""
+    stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
+    if length > 1:
+        steps = length - 1
+        stream, rest = decode(model, {"params": params}, stream, 0, steps, settings=settings, steps=steps)
+        drawn = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), drawn, rest)
+    tokens, log_probs, mask = drawn
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=stream.ended)
 
-    Of `params` the places count; shapes that have none are of arrays on the default device.
-    """
-    at = {
-        device.platform
-        for x in jax.tree.leaves(params)
-        for device in getattr(getattr(x, "sharding", None), "device_set", ())
-    }
-    return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}
+
+@functools.partial(jax.jit, static_argnames=("settings", "length"))
+def generate_uncached(
+    model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
+) -> Completions:
+    """Completions of one turn by a model that has only `apply`: all tokens are read again for every new one."""
+    b, g = keys.shape
+
+    def step(t, carry):
+        tokens, log_probs, mask, ended, state = carry
+        whole, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, whole)
+        at = (start - 1 + t)[:, None, None]
+        logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
+        drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, settings.sampling)
+        drawn = jnp.where(ended, settings.pad_token_id, drawn)
+        tokens = tokens.at[:, :, t].set(drawn)
+        log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
+        last, state = ended_by(drawn, state, settings)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, state
+
+    start = (
+        jnp.full((b, g, length), settings.pad_token_id, jnp.int32),
+        jnp.zeros((b, g, length), jnp.float32),
+        jnp.zeros((b, g, length), bool),
+        jnp.zeros((b, g), bool),
+        first_state((b, g), settings),
+    )
+    tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, start)
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)

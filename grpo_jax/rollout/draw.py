@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.maths.stops import Stops
 from grpo_jax.models.sharding import constrain
-from grpo_jax.types import CachedModel, Params, Tokenizer
+from grpo_jax.types import CachedModel, Params
 
 Variables = dict[str, Params]
 """Collections that a model is applied to: "params", and on a CPU "columns"."""
@@ -114,30 +114,6 @@ def ended_by(
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
     """The state of the stop strings at the beginning of a turn; None where there are none."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
-
-
-def decode_settings(
-    sampling: Sampling,
-    eos_token_ids: Sequence[int],
-    pad_token_id: int,
-    *,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: int | Sequence[int] | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> DecodeSettings:
-    """The settings of programs, by the arguments of `generate`.
-
-    Raises:
-      ValueError: texts or ids that are none; texts without a tokenizer, or that its tokens do not spell.
-    """
-    ids, stops = tuple(map(int, eos_token_ids)), None
-    if stop is not None or stop_token_ids is not None:
-        # Here and not above: it reads a tokenizer, which nothing else of a rollout does.
-        from grpo_jax.rollout.ends import TurnEnds, stops_of
-
-        ends = TurnEnds.read(stop, stop_token_ids, None)
-        ids, stops = ids + ends.stop_token_ids, stops_of(tokenizer, ends.stop) if ends.stop else None
-    return DecodeSettings(ids, int(pad_token_id), sampling, stops)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:

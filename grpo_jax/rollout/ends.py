@@ -10,8 +10,10 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import read_stop, read_token_ids
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops, make_stops
 from grpo_jax.messages import show
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
@@ -91,3 +93,18 @@ class TurnEnds(NamedTuple):
 
 BY_EOS = TurnEnds()
 """Nothing beside an EOS."""
+
+
+def decode_settings(
+    sampling: Sampling,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+    *,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: int | Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> DecodeSettings:
+    """The settings of compiled programs, from arguments of `generate`; bad ends raise a `ValueError`."""
+    ends = TurnEnds.read(stop, stop_token_ids, None)
+    stops = stops_of(tokenizer, ends.stop) if ends.stop else None
+    return DecodeSettings((*map(int, eos_token_ids), *ends.stop_token_ids), int(pad_token_id), sampling, stops)

@@ -39,7 +39,7 @@ from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.rollout.engine_client import EngineError, Lost, run_together
 from grpo_jax.rollout.engine_server import VLLM, Drawn
 from grpo_jax.rollout.engine_weights import probe_ids, score_probe, stale_tensors, write_weights
-from grpo_jax.rollout.rollout import Table
+from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import Answers, wait_for
 from grpo_jax.types import Completions, Params, Prompts, Tokenizer
 

@@ -1,11 +1,12 @@
-"""Completions of prompts: each prompt read once, one compiled decode, ended completions left behind.
+"""Prompts to completions: a prompt is read once for its group, and tokens are drawn by one compiled decode.
 
-Completion (b, g) of a call with `key` draws its token t with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t): a
-sample does not depend on the other completions, on devices, batches, or moves between layouts.
+Token t of completion (b, g) is drawn with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t): a sample does not
+depend on the other completions, on devices, batches, or where a completion is decoded.
 
-Decoding runs in bursts of a few steps on the device. Between two, the host gives the places of ended completions to
-waiting prompts; once none waits, it moves the others to a smaller layout (`ladder`). The cache grows in few steps, or
-is a ring if prompts wait. All completions write to the same slot, and later ones begin in a later slot:
+The device decodes bursts of a few steps (`decode`). Between two bursts the host (`_OneTurn`) gives the places of ended
+completions to waiting prompts; if none waits, it moves the remaining completions to a smaller layout (`ladder`). The
+cache grows in few steps, or is a ring if prompts wait. All completions write to the same slot, and later ones begin in
+a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
@@ -13,12 +14,18 @@ group 0     a b c d e · · ·     start 0
 group 1     · · x y z · · ·     start 2, in the place of a group that ended after slot 1
 group 2     s t u · · · q r     start 6: slots 8, 9, 10 are 0, 1, 2 again
 ```
+
+Completions of several turns are decoded by the same programs in another loop (`turns`): each stream has its own
+thread, so that one decodes while another waits for answers, and each completion begins in its own slot. The streams of
+one turn share one loop, since they move to smaller layouts together.
 """
 
 from __future__ import annotations
 
-import functools
+import collections
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,146 +33,32 @@ import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
 from grpo_jax.models.sharding import fetch, mesh_of, shard_count
-from grpo_jax.rollout.decode import decode, prefill
-from grpo_jax.rollout.draw import (
-    DecodeSettings,
-    completion_keys,
-    decode_settings,
-    draw,
-    ended_by,
-    first_state,
-    step_uniforms,
+from grpo_jax.models.streams import run_in_streams
+from grpo_jax.rollout.decode import (
+    Drawn,
+    Stream,
+    decode,
+    generate_traced,
+    generate_uncached,
+    grow,
+    move,
+    prefill,
+    refill,
 )
-from grpo_jax.rollout.layout import Layout, places
-from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.types import (
-    CachedModel,
-    Completions,
-    Model,
-    Params,
-    Prompts,
-    Tokenizer,
-    as_argument,
-    is_cached,
-    join_rows,
-)
+from grpo_jax.rollout.draw import completion_keys
+from grpo_jax.rollout.ends import decode_settings
+from grpo_jax.rollout.ladder import choose_ladder, groups_at_once, on_cpu, stream_count
+from grpo_jax.rollout.programs import decode_variables
+from grpo_jax.rollout.table import Rollout, Table
+from grpo_jax.rollout.turns import Answers, sample_turns
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
+
+Part = TypeVar("Part")
+StreamResult = tuple[Stream, Drawn]
+"""A stream after a program, and what the program drew."""
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
-"""What is called with tokens and mask [B, G, T] of what has been drawn so far."""
-
-
-def _generate_in_bursts(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
-    """Decode in bursts, moving living completions together between them: the tokens are those of one long decode.
-
-    At most `at_once` groups are on the device, and the others enter some at a time; on a mesh completions move inside
-    their device, and waiting prompts enter when all have ended. Returns NumPy's arrays.
-    """
-    (b, g), table = rollout.keys.shape, rollout.table
-    if rollout.mesh is not None and at_once < b:
-        waves = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
-        return jax.tree.map(lambda *x: np.concatenate(x), *(_generate_in_bursts(x, at_once, watch) for x in waves))
-    layout = Layout.of(rollout, at_once)
-    while True:
-        rollout.interrupt()
-        if watch is not None:
-            watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
-        if layout.prompts_wait and layout.has_places:
-            layout = layout.refill()
-        elif layout.empty.all():
-            return layout.all_completions()
-        elif not layout.prompts_wait:
-            layout = layout.compact()
-        if not layout.empty.all():  # else all that have just entered ended with their first token
-            layout = layout.make_room().decode()
-
-
-def _generate_in_one(
-    model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
-) -> Completions:
-    """The same decode as one traced loop, for use inside someone else's `jit`."""
-    stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
-    ended = stream.ended
-    if length > 1:
-        (_, _, ended, _), rest = decode(
-            *(model, {"params": params}, stream.cache, stream.replace(cache=()), 0, length - 1),
-            settings=settings,
-            steps=length - 1,
-        )
-        drawn = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), drawn, rest)
-    tokens, log_probs, mask = drawn
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
-
-
-@functools.partial(jax.jit, static_argnames=("settings", "length"))
-def _generate_uncached(
-    model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
-) -> Completions:
-    """For a model that has `apply` and nothing else: prompt and completion are read again for every token."""
-    b, g = keys.shape
-
-    def step(t, carry):
-        tokens, log_probs, mask, ended, state = carry
-        whole, start = join_rows(prompts, tokens)
-        logits = model.apply({"params": params}, whole)
-        at = (start - 1 + t)[:, None, None]
-        logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
-        drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, settings.sampling)
-        drawn = jnp.where(ended, settings.pad_token_id, drawn)
-        tokens = tokens.at[:, :, t].set(drawn)
-        log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        last, state = ended_by(drawn, state, settings)
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, state
-
-    start = (
-        jnp.full((b, g, length), settings.pad_token_id, jnp.int32),
-        jnp.zeros((b, g, length), jnp.float32),
-        jnp.zeros((b, g, length), bool),
-        jnp.zeros((b, g), bool),
-        first_state((b, g), settings),
-    )
-    tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, start)
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)
-
-
-def _padded(completions: Completions, length: int, settings: DecodeSettings) -> Completions:
-    """Completions [B, G, T] of one turn, with a longer T."""
-    if completions.tokens.shape[-1] == length:
-        return completions
-    xp = np if isinstance(completions.tokens, np.ndarray) else jnp
-    more = [(0, 0), (0, 0), (0, length - completions.tokens.shape[-1])]
-    return completions.replace(
-        tokens=xp.pad(completions.tokens, more, constant_values=settings.pad_token_id),
-        mask=xp.pad(completions.mask, more),
-        log_probs=xp.pad(completions.log_probs, more),
-    )
-
-
-def check_request(
-    prompts: Prompts,
-    sampling: Sampling,
-    num_generations: int,
-    max_completion_length: int,
-    batch_size: int | None,
-    max_turn_length: int | None,
-    *,
-    shards: int,
-) -> None:
-    """Raise a `ValueError` for shapes, counts or sampling settings that make no sense, on so many devices."""
-    check_sampling(sampling)
-    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
-        raise ValueError(
-            f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
-        )
-    for name, value in (
-        ("num_generations", num_generations),
-        ("max_completion_length", max_completion_length),
-        ("max_turn_length", 1 if max_turn_length is None else max_turn_length),
-    ):
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
-    if batch_size is not None and batch_size < shards * num_generations:
-        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
-        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+"""Receives tokens and mask [B, G, T] of what has been drawn so far."""
 
 
 def generate(
@@ -188,6 +81,7 @@ def generate(
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
+    answers: Answers | None = None,
     interrupt: Callable[[], None] = lambda: None,
     watch: Watch | None = None,
     on_host: bool = False,
@@ -200,30 +94,34 @@ def generate(
       prompts: tokens [B, P] int32 right-padded, lengths [B].
       key: a typed PRNG key, consumed; completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g).
       num_generations: G ≥ 1.
-      max_completion_length: T ≥ 1, in tokens; a completion that has not drawn an EOS by then is truncated.
+      max_completion_length: T ≥ 1, in tokens; a completion that has not drawn an EOS by then is truncated. Observations
+        count: a completion whose observation does not fit, with one token more, ends there as truncated.
       temperature: ≥ 0; 0 is greedy.
       top_k: as in `sampling.Sampling`.
-      top_p: as there.
-      min_p: as there.
-      eos_token_ids: any number of token ids that end a completion; the one that was drawn belongs to it.
-      stop: texts that end a completion, found over the borders of tokens in what it spells, and not in its prompt; the
-        token that completes one belongs to it, with all that it spells. Needs `tokenizer`.
+      top_p: as in `sampling.Sampling`.
+      min_p: as in `sampling.Sampling`.
+      eos_token_ids: token ids that end a turn; the drawn one belongs to it.
+      stop: texts that end a turn, found across token boundaries in what it spells, not in prompts or observations. The
+        token that completes one belongs to the turn, with all that it spells. Needs `tokenizer`.
       stop_token_ids: further ids, as `eos_token_ids`.
-      max_turn_length: tokens after which a completion, which has one turn here, is truncated before T; None: T.
+      max_turn_length: tokens after which a turn is cut: without `answers` the completion is truncated, with them it is
+        answered. If None, T.
       tokenizer: of the model, for `stop`.
-      pad_token_id: what stands after the end of a completion.
-      prompt_indices: [B] integers that number the prompts in the key derivation, by default 0..B-1. A prompt keeps its
-        samples wherever it stands, if it keeps its number.
-      batch_size: completions that are decoded at a time, in whole groups; further prompts wait and take the places of
-        those that have ended, which changes no sample. On a mesh as many groups on each device as it holds, one at
-        least, and the next ones begin when all of these have ended. None: all at once. Not inside a `jit`.
+      pad_token_id: token after the end of a completion.
+      prompt_indices: [B] integers that number the prompts in the key derivation, 0..B-1 by default. A prompt that keeps
+        its number keeps its samples in any batch.
+      batch_size: completions that are decoded at a time, in whole groups, on all devices together; further prompts
+        wait, which changes no sample. If None, all at once. Not inside a `jit`.
+      answers: returns the observation after a turn, and None after the last one. If None, completions have one turn.
+        Needs a model of this package; not inside a `jit`.
       interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
-      watch: called likewise, with the tokens and the mask [B, G, T] of what has been drawn so far (on a mesh, of the
-        prompts that are decoded together); for completions that are shown as they come.
-      on_host: return NumPy's arrays, as the host has put them together, in the place of JAX's. Not inside a `jit`.
+      watch: called every few tokens with tokens and mask [B, G, T] of what has been drawn so far (on a mesh, of the
+        prompts that are decoded together). Of one turn.
+      on_host: return NumPy arrays instead of JAX arrays. Not inside a `jit`.
 
     Returns:
-      `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them.
+      `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them. With `answers`,
+      `mask` is True on drawn tokens, `present` on observed ones too, and `ended` where `answers` returned None.
 
     Raises:
       ValueError: shapes, counts or sampling settings that make no sense.
@@ -239,22 +137,249 @@ def generate(
       >>> completions.tokens.shape
       (2, 4, 6)
     """
-    sampling, shards = Sampling(temperature, top_k, top_p, min_p), shard_count(mesh_of(params))
-    check_request(prompts, sampling, num_generations, max_completion_length, batch_size, max_turn_length, shards=shards)
-    if prompt_indices is None:
-        prompt_indices = jnp.arange(prompts.tokens.shape[0])
-    keys = completion_keys(key, jnp.asarray(prompt_indices), num_generations)
+    sampling, mesh = Sampling(temperature, top_k, top_p, min_p), mesh_of(params)
+    shards = shard_count(mesh)
+    check_sampling(sampling)
+    _check_sizes(prompts, num_generations, max_completion_length, batch_size, max_turn_length, shards)
+    groups, longest = prompts.tokens.shape[0], int(max_completion_length)
+    turn = min(longest, int(max_turn_length or longest))
+    keys = completion_keys(
+        key, jnp.arange(groups) if prompt_indices is None else jnp.asarray(prompt_indices), num_generations
+    )
     settings = decode_settings(
         sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
     )
-    length = min(int(max_completion_length), int(max_turn_length or max_completion_length))
-    if not is_cached(model):
-        completions = _generate_uncached(as_argument(model), params, prompts, keys, settings=settings, length=length)
+    argument = as_argument(model)
+    if not is_cached(argument):
+        if answers is not None:
+            raise ValueError(
+                f"model is {type(model).__name__}: several turns need a model of this package, with its cache"
+            )
+        completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn)
         completions = fetch(completions) if on_host else completions
     elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
-        completions = _generate_in_one(as_argument(model), params, prompts, keys, settings=settings, length=length)
+        completions = generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
     else:
-        rollout = Rollout.of(model, params, prompts, keys, settings, length, interrupt)
-        completions = _generate_in_bursts(rollout, places(len(keys), num_generations, batch_size, shards), watch)
+        table = Table(keys.size, turn if answers is None else longest, settings.pad_token_id)
+        variables = decode_variables(argument, params)
+        rollout = Rollout(argument, params, variables, prompts, keys, settings, table, mesh, interrupt)
+        at_once = groups_at_once(groups, num_generations, batch_size, shards)
+        if answers is None:
+            completions = _sample_one_turn(rollout, at_once, watch)
+        else:
+            completions = sample_turns(rollout, at_once, answers, turn)
         completions = completions if on_host else jax.tree.map(jnp.asarray, completions)
-    return _padded(completions, int(max_completion_length), settings)
+    return _padded(completions, longest, settings.pad_token_id)
+
+
+def _check_sizes(
+    prompts: Prompts,
+    num_generations: int,
+    max_completion_length: int,
+    batch_size: int | None,
+    max_turn_length: int | None,
+    shards: int,
+) -> None:
+    """Raise a `ValueError` for shapes and counts that make no sense."""
+    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
+        raise ValueError(
+            f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
+        )
+    for name, value in (
+        ("num_generations", num_generations),
+        ("max_completion_length", max_completion_length),
+        ("max_turn_length", 1 if max_turn_length is None else max_turn_length),
+    ):
+        if int(value) != value or value < 1:
+            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
+    if batch_size is not None and batch_size < shards * num_generations:
+        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
+        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+
+
+def _padded(completions: Completions, length: int, pad_token_id: int) -> Completions:
+    """Completions of one turn with T = `length`."""
+    more = length - completions.tokens.shape[-1]
+    if not more:
+        return completions
+    xp = np if isinstance(completions.tokens, np.ndarray) else jnp
+    padding = [(0, 0), (0, 0), (0, more)]
+    return completions.replace(
+        tokens=xp.pad(completions.tokens, padding, constant_values=pad_token_id),
+        mask=xp.pad(completions.mask, padding),
+        log_probs=xp.pad(completions.log_probs, padding),
+    )
+
+
+def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
+    """Completions of one turn as NumPy arrays, of at most `at_once` groups at a time."""
+    b, g = rollout.keys.shape
+    table = rollout.table
+    if rollout.mesh is not None and at_once < b:  # completions stay on their device: the next batch begins after this
+        parts = [_part(rollout, first, first + at_once) for first in range(0, b, at_once)]
+        return jax.tree.map(lambda *x: np.concatenate(x), *(_sample_one_turn(part, at_once, watch) for part in parts))
+    batch = _OneTurn(rollout, at_once)
+    while True:
+        rollout.interrupt()
+        if watch is not None:
+            watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
+        if batch.prompts_wait and batch.has_places:
+            batch.refill()
+        elif batch.empty.all():
+            batch.record(in_flight=0)
+            return table.completions(b)
+        elif not batch.prompts_wait:
+            batch.compact()
+        if not batch.empty.all():  # else all completions that have just begun ended with their first token
+            batch.decode()
+
+
+def _part(rollout: Rollout, first: int, last: int) -> Rollout:
+    """The rollout of groups first … last − 1 alone."""
+    prompts, keys = jax.tree.map(lambda x: x[first:last], (rollout.prompts, rollout.keys))
+    table = Table(keys.size, rollout.table.length, rollout.settings.pad_token_id)
+    return dataclasses.replace(rollout, prompts=prompts, keys=keys, table=table)
+
+
+class _OneTurn:
+    """Completions of one turn on the device, between two bursts.
+
+    Attributes:
+      streams: parts of the completions [B', G'] that are decoded at the same time.
+      completions: [B', G'] the row of the table that each place draws; −1 if it has ended or only fills the shape.
+      drawn: [B'] tokens drawn of each group's completions.
+      at: number of the layout in the ladder.
+      slot: the next slot, not reduced by the ring's size.
+      slots: of the cache.
+      next_group: the first prompt that waits.
+      bursts: (completions, drawn tokens of each stream) that are not in the table yet.
+    """
+
+    def __init__(self, rollout: Rollout, groups: int):
+        (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
+        self.rollout, self.next_group, self.at, self.slot = rollout, groups, 0, 0
+        sizes = (p, groups, g, rollout.table.length)
+        self.ladder = choose_ladder(rollout.model, rollout.params, *sizes, mesh=rollout.mesh, waits=groups < b)
+        self.slots = self.ladder.slots[0]
+        self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
+        self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()
+        self._on_cpu = on_cpu(rollout.params, rollout.mesh)
+
+        def begin(part: np.ndarray) -> StreamResult:
+            inputs = (rollout.model, rollout.params, *rollout.inputs(part), 0)
+            return prefill(*inputs, settings=rollout.settings, slots=self.slots, mesh=rollout.mesh)
+
+        rollout.interrupt()
+        parts = np.split(np.arange(groups), stream_count(rollout.params, groups, g))
+        streams, drawn = zip(*self._run(begin, parts), strict=True)
+        self.streams = tuple[Stream, ...](streams)
+        self._note(self.completions, drawn)
+
+    @property
+    def empty(self) -> np.ndarray:
+        """[B'] groups whose completions have all ended, as far as the table has them."""
+        return np.logical_not((self.completions >= 0).any(axis=1))
+
+    @property
+    def prompts_wait(self) -> bool:
+        """Whether some prompts have not been read yet."""
+        return self.next_group < len(self.rollout.keys)
+
+    @property
+    def _few(self) -> int:
+        """Prompts that enter a stream at a time: as many as make one call worth its while."""
+        return max(1, len(self.completions) // len(self.streams) // 4)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether a stream has places for waiting prompts."""
+        return any(part.sum() >= self._few for part in np.split(self.empty, len(self.streams)))
+
+    def refill(self) -> None:
+        """Give places of ended groups to the next prompts, in each stream that has enough of them."""
+        rollout, few, size = self.rollout, self._few, len(self.completions) // len(self.streams)
+        self.completions = self.completions.copy()  # `bursts` has the old ones
+        entering = []
+        for i, empty in enumerate(np.split(self.empty, len(self.streams))):
+            if empty.sum() >= few and self.prompts_wait:
+                groups, places = np.arange(self.next_group, self.next_group + few), np.flatnonzero(empty)[:few]
+                self.completions[i * size + places], self.drawn[i * size + places] = rollout.rows(groups), 1
+                self.next_group += few
+                entering.append((i, groups, places))
+
+        def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> StreamResult:
+            i, groups, places = entry
+            stream = self.streams[i]
+            inputs = (rollout.model, rollout.params, stream.replace(cache=()), *rollout.inputs(groups), places)
+            new, drawn = refill(*inputs, self.slot, settings=rollout.settings)
+            return new.replace(cache=stream.cache), drawn
+
+        rollout.interrupt()
+        results = self._run(enter, entering)
+        new = {i: stream for (i, _, _), (stream, _) in zip(entering, results, strict=True)}
+        self.streams = tuple(new.get(i, stream) for i, stream in enumerate(self.streams))
+        entered = np.concatenate([i * size + places for i, _, places in entering])
+        self._note(self.completions[entered], [drawn for _, drawn in results])
+
+    def compact(self) -> None:
+        """Move to the next smaller layout, if it has places for all and is cheaper by enough."""
+        slots = self.ladder.slots_below(self.at, self.slots)
+        chosen = None if slots is None else self.ladder.choose(self.at, self.completions >= 0)
+        if slots is None or chosen is None:
+            return
+        (groups, order), mesh = chosen, self.rollout.mesh
+        self.completions, self.drawn = self.completions[groups[:, None], order], self.drawn[groups]
+        parts = stream_count(self.rollout.params, *self.completions.shape)
+        kept = groups if mesh is None else None  # no group leaves its device
+        self.streams = move(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
+        self.at, self.slots = self.at + 1, slots
+
+    def decode(self) -> None:
+        """Draw a burst, or less if there are no more slots or tokens to draw; a full cache grows before."""
+        rollout, ladder, last = self.rollout, self.ladder, self.ladder.slots[-1]
+        if self.slot >= self.slots < last:
+            self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
+            self.streams = tuple(grow(stream, slots=self.slots, mesh=rollout.mesh) for stream in self.streams)
+        count = ladder.steps
+        if not ladder.fixed:
+            left = rollout.table.length - int(self.drawn[~self.empty].min())
+            count = min(count, left if self.slots == last else min(left, self.slots - self.slot))
+
+        def draw(stream: Stream) -> StreamResult:
+            return decode(
+                *(rollout.model, rollout.variables, stream, self.slot, count),
+                settings=rollout.settings,
+                steps=ladder.steps,
+                fixed=ladder.fixed,
+                mesh=rollout.mesh,
+            )
+
+        streams, drawn = zip(*self._run(draw, self.streams), strict=True)
+        before, self.streams = self.completions, streams
+        self.drawn, self.slot = self.drawn + count, self.slot + count
+        self.completions = np.where(self.drawn[:, None] < rollout.table.length, self.completions, -1)
+        self._note(before, drawn)
+
+    def _run(self, program: Callable[[Part], StreamResult], parts: Sequence[Part]) -> list[StreamResult]:
+        """Call a program for each stream; on a CPU, wait for the results."""
+        results = run_in_streams(program, parts)
+        return jax.block_until_ready(results) if self._on_cpu else results
+
+    def _note(self, completions: np.ndarray, drawn: Sequence[Drawn]) -> None:
+        """Keep drawn tokens until they are recorded: on an accelerator, while the device draws the next burst."""
+        for x in jax.tree.leaves(drawn):
+            if x.is_fully_addressable:
+                x.copy_to_host_async()
+        self.bursts.append((completions, drawn))
+        self.record(in_flight=0 if self._on_cpu else 1)
+
+    def record(self, *, in_flight: int = 0) -> None:
+        """Record all bursts but the last `in_flight`, and empty the places of completions that ended."""
+        table = self.rollout.table
+        while len(self.bursts) > in_flight:
+            completions, streams = self.bursts.popleft()
+            drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, streams))
+            ended = table.record(completions, drawn, self.rollout.settings)
+            table.ended[completions[ended]] = True
+            over = completions[ended | (table.lengths[completions] == table.length)]
+            self.completions = np.where(np.isin(self.completions, over), -1, self.completions)

@@ -19,9 +19,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.models.fused_step import has_step_kernel
+from grpo_jax.models.platform import platform_of
+from grpo_jax.models.sharding import shard_count
+from grpo_jax.models.sight import implementation
+from grpo_jax.models.streams import count_streams
+from grpo_jax.types import CachedModel, Params
 
 BURST = 16
 """Decode steps of one call, between two looks at which completions have ended, at most."""
@@ -38,6 +47,9 @@ FEWEST = 8
 
 MOST_RUNGS = 3
 """Smaller layouts at most."""
+
+STREAM_COMPLETIONS = 16
+"""Completions of one stream at least: fewer leave the matrix products too thin."""
 
 WORTH_A_MOVE = 0.8
 """Share of the present layout's cost that the next may have at most: a move costs a copy of the cache, and programs."""
@@ -163,3 +175,84 @@ def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: i
     stride = 1 << max(1, math.ceil(math.log2(max(2, all_of_them / FEWEST)) / MOST_RUNGS))
     singles = ((FEWEST * stride**i, 1) for i in reversed(range(MOST_RUNGS)))
     return next(filter(worth, (*singles, fewer)), None)
+
+
+def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
+    """Cost of a decode step; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+    held = jax.tree.leaves((model, params))
+    return DecodeStep.of(
+        model.config,
+        prompt_length=prompt_length,
+        completion_length=slots,
+        itemsize=jnp.dtype(model.config.dtype).itemsize,
+        weight_itemsize=sum(x.size * x.dtype.itemsize for x in held) / sum(x.size for x in held),
+        bytes_per_operation=0.13 if cpu else 0.01,
+    )
+
+
+def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
+    """How many streams [groups, width] completions are decoded in: a divisor of `groups`.
+
+    `each`: streams for each that works at a time; of several turns some wait for answers.
+    """
+    parts = min(groups, groups * width // STREAM_COMPLETIONS)
+    most = max(1, min(parts, each * count_streams(params, groups)))
+    return max(n for n in range(1, most + 1) if groups % n == 0)
+
+
+def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
+    """How many groups stand on the devices at a time: at most `batch_size` completions, as many on each device.
+
+    Args:
+      batch_size: completions at a time over all devices; None: all.
+      shards: devices that prompts are cut over.
+
+    Example:
+      >>> groups_at_once(30, 4, None, 8), groups_at_once(30, 4, 70, 8), groups_at_once(30, 4, 70, 1)
+      (32, 16, 17)
+    """
+    most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
+    return -(-most // shards) * shards
+
+
+def choose_ladder(
+    model: CachedModel,
+    params: Params,
+    prompt_length: int,
+    groups: int,
+    width: int,
+    length: int,
+    *,
+    mesh: Mesh | None,
+    waits: bool,
+) -> Ladder:
+    """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
+    cpu, shards = on_cpu(params, mesh), shard_count(mesh)
+    slots = whole_cache(length, fixed=not cpu)
+    step = decode_step(model, params, prompt_length, slots, cpu=cpu)
+    grows = not _goes_through_tiles(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
+    return Ladder.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
+
+
+def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
+    """Whether a kernel computes a step's attention in all layers that have some: it reads the slots that are full."""
+    shape = model.config
+    heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
+    chosen = implementation(shape.attention)
+    return bool(heads) and all(
+        has_step_kernel(chosen, head_dim=width, keys=keys, programs=completions * count // devices)
+        for count, width in heads
+    )
+
+
+def on_cpu(params: Params, mesh: Mesh | None) -> bool:
+    """Whether one CPU decodes: its loops can be watched for nothing.
+
+    Of `params` the places count; shapes that have none are of arrays on the default device.
+    """
+    at = {
+        device.platform
+        for x in jax.tree.leaves(params)
+        for device in getattr(getattr(x, "sharding", None), "device_set", ())
+    }
+    return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}

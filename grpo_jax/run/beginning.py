@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import (
     tree_sharding,
 )
 from grpo_jax.models.targets import ProgramCost, compile_program
-from grpo_jax.rollout.draw import decode_settings
+from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.types import Batch, Params, Prompts, as_argument

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from grpo_jax.rollout.episodes import Episodes
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction, encode_rows
 from grpo_jax.rollout.played import Played, metrics_of, turn_ids
-from grpo_jax.rollout.turns import Answers, generate_turns
+from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts
 from grpo_jax.types import Completions, Model, Params, Prompts, Row
@@ -142,14 +141,16 @@ def sample(
         completions = completions_by(sampler, model, params, prompts, key, request, answers=answers, **at)
         return completions if updater is None else with_old_log_probs(completions, updater, params, prompts)
 
-    asked = at | request.arguments
+    def by_generate(prompts: Prompts, key: jax.Array, answers: Answers | None = None) -> Completions:
+        return generate(model, params, prompts, key, answers=answers, on_host=True, **at, **request.arguments)
+
     if interaction is not None:
-        play = functools.partial(generate_turns, model, params, **asked) if sampler is None else by_sampler
+        play = by_generate if sampler is None else by_sampler
         return _sample_turns(interaction, play, data, numbers, key, request)
     rows = [data.rows[i] for i in numbers]
     prompts = make_prompts([data.token_ids[i] for i in numbers], length=request.prompt_length, on_host=True)
     if sampler is None:
-        return Sampled(rows, prompts, generate(model, params, prompts, key, on_host=True, **asked))
+        return Sampled(rows, prompts, by_generate(prompts, key))
     return Sampled(rows, prompts, by_sampler(prompts, key))
 
 

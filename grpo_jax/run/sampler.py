@@ -35,8 +35,10 @@ from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
-ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name not in ("watch", "on_host"))
-"""Names of the arguments that a sampler may take: those of `generate`, but for who watches and where they end."""
+ARGUMENTS = tuple(
+    name for name in inspect.signature(generate).parameters if name not in ("answers", "watch", "on_host")
+)
+"""Names of the arguments of `generate` that every sampler may take."""
 FURTHER = ("policy", "answers")
 """Names of two more, which only a sampler is given that names them."""
 ROUNDING = 1e-2

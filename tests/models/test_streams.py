@@ -1,6 +1,7 @@
 """Streams: a batch shared out to threads is the same batch."""
 
 import contextlib
+import importlib
 import threading
 import time
 
@@ -12,8 +13,10 @@ from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models import streams
-from grpo_jax.rollout import layout as layout_module
-from grpo_jax.rollout.decode import decode, prefill
+from grpo_jax.rollout.decode import decode_burst, prefill
+from grpo_jax.rollout.ladder import stream_count
+
+generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 
@@ -24,7 +27,7 @@ def test_there_are_as_many_streams_as_cores_parts_and_params_allow(monkeypatch):
     params = {"w": jnp.ones(3)}
     assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
     shapes = [(8, 8), (6, 10), (7, 100), (8, 4), (9, 3), (1, 1000)]
-    assert [layout_module.stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
+    assert [stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
     spread = jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P()))
     assert streams.count_streams({"w": spread}, 8) == 1, "left to the compiler"
     monkeypatch.setattr(streams, "CACHED", 40)
@@ -45,7 +48,7 @@ def test_samples_are_those_of_one_stream(monkeypatch):
     model, params = tiny_model()
     results = []
     for n in (1, 2):
-        monkeypatch.setattr(layout_module, "stream_count", lambda params, groups, width, n=n: min(n, groups))
+        monkeypatch.setattr(generate_module, "stream_count", lambda params, groups, width, n=n: min(n, groups))
         settings = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (5, 7)}
         results.append(generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings))
     one, many = results
@@ -68,7 +71,7 @@ def test_threads_that_share_a_program_compile_it_once():
     results = streams.run_in_streams(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
     assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert traced == [(3,)]
-    assert all(isinstance(of_a_rollout, streams.shared) for of_a_rollout in (prefill, decode))
+    assert all(isinstance(of_a_rollout, streams.shared) for of_a_rollout in (prefill, decode_burst))
 
 
 @pytest.mark.quick

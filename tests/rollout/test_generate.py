@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 
 import jax
@@ -15,11 +16,12 @@ from grpo_jax import Completions, Prompts, generate, make_prompts
 from grpo_jax.models.bounds import DecodeStep
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import layout as layout_module
-from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
-from grpo_jax.rollout.variables import decode_variables
+from grpo_jax.rollout.ladder import decode_step
+from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.types import as_argument
+
+generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4], [12, 3, 12, 3]]
 EOS = (7, 13)
@@ -105,7 +107,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, l
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
-        monkeypatch.setattr(rollout_module, "decode_variables", lambda *_: variables)
+        monkeypatch.setattr(generate_module, "decode_variables", lambda *_: variables)
         return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
 
     by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
@@ -133,10 +135,10 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(monkeypatch
 
     def decode(*arguments, **settings):
         new, drawn = plain(*arguments, **settings)
-        steps.append((drawn[0].shape[:2], np.asarray(arguments[3].start)))
+        steps.append((drawn[0].shape[:2], np.asarray(arguments[2].start)))
         return new, drawn
 
-    monkeypatch.setattr(rollout_module, "decode", decode)
+    monkeypatch.setattr(generate_module, "decode", decode)
     for places in (1, 4):
         steps.clear()
         completions = sample(MANY, batch_size=3 * places + 2, num_generations=3, max_completion_length=90)
@@ -188,7 +190,7 @@ def test_the_cost_of_a_step_is_that_of_the_bound():
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)
     stream, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, settings=DecodeSettings())
-    step = layout_module.decode_step(as_argument(model), params, 3, 5, cpu=True)
+    step = decode_step(as_argument(model), params, 3, 5, cpu=True)
     norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
     weights = sum(x.size for x in jax.tree.leaves(params)) - norms
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -15,8 +15,8 @@ from grpo_jax import generate, make_prompts
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rollout import ladder
-from grpo_jax.rollout.draw import DecodeSettings, decode_settings
-from grpo_jax.rollout.turns import generate_turns
+from grpo_jax.rollout.draw import DecodeSettings
+from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
@@ -163,7 +163,8 @@ def play(said="stop", params=None, **settings):
     answers = Answers(SAID[said], most=settings.pop("most", 3))
     params = own if params is None else params
     prompts = make_prompts(PROMPTS)
-    return generate_turns(model, params, prompts, jax.random.key(7), answers, **arguments(**settings)), answers.heard
+    completions = generate(model, params, prompts, jax.random.key(7), answers=answers, **arguments(**settings))
+    return completions, answers.heard
 
 
 @pytest.mark.parametrize("said", SAID)

@@ -16,9 +16,8 @@ from grpo_jax.models.cache import slots_of
 from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout import rollout, turns
+from grpo_jax.rollout import turns
 from grpo_jax.rollout.generate import generate
-from grpo_jax.rollout.turns import generate_turns
 from grpo_jax.types import Prompts
 
 # A layer of each kind: what it keeps has to go the same ways.
@@ -70,7 +69,7 @@ class Script:
 def play(script=None, *, params=PARAMS, prompts=PROMPTS, group=4, length=T, **settings):
     script = Script() if script is None else script
     how = {"num_generations": group, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
-    return generate_turns(MODEL, params, prompts, jax.random.key(7), script, **how | settings), script
+    return generate(MODEL, params, prompts, jax.random.key(7), answers=script, **how | settings), script
 
 
 @functools.cache
@@ -123,10 +122,10 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
-    sizes, original = set(), rollout.decode
+    sizes, original = set(), turns.decode
     monkeypatch.setattr(turns, "TOGETHER", share)
-    spy = lambda *args, **how: sizes.add(slots_of(args[2])) or original(*args, **how)
-    monkeypatch.setattr(rollout, "decode", spy)
+    spy = lambda *args, **how: sizes.add(slots_of(args[2].cache)) or original(*args, **how)
+    monkeypatch.setattr(turns, "decode", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
     np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
@@ -185,6 +184,8 @@ def test_an_observation_that_just_fits_leaves_a_token():
 @pytest.mark.quick
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="Bare: several turns need a model of this package"):
-        generate_turns(Bare(MODEL), {}, PROMPTS, jax.random.key(0), None, num_generations=2, max_completion_length=4)
+        generate(
+            *(Bare(MODEL), {}, PROMPTS, jax.random.key(0)), answers=Script(), num_generations=2, max_completion_length=4
+        )
     with pytest.raises(ValueError, match="batch_size must hold a group of 4 completions; got 3"):
         play(batch_size=3)

@@ -13,14 +13,13 @@ from tiny import tiny_model
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
-from grpo_jax.rollout import decode as decode_module
+from grpo_jax.rollout import ladder
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.layout import choose_ladder
-from grpo_jax.rollout.programs import decode_call
-from grpo_jax.rollout.variables import copies, decode_variables, variables_shape
+from grpo_jax.rollout.ladder import choose_ladder
+from grpo_jax.rollout.programs import copies, decode_call, decode_variables, variables_shape
 from grpo_jax.types import as_argument
 
-rollout_module = importlib.import_module("grpo_jax.rollout.rollout")
+generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def test_rounded_kernels_sample_the_same_bits(shape, monkeypatch):
         return generate(model, params, prompts, jax.random.key(1), **how)
 
     ours = sampled()
-    monkeypatch.setattr(rollout_module, "decode_variables", lambda _, params: {"params": params})
+    monkeypatch.setattr(generate_module, "decode_variables", lambda _, params: {"params": params})
     plain = sampled()
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
     np.testing.assert_array_equal(ours.log_probs, plain.log_probs)
@@ -102,10 +101,10 @@ def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     model, params = tiny_model()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
-    def ladder(of):
+    def chosen(of):
         return choose_ladder(as_argument(model), of, 5, 4, 2, 20, mesh=None, waits=False)
 
-    assert not ladder(shapes).fixed
-    monkeypatch.setattr(decode_module, "platform_of", lambda: ("gpu", 9.0))
-    assert ladder(shapes).fixed
-    assert not ladder(params).fixed, "these are on a CPU"
+    assert not chosen(shapes).fixed
+    monkeypatch.setattr(ladder, "platform_of", lambda: ("gpu", 9.0))
+    assert chosen(shapes).fixed
+    assert not chosen(params).fixed, "these are on a CPU"

@@ -1,5 +1,6 @@
 """Evaluation: the mean of the rewards over every completion, whatever the batch size."""
 
+import importlib
 import itertools
 
 import jax
@@ -11,7 +12,6 @@ from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rewards import number_reward
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout import rollout as rollout_module
 from grpo_jax.run import sample as sample_module
 from grpo_jax.run.evaluate import pass_at_k
 
@@ -88,7 +88,8 @@ def test_batches_of_one_device_and_of_each_on_a_mesh_change_nothing(axes, batch_
     sizes, prefill, policy = [], decode_module.prefill, tiny_policy()
     settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
     alone = evaluate(policy, dataset, length, batch_size=64, **settings)
-    monkeypatch.setattr(rollout_module, "prefill", lambda *x, **how: sizes.append(x[3].shape[0]) or prefill(*x, **how))
+    generate_module = importlib.import_module("grpo_jax.rollout.generate")
+    monkeypatch.setattr(generate_module, "prefill", lambda *x, **how: sizes.append(x[3].shape[0]) or prefill(*x, **how))
     placed = policy if axes is None else policy.replace(params=place(policy.params, make_mesh(axes)))
     assert evaluate(placed, dataset, length, batch_size=batch_size, **settings) == alone
     assert (len(sizes), sum(sizes)) == (2, groups)

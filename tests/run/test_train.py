@@ -63,7 +63,7 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
 def test_after_warm_up_an_iteration_compiles_nothing(tmp_path):
     """A warm iteration compiles nothing, and neither does a resumed run whose programs are there."""
     programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
-    programs += [packed.measure, decode_module.prefill, decode_module.decode, decode_module.move]
+    programs += [packed.measure, decode_module.prefill, decode_module.decode_burst, decode_module.move]
     sizes = []
 
     def note(step, metrics):
