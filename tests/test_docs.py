@@ -1,4 +1,4 @@
-"""The documentation names what is there: tests, files, links and fields; public names have a docstring in form."""
+"""Links, files and names in the documentation exist, its examples run, and public docstrings are complete."""
 
 import copy
 import dataclasses
@@ -53,13 +53,13 @@ def words_of_the_code() -> set[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are called in links."""
+    """The names of a page's headings in links."""
     headings = re.findall(r"^#+ (.*)", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def sections(name: str) -> dict[str, str]:
-    """A docstring by its sections; "" is what stands before the first."""
+    """The sections of a docstring by name; "" is the part before the first."""
     parts = re.split(r"^(\w+):\n(?=  )", inspect.getdoc(getattr(grpo_jax, name)) or "", flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
@@ -74,7 +74,6 @@ listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 @pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Links, files, modules, commands and fields that the pages name exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -121,8 +120,7 @@ def test_the_settings_to_start_with_are_a_config():
     assert names["config"].sizes()[:2] == (16, 128)
 
 
-def test_the_algorithm_of_ones_own_runs_as_it_stands():
-    """The recipe of an algorithm of one's own runs as it stands."""
+def test_the_algorithm_of_ones_own_runs():
     (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "advantage_fn=" in block)
     config = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_completion_length=4, max_steps=1)
     seen: dict[str, Any] = {}
@@ -177,7 +175,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
 
 @pytest.mark.quick
 def test_pickle_is_where_security_says():
-    """Between a run and the workers that it starts, and nowhere else; what comes from outside is never unpickled."""
+    """Only a worker unpickles, and only data from its own run."""
     text = {path: path.read_text(encoding="utf-8") for path in (ROOT / "grpo_jax").rglob("*.py")}
     imports = re.compile(r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b", flags=re.M)
     here = {path.name for path, code in text.items() if imports.search(code)}
@@ -212,7 +210,6 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", grpo_jax.__all__)
 def test_docstrings_are_in_form(name):
-    """Every public name has a docstring in form, and is in the reference."""
     first, *rest = sections(name)[""].splitlines()
     assert first.endswith(".")
     assert len(first) < 116

@@ -1,6 +1,5 @@
-"""The wheel, the source distribution, the version bounds of the dependencies and the form of the changelog."""
+"""The wheel, the source distribution and the version bounds of the dependencies."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -47,59 +46,50 @@ def test_wheel_and_source_distribution_hold_what_they_should(tmp_path):
     assert {"README.md", "pyproject.toml", "setup.cfg", "mkdocs.yml"} <= names
 
 
-@pytest.mark.quick
-def test_the_changelog_is_short_and_in_form():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 60
-    heads = re.findall(r"^## (.*)$", text, flags=re.M)
-    assert heads[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", head) for head in heads[1:])
-
-
 def bounds(requirements):
     """Name and version specifier of each requirement."""
     found = [Requirement(line) for line in requirements]
     return {requirement.name: requirement.specifier for requirement in found}
 
 
-FLOORS = bounds(PROJECT["dependencies"])
+LOWEST = bounds(PROJECT["dependencies"])
 
 
 def lines_of(path):
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
 
 
-def floor(specifier):
+def lowest(specifier):
     (least,) = (Version(part.version) for part in specifier if part.operator == ">=")
     return least
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "tpu"])
-def test_an_accelerator_extra_is_jaxs_own_from_the_same_floor(extra):
+def test_an_accelerator_extra_is_jaxs_own_from_the_same_lowest(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert (requirement.name, requirement.extras) == ("jax", {extra})
-    assert requirement.specifier == FLOORS["jax"]
+    assert requirement.specifier == LOWEST["jax"]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
-def test_constraints_hold_jax_back_and_agree_with_the_floors(path):
+def test_constraints_hold_jax_back_and_agree_with_the_bounds(path):
     named = bounds(lines_of(path))
     assert set(named) == {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex"}
     assert "://" not in path.read_text(encoding="utf-8")
-    assert path.stem == f"jax-{floor(named['jax'])}"
+    assert path.stem == f"jax-{lowest(named['jax'])}"
     assert named["jax"] == named["jaxlib"]
     for name, specifier in named.items():
         assert {part.operator for part in specifier} in ({">=", "<"}, {">=", "<="})
-        assert floor(specifier) >= floor(FLOORS.get(name, FLOORS["jax"]))
+        assert lowest(specifier) >= lowest(LOWEST.get(name, LOWEST["jax"]))
     assert path.name in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.quick
 def test_constraints_leave_no_gap_below_the_jax_that_needs_none():
     """flax 0.12.7 requires jax 0.10, and no other dependency of that flax requires more."""
-    ranges = sorted((bounds(lines_of(path))["jax"] for path in CONSTRAINTS), key=floor)
+    ranges = sorted((bounds(lines_of(path))["jax"] for path in CONSTRAINTS), key=lowest)
     ends = [next(part.version for part in specifier if part.operator == "<") for specifier in ranges]
-    assert [floor(specifier) for specifier in ranges] == [floor(FLOORS["jax"]), *map(Version, ends[:-1])]
+    assert [lowest(specifier) for specifier in ranges] == [lowest(LOWEST["jax"]), *map(Version, ends[:-1])]
     assert ends[-1] == "0.10"
