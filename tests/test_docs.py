@@ -220,7 +220,12 @@ def test_docstrings_are_in_form(name):
     if name not in FUNCTIONS:
         return
     signature, parts = inspect.signature(getattr(grpo_jax, name)), sections(name)
-    assert listed(parts["Args"]) == list(signature.parameters)
+    described = listed(parts["Args"])
+    assert described == [parameter for parameter in signature.parameters if parameter in described]
+    if described != list(signature.parameters):  # "Arguments that are not listed here have the meaning of the field"
+        fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+        assert {*signature.parameters} - {*described} <= fields
+        assert "`GRPOConfig`" in parts[""]
     assert ("Returns" in parts) == (signature.return_annotation not in (None, "None"))
     assert ">>> " in parts["Example"]
     order = ["Args", "Returns", "Raises", "Gradient", "References", "Example"]
