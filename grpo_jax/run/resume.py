@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what the run was begun with, and how it differs from what is given now."""
+"""Whether a run can resume from a checkpoint: a description of the run, and how two descriptions differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _REMOVED_UNREAD = {
     *("keep_programs", "profile_steps", "success_reward_threshold"),
     *("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"),
 }
-"""Fields of earlier versions that the params never depended on, or only with a teacher that is compared by its kind."""
+"""Fields of earlier versions without effect on the params, except by a teacher, which is compared by its kind."""
 
 
 def describe(
@@ -69,9 +69,10 @@ def describe(
     own_functions: Mapping[str, AdvantageFn | Surrogate | None] = MappingProxyType({}),
     teacher: Json | None = None,
 ) -> dict[str, Any]:
-    """Describe all that decides a run, as a JSON object that every checkpoint carries and `differences` compares.
+    """Describe all that decides the numbers of a run, as the JSON object that every checkpoint stores.
 
     Data are hashed by column, frozen arrays by their first numbers, and functions of the caller by their source.
+    `own_optimizer` and `own_sampler`: whether the caller gave one. `teacher`: its identity (`run.teacher`).
     """
     sizes = config.sizes()
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
@@ -113,17 +114,20 @@ def fingerprint(tree: Params) -> str:
 
 
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
-    """The config, with what it leaves to the memory of the devices as the run of a directory has decided it."""
+    """The config, with `gradient_checkpointing=None` replaced by what the run of the directory has chosen."""
     if run_dir is None or not isinstance(config, GRPOConfig) or config.gradient_checkpointing is not None:
         return config
-    with contextlib.suppress(OSError):  # what is wrong with the directory is told by whoever writes to it
+    with contextlib.suppress(OSError):  # writing to the directory reports the error
         begun = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
         return dataclasses.replace(config, gradient_checkpointing=begun)
     return config
 
 
 def differences(saved: Json, present: Json, step: int) -> list[str]:
-    """Return a line for each reason why a run cannot go on from a checkpoint of `step`: of two of `describe`."""
+    """Return a line for each reason why a run cannot resume from its checkpoint of `step`.
+
+    `saved` and `present` are from `describe`; parts that an earlier version did not store are not compared.
+    """
     kinds = [config_class(which["config"]).__name__ for which in (present, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: a {kinds[0]}, the run has a {kinds[1]}"]
@@ -131,32 +135,32 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
         lines.append(f"dataset: {now} rows, the run has {rows}")
-    elif saved["dataset"] != present["dataset"] and not turns:  # prompts show what tools there are
-        lines.append(f"dataset: its {now} prompts are not those of the run, or not in their order")
+    elif saved["dataset"] != present["dataset"] and not turns:  # prompts show the tools
+        lines.append(f"dataset: its {now} prompts, or their order, differ from the run's")
     lines += _of_evaluation(saved, present)
     if saved["reward_fns"] != present["reward_fns"]:
         lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
     if saved["frozen"] != present["frozen"]:
-        lines.append("policy: the frozen base model is not that of the run")
-    old, new = saved.get("policy", {}), present["policy"]  # of a field that one of them did not know, nothing is said
-    for name in sorted(name for name in {*old} & {*new} if old[name] != new[name]):
+        lines.append("policy: the frozen base model differs from the run's")
+    old, new = saved.get("policy", {}), present["policy"]
+    for name in (name for name in _changed(old, new) if name in old and name in new):
         lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
     for name, usual in (("optimizer", None), ("sampler", "generate")):
         if saved.get(name, usual) != present[name]:
             lines.append(f"{name}: {present[name]}, the run has {saved.get(name, usual)}")
     old, new = saved.get("functions", {}), present["functions"]
-    for name in sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):
+    for name in _changed(old, new):
         ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))
         source = "; its source or what it is bound to has changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, the run has {theirs}{source}")
     lines += _of_teacher(saved.get("teacher"), present["teacher"])
-    # What the state holds follows from the config, and the optimizer's part from the params: the first reason is enough
+    # The arrays of the state follow from the above, so they are compared only if nothing else differs.
     return lines or list(_of_state(saved["state"], present["state"]))
 
 
 def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> list[str]:
     """Return a line for each reward function, tool or environment whose source has changed; `accept` warns instead."""
-    known = saved.get("sources", {})  # of an earlier version, which did not record them
+    known = saved.get("sources", {})
     names = [
         f"{argument}: the source of {name}"
         for argument, sources in present["sources"].items()
@@ -165,8 +169,8 @@ def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> li
     ]
     if accept and names:
         warnings.warn(f"the run continues with changed functions ({'; '.join(names)})", stacklevel=2)
-    mend = 'has changed; restore it, or continue with the new one by resume="changed" (grpo-jax train --resume changed)'
-    return [] if accept else [f"{name} {mend}" for name in names]
+    fix = 'has changed; restore it, or continue with the new one by resume="changed" (grpo-jax train --resume changed)'
+    return [] if accept else [f"{name} {fix}" for name in names]
 
 
 def warn_of_changes(saved: Json, present: Json) -> None:
@@ -175,30 +179,31 @@ def warn_of_changes(saved: Json, present: Json) -> None:
         ("dataset", "dataset", "columns"),
         ("eval_dataset", "evaluation", "eval_columns"),
     ):
-        known, here = saved.get(columns, present[columns]), present[columns]
-        names = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
+        names = _changed(saved.get(columns, present[columns]), present[columns])
         if names and saved[prompts].get("prompts") == present[prompts].get("prompts"):
             warnings.warn(
-                f"{argument}: its prompts are those of the run, and its column{'s' * (len(names) > 1)}"
-                f" {', '.join(names)} not: rewards that read them may differ from here on",
+                f"{argument}: its prompts are the run's, and other values are in {', '.join(names)}: rewards that read"
+                " them may change from here on",
                 stacklevel=2,
             )
     if "not_decayed" not in saved and present["config"]["weight_decay"] and present["optimizer"] == "the config's":
         warnings.warn(
-            "weight_decay: so far it acted on norms and biases too; from here on it leaves them out, as transformers"
-            " does",
+            "weight_decay: so far it applied to norms and biases too; from here on it does not, as in transformers",
             stacklevel=2,
         )
-    old, new = saved["versions"], present["versions"]
-    changed = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
-    changed |= {name: (before, present["machine"].get(name)) for name, before in saved.get("machine", {}).items()}
+    machine = {name: present["machine"].get(name) for name in saved.get("machine", {})}
     cuts = [name for name, rule in _RULES.items() if rule == "rounding"]
-    changed |= {name: (show(saved["config"].get(name)), show(present["config"].get(name))) for name in cuts}
-    lines = [f"{name} {before} → {now}" for name, (before, now) in changed.items() if before != now]
+    old = saved["versions"] | saved.get("machine", {}) | {name: saved["config"].get(name) for name in cuts}
+    new = present["versions"] | machine | {name: present["config"].get(name) for name in cuts}
+
+    def shown(value: object) -> str:
+        return value if isinstance(value, str) else show(value)
+
+    lines = [f"{name} {shown(old.get(name))} → {shown(new.get(name))}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
-            f"the run goes on otherwise than it was begun ({', '.join(lines)}): from here on its numbers may differ in"
-            " the last bits from those of an undisturbed run",
+            f"the run resumes under other conditions ({', '.join(lines)}): from here on its numbers may differ in the"
+            " last bits from an undisturbed run",
             stacklevel=2,
         )
 
@@ -208,10 +213,15 @@ def warn_of_no_rollout(saved: Json, present: Json) -> None:
     if saved["total_steps"] < present["total_steps"]:
         warnings.warn(
             f"rollout_ahead: the run was to end after step {saved['total_steps']} and has sampled nothing ahead: its"
-            " next completions come from the present policy, where those of a run that was to be longer from the start"
-            " come from the one before",
+            " next completions come from the present policy; in a run that was longer from the start they come from the"
+            " one before",
             stacklevel=2,
         )
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the names whose values differ, or are in one of the two only."""
+    return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
 def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
@@ -219,7 +229,7 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(config_class(present["config"]))}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
     if "kl_correction_level" not in saved["config"] and old.get("importance_sampling_level") == "sequence":
-        old["kl_correction_level"] = "importance_sampling_level"  # as it was when there was no choice
+        old["kl_correction_level"] = "importance_sampling_level"  # before there was a choice
     for name in sorted({*old, *new}):
         if name in ({*_REMOVED} | _REMOVED_UNREAD) - {*new}:
             if name in _REMOVED and old[name] != _REMOVED[name]:
@@ -248,34 +258,32 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
 
 
 def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
-    """Yield a line for a teacher that is not that of the run."""
-    if old == new:
-        return
+    """Yield a line for each difference of the teacher."""
     if old is None or new is None or old["kind"] != new["kind"]:
-        names = [None if one is None else one["kind"] for one in (new, old)]
-        yield f"teacher: {show(names[0])}, the run has {show(names[1])}"
+        kinds = [None if one is None else one["kind"] for one in (new, old)]
+        if kinds[0] != kinds[1]:
+            yield f"teacher: {show(kinds[0])}, the run has {show(kinds[1])}"
         return
     if old.get("scorer") != new.get("scorer"):
         yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
     if old.get("prompt") is not None:
-        yield f"teacher: it reads the policy's prompts, and in the run those of {show(old['prompt'])}"
+        yield f"teacher: it reads the policy's prompts; in the run it reads the column {show(old['prompt'])}"
     if old.get("params") != new.get("params"):
-        yield "teacher: its params are not those of the teacher of the run"
+        yield "teacher: its params differ from the run's"
 
 
 def _of_turns(saved: Json, present: Json) -> Iterator[str]:
-    """Yield a line for each kind of answer to the policy that differs, where the run has noted it."""
+    """Yield a line for each kind of tools and environments that differs."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
         old, new = saved.get(kind, present[kind]), present[kind]
         if old.keys() != new.keys():
             yield f"{argument}: {some(sorted(new), 9) or 'none'}, the run has {some(sorted(old), 9) or 'none'}"
-        elif old != new:
-            names = ", ".join(sorted(name for name in new if old[name] != new[name]))
-            yield f"{argument}: the policy is told otherwise of {names} than in the run"
+        elif names := _changed(old, new):
+            yield f"{argument}: the schema of {', '.join(names)} differs from the run's"
 
 
 def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
-    """Yield a line for each difference of the evaluations that the best checkpoint is chosen by, before and now."""
+    """Yield a line for each difference of the evaluations by which the best checkpoint is chosen."""
     name = present["config"]["metric_for_best_model"]
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
@@ -287,7 +295,22 @@ def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
     if old.get("rows") != new.get("rows"):
         yield f"eval_dataset: {new.get('rows')} rows, the run has {old.get('rows')}, {compared}"
     elif old.get("prompts") != new.get("prompts"):
-        yield f"eval_dataset: its {new['rows']} prompts are not those of the run, {compared}"
+        yield f"eval_dataset: its {new['rows']} prompts differ from the run's, {compared}"
+
+
+def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for the first part of the state whose arrays differ, with some of them."""
+    parts = {
+        ".params": "policy: its params differ",
+        ".opt_state": "optimizer: its state differs",
+        "": "state: its arrays differ",
+    }
+    for prefix, part in parts.items():
+        paths = [path for path in _changed(old, new) if path.startswith(prefix)]
+        if paths:
+            arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
+            yield f"{part} from the run's: {some(arrays, 3)}"
+            return
 
 
 def _prompts(data: EncodedPrompts) -> Json:
@@ -331,7 +354,7 @@ def _machine(state: TrainState) -> Json:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, str]:
-    """Column → hash of its values; what is no JSON and no array counts by its type."""
+    """Column → hash of its values; a value that is neither JSON nor an array counts by its type."""
     hashes: dict[str, hashlib._Hash] = {}
 
     def plain(value: object) -> object:
@@ -362,18 +385,3 @@ def _leaves(tree: Params) -> dict[str, str]:
         jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for the first part of the state whose arrays differ, with some of them."""
-    parts = {
-        ".params": "policy: its params are not those",
-        ".opt_state": "optimizer: its state is not that",
-        "": "state: its arrays are not those",
-    }
-    for prefix, name in parts.items():
-        paths = sorted(path for path in {*old, *new} if path.startswith(prefix) and old.get(path) != new.get(path))
-        if paths:
-            arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
-            yield f"{name} of the run: {some(arrays, 3)}"
-            return

@@ -280,10 +280,10 @@ def test_each_field_is_harmless_or_refused_by_its_name():
 
 DIFFERENCES = [
     ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
-    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts are not those of the run, or not in their order"]),
+    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts, or their order, differ from the run's"]),
     ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], the run has ['vowels']"]),
     ({}, {"shape": (2, 4)},
-        ["policy: its params are not those of the run: params['w'] float32[2, 4] for float32[2, 3]"]),
+        ["policy: its params differ from the run's: params['w'] float32[2, 4] for float32[2, 3]"]),
     ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
     ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, the run has None"]),
     ({"functions": {"advantage_fn": functools.partial(run, beta=1)}},
@@ -291,9 +291,9 @@ DIFFERENCES = [
         ["advantage_fn: test_resume.run, the run has test_resume.run; its source or what it is bound to has"
         " changed"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1, momentum=0.9)},
-        ["optimizer: its state is not that of the run: opt_state[0].trace['w'] float32[2, 3] for (none)"]),
+        ["optimizer: its state differs from the run's: opt_state[0].trace['w'] float32[2, 3] for (none)"]),
     ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
-    ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model is not that of the run"]),
+    ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model differs from the run's"]),
     ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)}, ["policy: rms_norm_eps = 1e-05, the run has 1e-06"]),
     ({"model": shaped()}, {"model": shaped(dtype="bfloat16", remat=True)}, []),
     ({}, {"max_steps": 20, "steps": 20}, []),
@@ -326,15 +326,15 @@ COMPARED = "and metric_for_best_model = 'eval/vowels' compares all evaluations o
 ANSWERS_AND_BEST = [
     ({"tools": [look()]}, {"tools": [look()]}, []), ({"tools": [look()]}, {}, ["tools: none, the run has look"]),
     ({"tools": [look()], "token_ids": [[5, 6], [7]]}, {"tools": [look(int)], "token_ids": [[5, 6], [7, 8]]},
-        ["tools: the policy is told otherwise of look than in the run"]),
+        ["tools: the schema of look differs from the run's"]),
     ({"environments": {"a": Game}}, {"environments": {"a": Game, "b": Game}},
         ["environment_factory: a: Game, b: Game, the run has a: Game"]),
     ({"environments": Game}, {"environments": maze()}, ["environment_factory: Maze, the run has Game",
         "environments: Maze.go, the run has none"]),
     ({"environments": maze()}, {"environments": maze(int)},
-        ["environments: the policy is told otherwise of Maze.go than in the run"]),
+        ["environments: the schema of Maze.go differs from the run's"]),
     (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, the run has 2, {COMPARED}"]),
-    (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts are not those of the run, {COMPARED}"]),
+    (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts differ from the run's, {COMPARED}"]),
     (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5: the run has 1.0, {COMPARED}"]),
     (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
     ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),
@@ -407,7 +407,7 @@ def test_settings_that_only_one_version_has_resume_with_their_defaults():
         del saved["config"]["kl_correction_level"]
         assert differences(saved, about(importance_sampling_level=level), step=4) == lines
     teacher = {"kind": "policy", "params": "a"}
-    line = "teacher: it reads the policy's prompts, and in the run those of 'hint'"
+    line = "teacher: it reads the policy's prompts; in the run it reads the column 'hint'"
     for prompt, lines in ((None, []), ("hint", [line])):
         saved = {**about(), "teacher": {**teacher, "prompt": prompt}}
         assert differences(saved, {**about(), "teacher": teacher}, step=4) == lines
@@ -420,10 +420,10 @@ def test_other_columns_of_the_same_prompts_are_a_warning():
     saved = about(rows=rows("4", np.float32(5)))
     warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
     for changed in (rows("4", 6.0), rows(5.0, "4"), rows("4", [5.0])):
-        with pytest.warns(UserWarning, match="prompts are those of the run, and its column answer not: rewards that"):
+        with pytest.warns(UserWarning, match="prompts are the run's, and other values are in answer: rewards that"):
             warn_of_changes(saved, about(rows=changed))
     evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
-    with pytest.warns(UserWarning, match="eval_dataset: its prompts are those of the run, and its column answer not"):
+    with pytest.warns(UserWarning, match="eval_dataset: its prompts are the run's, and other values are in answer"):
         warn_of_changes(evaluated(1), evaluated(2))
     del saved["columns"], saved["policy"]  # of an earlier version
     assert differences(saved, about(), step=4) == []
@@ -436,10 +436,10 @@ def test_other_versions_devices_and_weight_decay_are_a_warning():
     for part, name, before in (("versions", "jax", "0.1"), ("machine", "cores", 99), ("machine", "device", "TPU v4")):
         saved = about()
         saved[part][name] = before
-        with pytest.warns(UserWarning, match=rf"begun \({name} {before} → .*\): from here on its numbers may differ"):
+        with pytest.warns(UserWarning, match=rf"\({name} {before} → .*\): from here on its numbers may differ"):
             warn_of_changes(saved, about())
     for name, value in (("mesh", {"data": 2}), ("gradient_checkpointing", False)):
-        with pytest.warns(UserWarning, match=rf"begun \({name} None → .*\): from here on its numbers may differ"):
+        with pytest.warns(UserWarning, match=rf"conditions \({name} None → .*\): from here on its numbers may differ"):
             warn_of_changes(about(), about(**{name: value}))
     with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
         warn_of_no_rollout(about(steps=10), about(steps=20))
@@ -447,6 +447,6 @@ def test_other_versions_devices_and_weight_decay_are_a_warning():
     saved = about(weight_decay=0.1)
     del saved["not_decayed"]  # of an earlier version
     assert differences(saved, about(weight_decay=0.1), step=4) == []
-    with pytest.warns(UserWarning, match="weight_decay: so far it acted on norms and biases too; from here on it"):
+    with pytest.warns(UserWarning, match="weight_decay: so far it applied to norms and biases too; from here on it"):
         warn_of_changes(saved, about(weight_decay=0.1))
     warn_of_changes(saved, about(weight_decay=0.1, optimizer=optax.sgd(0.1)))

@@ -117,7 +117,7 @@ def test_a_run_resumes_with_its_teacher_and_with_no_other(tmp_path):
     run(dataclasses.replace(CONFIG, max_steps=2, save_steps=2), run_dir=tmp_path)
     other = TEACHER.replace(params={"logits": TEACHER.params["logits"] + 1})
     for teacher, settings, complaint in (
-        (other, {}, "teacher: its params are not those of the teacher of the run"),
+        (other, {}, "teacher: its params differ from the run's"),
         (Engine(), {"distillation_mode": "sampled_token"}, "teacher: 'scorer', the run has 'policy'"),
     ):
         with pytest.raises(ValueError, match=complaint):
