@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.hub.hybrid import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, gemma4, hybrid, lfm2
+from grpo_jax.hub.hybrid import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, mixture, qwen_experts
 from grpo_jax.hub.keys import (
     REQUIRED,
     SEEING,
@@ -126,35 +126,9 @@ def _olmo3(keys: Keys) -> Fields:
     }
 
 
-def _mixture(keys: Keys, experts: int, size: int) -> Fields:
-    chosen = keys["num_experts_per_tok"]
-    if not 1 <= chosen <= experts:
-        raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
-    return {
-        "num_experts": experts,
-        "num_experts_per_token": chosen,
-        "expert_size": size,
-        "router_loss_coef": keys["router_aux_loss_coef"],
-    }
-
-
-def _qwen_experts(keys: Keys) -> Fields:
-    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
-    experts = keys["num_local_experts"] or keys["num_experts"]  # What transformers 5 calls it when it saves.
-    return {
-        **_mixture(keys, experts, keys["moe_intermediate_size"]),
-        "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        "normalize_expert_weights": keys["norm_topk_prob"],
-    }
-
-
 def _qwen3_moe(keys: Keys) -> Fields:
     windows = all_windows(keys) if keys["use_sliding_window"] else None
-    return {**biases_of(keys), **_qwen_experts(keys), "qk_norm": "head", "windows": windows}
-
-
-def _sparse_hybrid(keys: Keys) -> Fields:
-    return {**hybrid(keys), **_qwen_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+    return {**biases_of(keys), **qwen_experts(keys), "qk_norm": "head", "windows": windows}
 
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -167,7 +141,7 @@ def _gpt_oss(keys: Keys) -> Fields:
         "attention_sinks": True,
         "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
         "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary}),
-        **_mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
+        **mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
         "expert_layers": (True,) * keys["num_hidden_layers"],
         "expert_bias": True,
         "expert_swiglu": (keys["swiglu_alpha"], keys["swiglu_limit"]),
@@ -194,13 +168,8 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         _smollm3,
-        defaults={
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 4,
-            "rope_theta": 2000000.0,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-        },
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2000000.0,
+            "no_rope_layers": None, "no_rope_layer_interval": 4},
     ),
     "MistralForCausalLM": Family(
         "mistral",
@@ -211,29 +180,19 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(
         "gemma2",
         _gemma2,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "num_key_value_heads": 4,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
+        defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0},
         only={"use_bidirectional_attention": None},
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         _gemma3,
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "num_key_value_heads": 4,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "sliding_window_pattern": 6,
-            "final_logit_softcapping": None,
-        },
+        defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6, "final_logit_softcapping": None},
         # transformers reads attn_logit_softcapping here and then does not apply it: neither reading of it is safe.
         only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     ),
-    "Gemma4ForCausalLM": Family("gemma4_text", gemma4, **GEMMA4),
+    "Gemma4ForCausalLM": GEMMA4,
     "Phi3ForCausalLM": Family(
         "phi3",
         lambda keys: {"windows": all_windows(keys)},
@@ -243,30 +202,18 @@ FAMILIES: dict[str, Family] = {
     "Glm4ForCausalLM": Family(
         "glm4",
         _glm4,
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "attention_bias": True,
-            "rms_norm_eps": 1.5625e-07,
-            "partial_rotary_factor": 0.5,
-        },
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5},
         fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
-        renamed={
-            "post_attention_layernorm": "post_self_attn_layernorm",
+        renamed={"post_attention_layernorm": "post_self_attn_layernorm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
-        },
+            "post_feedforward_layernorm": "post_mlp_layernorm"},
     ),
     "GraniteForCausalLM": Family(
         "granite",
         _granite,
-        defaults={
-            "max_position_embeddings": 2048,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
+        defaults={"max_position_embeddings": 2048, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+            "residual_multiplier": 1.0, "attention_multiplier": 1.0},
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
@@ -283,20 +230,9 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         "gpt_oss",
         _gpt_oss,
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "attention_bias": True,
-            "max_position_embeddings": 131072,
-            "sliding_window": 128,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "router_aux_loss_coef": 0.001,
-        },
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+            "attention_bias": True, "max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001},
         only={"hidden_act": "silu"},
         renamed={"gate": "router"},
         stacked="columns",
@@ -305,24 +241,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _qwen3_moe,
-        defaults={
-            "num_key_value_heads": 4,
-            "sliding_window": 4096,
-            "num_experts": 128,
-            "num_local_experts": None,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.001,
-        },
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_local_experts": None,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": None,
+            "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
     ),
-    "Qwen3_5ForCausalLM": Family("qwen3_5_text", hybrid, **QWEN3_5),
-    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", _sparse_hybrid, **QWEN3_5_MOE),
-    "Qwen3NextForCausalLM": Family("qwen3_next", _sparse_hybrid, **QWEN3_NEXT),
-    "Lfm2ForCausalLM": Family("lfm2", lfm2, **LFM2),
-}
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Lfm2ForCausalLM": LFM2,
+}  # fmt: skip
 
 
 def family_of(raw: Json) -> Family:

@@ -1,59 +1,15 @@
-"""Families whose layers are of several kinds, by the keys of a config.json: recurrent ones, and Gemma 4."""
+"""Families with layers of several kinds: recurrent ones, mixtures of experts, and Gemma 4."""
 
 from __future__ import annotations
 
-from grpo_jax.hub.keys import Fields, Keys, activation_of, biases_of, two_ropes, windows_of
+import dataclasses
+
+from grpo_jax.hub.keys import Family, Fields, Keys, activation_of, biases_of, two_ropes, windows_of
 from grpo_jax.models.layers import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
 """Names of `layer_types` in a config.json, and ours."""
-
-
-QWEN3_5: Json = {
-    "defaults": {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-    "only": {"hidden_act": "silu", "attn_output_gate": True},  # the activation of the convolution too
-    "spare": (r"mtp\..*",),  # heads that guess several tokens at once
-}
-
-_SPARSE: Json = {
-    **QWEN3_5["defaults"], "num_key_value_heads": 2, "num_local_experts": None, "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.001,
-}  # fmt: skip
-
-QWEN3_NEXT: Json = {
-    **QWEN3_5,
-    "defaults": {**_SPARSE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
-}
-
-QWEN3_5_MOE: Json = {
-    **QWEN3_5,
-    # No layer has a dense MLP.
-    "defaults": {**_SPARSE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
-    "only": {**QWEN3_5["only"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-}
-LFM2: Json = {
-    "defaults": {"intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
-        "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "tie_embedding": None, "conv_bias": False,
-        "conv_L_cache": 3, "block_ff_dim": None, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True, "full_attn_idxs": None},
-    "only": {"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True},
-    "renamed": {"norm": "embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
-        "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "o_proj": "out_proj",
-        "q_norm": "q_layernorm", "k_norm": "k_layernorm", "conv1d": "conv.weight", "conv1d_bias": "conv.bias"},
-}  # fmt: skip
-"""Arguments of `Family` for the recurrent families, but for `model_type` and `fields`."""
 
 
 def hybrid(keys: Keys) -> Fields:
@@ -117,41 +73,6 @@ def delta_nets(keys: Keys) -> DeltaShape:
         raise keys.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {heads}")
     widths = sizes["key_head_dim"], sizes["value_head_dim"], sizes["conv_kernel_dim"]
     return DeltaShape(heads, values, *widths, keys.architecture == "Qwen3NextForCausalLM")
-
-
-GEMMA4: Json = {
-    "defaults": {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "per_layer_config": None,
-        "attention_k_eq_v": False,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "sliding_window": 512,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-        },
-        "final_logit_softcapping": None,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-        "enable_moe_block": False,
-        "num_experts": None,
-        "top_k_experts": None,
-        "moe_intermediate_size": None,
-    },
-    # "vision" is about pictures. transformers reads no older key of a rotary embedding here.
-    "only": {"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
-    "stacked": "halves",
-    # Files also hold what layers over the keys and values of others do not use.
-    "spare": (r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
-}
-"""Arguments of `Family` for Gemma 4, but for `model_type` and `fields`."""
 
 
 def gemma4(keys: Keys) -> Fields:
@@ -240,3 +161,86 @@ def _experts(keys: Keys) -> Fields:
         "expert_layers": (True,) * keys["num_hidden_layers"],
         "experts_beside_mlp": True,
     }
+
+
+def mixture(keys: Keys, experts: int, size: int) -> Fields:
+    chosen = keys["num_experts_per_tok"]
+    if not 1 <= chosen <= experts:
+        raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
+    return {
+        "num_experts": experts,
+        "num_experts_per_token": chosen,
+        "expert_size": size,
+        "router_loss_coef": keys["router_aux_loss_coef"],
+    }
+
+
+def qwen_experts(keys: Keys) -> Fields:
+    layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
+    experts = keys["num_local_experts"] or keys["num_experts"]  # transformers 5 saves it under this name
+    return {
+        **mixture(keys, experts, keys["moe_intermediate_size"]),
+        "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        "normalize_expert_weights": keys["norm_topk_prob"],
+    }
+
+
+def sparse_hybrid(keys: Keys) -> Fields:
+    return {**hybrid(keys), **qwen_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
+
+
+_HYBRID: Json = {
+    "head_dim": 256, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+_SPARSE: Json = {
+    **_HYBRID, "num_key_value_heads": 2, "num_local_experts": None, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the activation of the convolution too
+
+QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # heads for multi-token prediction
+QWEN3_NEXT = dataclasses.replace(
+    QWEN3_5,
+    model_type="qwen3_next",
+    fields=sparse_hybrid,
+    defaults={**_SPARSE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    fields=sparse_hybrid,  # no layer has a dense MLP
+    defaults={**_SPARSE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+    only={**_SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+LFM2 = Family(
+    "lfm2", lfm2,
+    defaults={"intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "tie_embedding": None, "conv_bias": False,
+        "conv_L_cache": 3, "block_ff_dim": None, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True, "full_attn_idxs": None},
+    only={"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True},
+    renamed={"norm": "embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+        "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "o_proj": "out_proj",
+        "q_norm": "q_layernorm", "k_norm": "k_layernorm", "conv1d": "conv.weight", "conv1d_bias": "conv.bias"},
+)  # fmt: skip
+GEMMA4 = Family(
+    "gemma4_text", gemma4,
+    defaults={"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 4,
+        "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None,
+        "attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "sliding_window": 512,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+        "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
+    # "vision" is about images. transformers does not read the older keys of a rotary embedding here.
+    only={"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
+    stacked="halves",
+    # Files also hold weights that layers with shared keys and values do not use.
+    spare=(r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
+)  # fmt: skip
