@@ -62,11 +62,6 @@ class Quantization(NamedTuple):
 
         The head is held in eight bits, because its rounding goes straight into the logits. So is an embedding that is
         tied to it, and one whose rows are not whole blocks of NF4.
-
-        Example:
-          >>> Quantization("nf4").of(("lm_head", "kernel"), (64, 96))
-          >>> Quantization("nf4", embeddings=True).of(("lm_head", "kernel"), (64, 96))
-          'int8'
         """
         if self.method is None or is_projection(path, shape):
             return self.method
@@ -89,12 +84,7 @@ def held_shape(path: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether a parameter is a projection of a layer.
-
-    Example:
-      >>> is_projection(("layers_0", "mlp", "up_proj", "kernel"), (8, 8)), is_projection(("lm_head", "kernel"), (8, 8))
-      (True, False)
-    """
+    """Whether a parameter is a projection of a layer."""
     named = any("proj" in name or name == "per_layer_input_gate" for name in path[-2:])
     return path[0].startswith("layers_") and len(shape) > 1 and named and "router" not in path
 
@@ -117,33 +107,23 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """Quantize a parameter [..., in, out] while reading it, a few rows at a time.
+    """Return a parameter [..., in, out] as a `Quantized` of NumPy arrays, quantized a few rows at a time.
 
     "nf4" has blocks of 64 weights, whose scales are quantized to 8 bits; "int8" has one scale for each row.
-
-    Args:
-      shape: of the plain parameter.
-      sources: the tensors that it is read from.
-      method: one of `METHODS`.
-      dtype: of the plain parameter, which products with it have.
-
-    Returns:
-      A `Quantized` of NumPy arrays.
     """
     held = quantized_shape(shape, method, dtype, np.empty)
-    if method == "nf4" and held.scales.ndim == 1:
-        whole = np.concatenate([_rows(source, 0, source.part.rows).ravel() for source in sources])
-        held.codes[:], absmax = _nf4_codes(whole)
-    else:
-        absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
-        for source in sources:
-            part = source.part
-            codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
-            step = max(1, CHUNK // part.shape[0])
-            for start in range(0, part.rows, step):
-                x, at = _rows(source, start, min(step, part.rows - start)), slice(start, start + step)
-                made = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
-                codes[at], scales[at] = (values.reshape(len(x), -1) for values in made)
+    absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
+    if method == "nf4" and absmax.ndim == 1:  # blocks over the borders of rows
+        held.codes[:], absmax[:] = _nf4_codes(np.concatenate([_rows(x, 0, x.part.rows).ravel() for x in sources]))
+        sources = ()
+    for source in sources:
+        part = source.part
+        codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
+        step = max(1, CHUNK // part.shape[0])
+        for start in range(0, part.rows, step):
+            x, at = _rows(source, start, min(step, part.rows - start)), slice(start, start + step)
+            made = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
+            codes[at], scales[at] = (values.reshape(len(x), -1) for values in made)
     if method == "int8":
         return held
     held.scales[...], nested = _nest(absmax)
@@ -208,7 +188,7 @@ class Nf4Tensor:
     parts: Mapping[str, StoredTensor]
 
     def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """Return the scales [blocks], and the levels, outer scales and offset of 8-bit ones."""
+        """Return the scales [blocks]; if they are 8-bit codes, also their levels, outer scales and offset."""
         scales = _all(self.parts[".absmax"])
         if ".nested_absmax" not in self.parts:
             return scales.astype(np.float32), None
@@ -244,10 +224,7 @@ def without_quantization(raw: Json) -> Json:
 
 
 def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Nf4Tensor]:
-    """Return the tensors of a checkpoint, with each tensor in NF4 as one `Nf4Tensor` instead of its stored parts.
-
-    A ValueError names a tensor in NF4 with parts missing, or with another table, block size or storage.
-    """
+    """Return the tensors of a checkpoint, with the parts of each tensor in NF4 as one `Nf4Tensor`."""
     found: dict[str, StoredTensor | Nf4Tensor] = dict(stored)
     for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:
         state = json.loads(_all(stored[name + _STATE]).tobytes())
@@ -255,19 +232,16 @@ def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Nf4
         parts = {part: stored[name + part] for part in names if name + part in stored}
         for part in (*parts, _STATE):
             del found[name + part]
-        tensor = Nf4Tensor(name, tuple(state["shape"]), state, parts)
-        _check_nf4(tensor)
-        found[name] = tensor
+        _check_nf4(name, state, parts)
+        found[name] = Nf4Tensor(name, tuple(state["shape"]), state, parts)
     return found
 
 
-def _check_nf4(tensor: Nf4Tensor) -> None:
+def _check_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError for a tensor in NF4 that `Quantized` does not represent."""
-    parts, state = tensor.parts, tensor.state
-    nested = "nested_offset" in state
+    nested, size = "nested_offset" in state, math.prod(state["shape"])
     wanted = {"", ".absmax", ".quant_map"} | ({".nested_absmax", ".nested_quant_map"} if nested else set())
-    size = math.prod(tensor.shape)
-    if missing := sorted(name or "its codes" for name in wanted - set(parts)):
+    if missing := sorted(part or "its codes" for part in wanted - set(parts)):
         reason = f"without {some(missing)}"
     elif parts[""].dtype != np.uint8 or math.prod(parts[""].shape) != -(-size // 2):
         reason = f"with codes of {parts[''].dtype.name}{list(parts[''].shape)}; {-(-size // 2)} of uint8 are supported"
@@ -279,7 +253,7 @@ def _check_nf4(tensor: Nf4Tensor) -> None:
         reason = f"with {math.prod(parts['.absmax'].shape)} scales for {-(-size // state['blocksize'])} blocks"
     else:
         return
-    raise ValueError(f"tensor {tensor.name!r} is stored in NF4 {reason}.")
+    raise ValueError(f"tensor {name!r} is stored in NF4 {reason}.")
 
 
 def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:

@@ -94,12 +94,7 @@ class Loading:
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a size in config.json exceeds the tensors of the checkpoint, before arrays of it are made.
-
-    Args:
-      config: the content of config.json.
-      shapes: of the tensors by name, in a Hugging Face checkpoint or in a GGUF file.
-    """
+    """Raise ValueError if a size in config.json exceeds the shapes of the tensors, before arrays of it are made."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
@@ -125,13 +120,8 @@ def check_tensors(
 ) -> list[str]:
     """Compare a checkpoint's tensors with the plan; return the names of the tensors outside the language model.
 
-    Args:
-      directory: for the message.
-      plan: from `tensor_plan`.
-      stored: the tensors of the checkpoint.
-      tied: whether the head is the embedding; then the file may hold it a second time.
-      seeing: whether the language model is part of a vision-language model.
-      spare: regular expressions of tensors of the language model that are not read.
+    `tied`: the head is the embedding. `seeing`: the language model is part of a vision-language model. `spare`: regular
+    expressions of tensors of the language model that are not read.
     """
     wanted = {tensor.name: tensor.shape for tensor in plan}
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []

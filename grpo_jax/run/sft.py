@@ -22,7 +22,7 @@ from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_
 from grpo_jax.run.loop import run_loop
 from grpo_jax.run.prepare import check_optimizer, run_mesh
 from grpo_jax.run.run import SFTRun
-from grpo_jax.text.examples import Encoding, Examples, encode_examples, load_examples
+from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, is_stream
 from grpo_jax.types import Row, is_cached
@@ -208,16 +208,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
 
 def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
     """The examples of some rows, whose tokens the model has to know."""
-    encoding = Encoding(
-        completion_only_loss=config.completion_only_loss,
-        assistant_only_loss=config.assistant_only_loss,
-        dataset_text_field=config.dataset_text_field,
-        chat_template_kwargs=config.chat_template_kwargs,
-        eos_token_ids=policy.eos_token_ids,
-    )
-    packing = config.packing and argument == "dataset"
-    data = encode_examples(
-        rows, policy.tokenizer, encoding, max_length=config.max_length, packing=packing, argument=argument
-    )
+    ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
+    data = encode_examples(rows, policy.tokenizer, config, eos_token_ids=ends, packing=packing, argument=argument)
     check_tokens(policy, data)
     return data

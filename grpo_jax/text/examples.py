@@ -1,15 +1,14 @@
-"""Rows that SFT learns from → tokens, and a mask of those that are learned.
+"""Rows of SFT to tokens and a mask of the learned ones, as in TRL.
 
-| columns of a row | learned |
+| columns of a row | learned tokens |
 |---|---|
-| `prompt` and `completion`, text or messages | the completion; with `completion_only_loss=False` all |
-| `messages` | all; with `assistant_only_loss` what the assistant says |
+| `prompt` and `completion`, text or messages | the completion; all with `completion_only_loss=False` |
+| `messages` | all; the assistant's messages with `assistant_only_loss` |
 | `text` | all |
-| `input_ids`, and `labels` | what `labels` does not mark by −100 |
-| `input_ids`, and `assistant_masks` or `completion_mask` | their ones (`completion_only_loss=False`: of the first) |
+| `input_ids` and `labels` | where `labels` is not −100 |
+| `input_ids` and `assistant_masks` or `completion_mask` | where they are 1 (`completion_only_loss=False`: the first) |
 
-These are TRL's. Text of the first and third kind gets an EOS at its end, and so does an assistant's last message where
-the template leaves the end of a turn to the next one's opening (GLM-4).
+An EOS is added to text, and to an assistant's last message if a turn ends with the opening of the next one (GLM-4).
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
 from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, readable
@@ -41,17 +41,17 @@ from grpo_jax.text.templates import opening_token
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
-_IGNORED = -100  # PyTorch's label of what no loss looks at
+_IGNORED = -100  # PyTorch's label of tokens without a loss
 _MASKS = ("assistant_masks", "completion_mask")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """The examples of a dataset: as `EncodedPrompts`, whose `token_ids` are whole examples here.
+    """The examples of a dataset; `token_ids` are whole examples.
 
     Attributes:
-      masks: N lists of bools, True on the tokens that are learned.
-      blocks: lists of indices of examples; a batch counts blocks. Without packing each example is one.
+      masks: for each example, True on the learned tokens.
+      blocks: indices of the examples that are packed together. Without packing each block is one example.
     """
 
     masks: list[list[bool]]
@@ -59,7 +59,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """How many tokens all examples begin with and none learns; 0 where their first tokens differ."""
+        """Length of the longest common beginning of all examples without a learned token."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -67,11 +67,10 @@ class Examples(EncodedPrompts):
         return shared
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
-        """The examples of some blocks as a `Batch` [rows, 1, length], in NumPy's arrays.
+        """Return the examples of some blocks as a `Batch` [rows, 1, length] of NumPy arrays.
 
-        An example is its first tokens as the prompt (`shared` ones, or one, which nothing predicts), and the others as
-        a completion of advantage 1; rows that are left over hold none. Nothing has sampled, so `sampling_log_probs` are
-        0.
+        The first `prompt_length` tokens of an example are the prompt, the others a completion with advantage 1 and
+        `sampling_log_probs` of 0. Rows that are left over are masked out.
         """
         numbers = [number for block in blocks for number in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
@@ -90,24 +89,13 @@ class Examples(EncodedPrompts):
         )
 
     def count_tokens(self, blocks: Sequence[int]) -> int:
-        """Tokens of the examples of some blocks, those that are not learned among them."""
+        """Return the number of tokens of some blocks, learned or not."""
         return sum(len(self.token_ids[number]) for block in blocks for number in self.blocks[block])
 
 
 class _Example(NamedTuple):
     ids: list[int]
     mask: list[bool]
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """How rows become examples; fields as in `SFTConfig`."""
-
-    completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
-    dataset_text_field: str = "text"
-    chat_template_kwargs: Json | None = None
-    eos_token_ids: Sequence[int] = ()
 
 
 def load_examples(
@@ -119,7 +107,7 @@ def load_examples(
     argument: str = "dataset",
     most: int | None = None,
 ) -> list[Row]:
-    """Turn a dataset into a list of rows that SFT can learn from; arguments and errors as in `load_rows`.
+    """Return the rows of a dataset for SFT; arguments and errors as in `load_rows`.
 
     Example:
       >>> load_examples([{"question": "1+1=", "completion": "2"}], prompt="{question}")[0]["prompt"]
@@ -152,60 +140,60 @@ def load_examples(
 def encode_examples(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
-    encoding: Encoding,
+    config: SFTConfig,
     *,
-    max_length: int | None = None,
+    eos_token_ids: Sequence[int] = (),
     packing: bool = False,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize rows of `load_examples` and mark what is learned; cut at `max_length`.
+    """Tokenize rows of `load_examples` and mask the learned tokens; cut at `config.max_length`.
 
-    Examples with nothing left to learn are left out. With `packing`, blocks of `max_length` tokens are filled, best fit
-    with the longest first; else each example is a block. ValueError: rows that do not have what a setting needs, or
-    whose assistant's turns cannot be found in what the chat template writes.
+    Examples without a learned token are left out. With `packing`, blocks of `max_length` tokens are filled by best fit
+    decreasing. ValueError: a row that does not fit the config, or whose assistant's turns are not found in the text of
+    the chat template.
 
     References:
       TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.pack_dataset`.
     """
-    shown: set[object] = set()
-    found = [_encode(row, tokenizer, encoding, f"{argument} row {i}", shown) for i, row in enumerate(rows)]
-    cut = sum(max_length is not None and len(ids) > max_length for ids, _ in found)
-    found = [_Example(ids[:max_length], mask[:max_length]) for ids, mask in found]
+    length, seen = config.max_length, set[object]()
+    found = [_encode(row, tokenizer, config, eos_token_ids, f"{argument} row {i}", seen) for i, row in enumerate(rows)]
+    cut = sum(length is not None and len(ids) > length for ids, _ in found)
+    found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # nothing predicts the first token
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
-        cause = f"max_length = {max_length} cuts off what there is: raise it" if cut else "give rows with a completion"
+        cause = f"max_length = {length} cuts them all off: raise it" if cut else "give rows with a completion"
         raise ValueError(f"{argument}: none of its {len(rows)} rows has a token to learn; {cause}")
     if cut or dropped:
         warnings.warn(
-            f"{argument}: {cut} of {len(rows)} examples are longer than max_length = {max_length} and cut there, and"
+            f"{argument}: {cut} of {len(rows)} examples are longer than max_length = {length} and cut there, and"
             f" {len(dropped)} have nothing to learn and are left out",
             stacklevel=2,
         )
     token_ids = [found[i].ids for i in kept]
     lengths = [len(ids) for ids in token_ids]
-    blocks = fill_blocks(lengths, max_length) if packing and max_length else [[i] for i in range(len(kept))]
+    blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]
     return Examples([rows[i] for i in kept], token_ids, dropped, [found[i].mask for i in kept], blocks)
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the lengths that share a block of `size`: best fit decreasing."""
+    """Return the indices of the lengths in each block of `size`, by best fit decreasing."""
     blocks: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, block), in order
+    free: list[tuple[int, int]] = []  # (free tokens, block), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(rooms, (lengths[i], -1))
-        if at == len(rooms):
-            room, block = size, len(blocks)
+        at = bisect.bisect_left(free, (lengths[i], -1))
+        if at == len(free):
+            left, block = size, len(blocks)
             blocks.append([])
         else:
-            room, block = rooms.pop(at)
+            left, block = free.pop(at)
         blocks[block].append(i)
-        bisect.insort(rooms, (room - lengths[i], block))
+        bisect.insort(free, (left - lengths[i], block))
     return blocks
 
 
 def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
-    """The columns that a row is learned from."""
+    """Return the columns that a row is learned from."""
     for columns in (("input_ids",), ("prompt", "completion"), ("messages",), (text_field,)):
         if all(row.get(name) is not None for name in columns):
             return columns
@@ -213,7 +201,7 @@ def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
 
 
 def _ids_fault(row: Json) -> str:
-    """Return what is wrong with tokens, labels and masks, "" if nothing is."""
+    """Return the fault of tokens, labels and masks; "" if there is none."""
     for name in ("input_ids", "labels", *_MASKS):
         values = row.get(name, row["input_ids"])
         if not isinstance(values, list) or not values or not all(isinstance(x, int) for x in values):
@@ -226,140 +214,128 @@ def _ids_fault(row: Json) -> str:
     return ""
 
 
-def _encode_ids(row: Row, encoding: Encoding, where: str) -> _Example:
-    """Tokens and mask of a row that has been tokenized already."""
-    asked = (encoding.assistant_only_loss, encoding.completion_only_loss)
-    for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, asked, strict=True):
+def _encode_ids(row: Row, config: SFTConfig, where: str) -> _Example:
+    """Return a row that is tokenized already."""
+    needs = (config.assistant_only_loss, config.completion_only_loss)
+    for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
         if needed and mask not in row and "labels" not in row:
             raise ValueError(f"{name} = True: {where} has 'input_ids' without {mask!r} or 'labels': add one of them")
     if "labels" in row:
         return _Example(list(row["input_ids"]), [label != _IGNORED for label in row["labels"]])
-    used = _MASKS[: 1 if encoding.completion_only_loss is False else 2]
-    masks = zip(row["input_ids"], *(row[name] for name in used if name in row), strict=True)
-    return _Example(list(row["input_ids"]), [all(bits) for _, *bits in masks])
+    used = [name for name in _MASKS[: 1 if config.completion_only_loss is False else 2] if name in row]
+    return _Example(list(row["input_ids"]), [all(row[name][i] for name in used) for i in range(len(row["input_ids"]))])
 
 
-def _encode(row: Row, tokenizer: Tokenizer, encoding: Encoding, where: str, shown: set[object]) -> _Example:
-    """Tokens and mask of a row; `shown` is `seen` of `readable`."""
-    columns = _columns_of(row, encoding.dataset_text_field)
+def _encode(
+    row: Row, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], where: str, seen: set[object]
+) -> _Example:
+    """Return the tokens and the mask of a row; `seen` as in `readable`."""
+    columns = _columns_of(row, config.dataset_text_field)
     if columns == ("input_ids",):
-        return _encode_ids(row, encoding, where)
+        return _encode_ids(row, config, where)
     messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
-    if encoding.completion_only_loss and columns != ("prompt", "completion"):
+    if config.completion_only_loss and columns != ("prompt", "completion"):
         raise ValueError(f"completion_only_loss = True: {where} has no 'prompt' and 'completion'; leave it at None")
-    if encoding.assistant_only_loss and not messages:
+    if config.assistant_only_loss and not messages:
         raise ValueError(f"assistant_only_loss = True: {where} has no messages, only text; leave it False")
     if messages:
-        return _encode_messages(row, columns, tokenizer, encoding, where, shown)
-    whole = row[columns[-1]]
+        return _encode_messages(row, columns, tokenizer, config, eos_token_ids, where, seen)
+    whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
     if tokenizer.eos_token and not whole.endswith(tokenizer.eos_token):
         whole += tokenizer.eos_token
-    prompt = row["prompt"] if len(columns) == 2 else ""
-    ids = list(tokenizer(prompt + whole)["input_ids"])
-    mask = [True] * len(ids)
-    if len(columns) == 2 and encoding.completion_only_loss is not False:
+    ids, start = list(tokenizer(prompt + whole)["input_ids"]), 0
+    if len(columns) == 2 and config.completion_only_loss is not False:
         start = common_length(tokenizer(prompt)["input_ids"], ids)
-        mask = [i >= start for i in range(len(ids))]
-    return _Example(ids, mask)
+    return _Example(ids, [i >= start for i in range(len(ids))])
 
 
 def _encode_messages(
-    row: Row, columns: tuple[str, ...], tokenizer: Tokenizer, encoding: Encoding, where: str, shown: set[object]
+    row: Row,
+    columns: tuple[str, ...],
+    tokenizer: Tokenizer,
+    config: SFTConfig,
+    eos_token_ids: Sequence[int],
+    where: str,
+    seen: set[object],
 ) -> _Example:
-    """Tokens and mask of a row of messages."""
-    template = _Template(tokenizer, row, encoding.chat_template_kwargs, where)
-    messages = [message for name in columns for message in row[name]]
-    messages = readable(messages, tokenizer, template.keywords, where=where, seen=shown)
-    if encoding.assistant_only_loss:
-        ids, mask = template.assistant_mask(messages, encoding.eos_token_ids)
-    else:
-        ids = template.ids(messages)
-        mask = [True] * len(ids)
-    if len(columns) == 2 and encoding.completion_only_loss is not False:
-        start = common_length(template.ids(messages[: len(row["prompt"])], opens=True), ids)
+    """Return the tokens and the mask of a row of messages."""
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    keywords: Json = {**(config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+    keywords = {**keywords, "tools": tools} if tools else keywords
+    messages = readable([m for name in columns for m in row[name]], tokenizer, keywords, where=where, seen=seen)
+
+    def applied(messages: Messages, how: Json) -> Mapping[str, list[int]]:
+        found: Mapping[str, list[int]] = apply_template(
+            messages, tokenizer, {**keywords, "tokenize": True, "return_dict": True, **how}, where=where
+        )
+        return found
+
+    def ids_of(messages: Messages, *, opens: bool = False) -> list[int]:
+        return list(applied(messages, {"add_generation_prompt": opens})["input_ids"])
+
+    ids = ids_of(messages)
+    mask = [True] * len(ids)
+    if config.assistant_only_loss:
+        template = keywords.get("chat_template") or tokenizer.get_chat_template(tools=tools)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            mask = [bool(x) for x in applied(messages, {"return_assistant_tokens_mask": True})["assistant_masks"]]
+        else:
+            mask = _assistant_mask(messages, ids, ids_of, special_tokens(tokenizer), eos_token_ids, where)
+        if not any(mask):
+            raise ValueError(
+                f"assistant_only_loss = True: {where} has no token of the assistant; give a conversation with an"
+                " assistant's message that the chat template writes"
+            )
+    if len(columns) == 2 and config.completion_only_loss is not False:
+        start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
         mask = [learned and i >= start for i, learned in enumerate(mask)]
-    template.learn_openings(ids, mask, messages[-1], encoding.eos_token_ids)
+    _learn_openings(ids, mask, messages[-1], tokenizer, keywords, eos_token_ids)
     return _Example(ids, mask)
 
 
-class _Template:
-    """The chat template as it shows one row."""
-
-    def __init__(self, tokenizer: Tokenizer, row: Row, keywords: Json | None, where: str):
-        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-        self.keywords: Json = {**(keywords or {}), **(row.get("chat_template_kwargs") or {})}
-        self.keywords = {**self.keywords, **({"tools": tools} if tools else {})}
-        self._tokenizer, self._where = tokenizer, where
-        if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in self.keywords:
+def _assistant_mask(
+    messages: Messages,
+    ids: list[int],
+    ids_of: Callable[..., list[int]],
+    special: Collection[int],
+    eos_token_ids: Sequence[int],
+    where: str,
+) -> list[bool]:
+    """Mask what each message of the assistant adds to the opened turn, up to its last EOS."""
+    mask = [False] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        opened, closed = ids_of(messages[:i], opens=True) if i else [], ids_of(messages[: i + 1])
+        shared = common_length(closed, ids)
+        if set(closed[shared:]) <= set(special):
+            closed = closed[:shared]  # Phi-3 writes an EOS after the last turn only
+        if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
             raise ValueError(
-                f"{where} is made of messages, but the tokenizer has no chat template: set tokenizer.chat_template, use"
-                " an instruct checkpoint, or give text"
+                "assistant_only_loss = True: the chat template has no generation tags, and it writes"
+                f" {where} up to message {i} differently than in the whole conversation (thoughts of earlier turns are"
+                " often left out). Put {% generation %} … {% endgeneration %} around the assistant's words in it, or"
+                " make each turn a row of 'prompt' and 'completion'"
             )
+        ends = [at + 1 for at in range(len(opened), len(closed)) if ids[at] in eos_token_ids]
+        stop = ends[-1] if ends else len(closed)
+        mask[len(opened) : stop] = [True] * (stop - len(opened))
+    return mask
 
-    def learn_openings(self, ids: list[int], mask: list[bool], last: Message, eos_token_ids: Sequence[int]) -> None:
-        """Learn tokens that end the assistant's turns by opening the next ones, and add the one after the last turn."""
-        ends = set(eos_token_ids)
-        if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last one
-            return
-        role = "tool" if last.get("tool_calls") else "user"
-        end = opening_token(self._tokenizer, role, chat_template_kwargs=self.keywords, eos_token_ids=eos_token_ids)
-        if end is None:
-            return
-        for i in range(len(ids) - 1):
-            mask[i + 1] |= mask[i] and ids[i] not in ends and ids[i + 1] in ends
-        if mask[-1] and last["role"] == "assistant":
-            ids.append(end)
-            mask.append(True)
 
-    def ids(self, messages: Messages, *, opens: bool = False) -> list[int]:
-        """The tokens of a conversation; with `opens` those that open the assistant's turn after them."""
-        return list(self._apply(messages, {"add_generation_prompt": opens})["input_ids"])
-
-    def assistant_mask(self, messages: Messages, eos_token_ids: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and which of them the assistant says."""
-        if self._has_tags():
-            found = self._apply(messages, {"return_assistant_tokens_mask": True})
-            ids, mask = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
-        else:
-            ids = self.ids(messages)
-            mask = self._by_growing(messages, ids, eos_token_ids)
-        if not any(mask):
-            raise ValueError(
-                f"assistant_only_loss = True: {self._where} has no token of the assistant; give a conversation with"
-                " an assistant's message that the chat template writes"
-            )
-        return ids, mask
-
-    def _has_tags(self) -> bool:
-        template = self.keywords.get("chat_template") or self._tokenizer.get_chat_template(
-            tools=self.keywords.get("tools")
-        )
-        return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-    def _by_growing(self, messages: Messages, ids: list[int], eos_token_ids: Sequence[int]) -> list[bool]:
-        """The assistant's tokens: what each of its messages adds to the opened turn, up to its last EOS."""
-        mask = [False] * len(ids)
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            opened, closed = self.ids(messages[:i], opens=True) if i else [], self.ids(messages[: i + 1])
-            shared = common_length(closed, ids)
-            if set(closed[shared:]) <= special_tokens(self._tokenizer).keys():
-                closed = closed[:shared]  # Phi-3 writes an EOS after the last turn alone
-            if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
-                raise ValueError(
-                    "assistant_only_loss = True: the chat template has no generation tags, and what it writes of"
-                    f" {self._where} up to message {i} is no beginning of the whole: it shows earlier messages"
-                    " otherwise than the last one, as thoughts are often left out. Put {% generation %} …"
-                    " {% endgeneration %} around the assistant's words in it, or make each turn a row of 'prompt' and"
-                    " 'completion'"
-                )
-            ends = [at + 1 for at in range(len(opened), len(closed)) if ids[at] in eos_token_ids]
-            stop = ends[-1] if ends else len(closed)
-            mask[len(opened) : stop] = [True] * (stop - len(opened))
-        return mask
-
-    def _apply(self, messages: Messages, keywords: Json) -> Mapping[str, list[int]]:
-        keywords = {**self.keywords, "tokenize": True, "return_dict": True, **keywords}
-        found: Mapping[str, list[int]] = apply_template(messages, self._tokenizer, keywords, where=self._where)
-        return found
+def _learn_openings(
+    ids: list[int], mask: list[bool], last: Message, tokenizer: Tokenizer, keywords: Json, eos_token_ids: Sequence[int]
+) -> None:
+    """Learn tokens that end a turn by opening the next one, in place; append one after a last turn of the assistant."""
+    ends = set(eos_token_ids)
+    if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last turn
+        return
+    role = "tool" if last.get("tool_calls") else "user"
+    end = opening_token(tokenizer, role, chat_template_kwargs=keywords, eos_token_ids=eos_token_ids)
+    if end is None:
+        return
+    for i in range(len(ids) - 1):
+        mask[i + 1] |= mask[i] and ids[i] not in ends and ids[i + 1] in ends
+    if mask[-1] and last["role"] == "assistant":
+        ids.append(end)
+        mask.append(True)

@@ -186,11 +186,6 @@ def encode_prompts(
 
 def _opened_text(prompt: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str, seen: set[object]) -> str:
     """Return the text of a conversation with the assistant's turn open; `seen` as in `readable`."""
-    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in keywords:
-        raise ValueError(
-            f"{where}: 'prompt' is a list of messages, but the tokenizer has no chat template: set "
-            "tokenizer.chat_template, use an instruct checkpoint, or give prompts as text"
-        )
     prefilled = prompt[-1]["role"] == "assistant"
     keywords = {**keywords, "add_generation_prompt": not prefilled, "continue_final_message": prefilled}
     messages = readable(prompt, tokenizer, keywords, where=where, seen=seen)
@@ -198,7 +193,12 @@ def _opened_text(prompt: Messages, tokenizer: Tokenizer, keywords: Json, *, wher
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
-    """Return what `apply_chat_template` returns for a conversation; ValueError if the template refuses it."""
+    """Return what `apply_chat_template` returns for a conversation; ValueError without a template, or if it refuses."""
+    if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in keywords:
+        raise ValueError(
+            f"{where} is made of messages, but the tokenizer has no chat template: set tokenizer.chat_template, use an"
+            " instruct checkpoint, or give text"
+        )
     try:
         return tokenizer.apply_chat_template(list(messages), **keywords)
     except ImportError:  # jinja2 is missing

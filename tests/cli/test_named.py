@@ -94,5 +94,5 @@ def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
     assert rows_of("squad", folder / "project") == [{"prompt": "('squad', None) train"}]
     with pytest.raises(FileNotFoundError, match=r"data is '.*squad', which is a directory"):
         rows_of("squad", folder)
-    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is no file"):
+    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is not a file"):
         rows_of({"path": "none"}, folder)

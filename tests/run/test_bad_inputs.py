@@ -73,11 +73,11 @@ BAD = [
     (dict(dataset=None), f"dataset is None: {WANTED}"),
     (dict(dataset=[]), "dataset is empty: give at least one row with a 'prompt'"),
     (dict(dataset="rows.jsonl"),
-        "dataset is 'rows.jsonl', which is no file: give a file (.jsonl, .json, .csv, .parquet)"),
+        "dataset is 'rows.jsonl', which is not a file: give a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset="."), "dataset is '.', which is a directory: give a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys ['prompt']: give a list of rows, each a dict"),
     (dict(dataset={"train": ROWS}), "(of a dataset with splits, choose one: dataset['train'])"),
-    (dict(dataset=Frame()), "dataset is of type Frame, whose rows cannot be had by number (KeyError: 0): give a list"),
+    (dict(dataset=Frame()), "dataset is of type Frame, which does not support indexing (KeyError: 0): give a list"),
     (dict(dataset=["a"]), "dataset row 0 is 'a': each row is a dict with a 'prompt' and any other columns"),
     (dict(dataset=[{"question": "a"}]), "dataset row 0 has no 'prompt'; its columns are ['question']: rename or add"),
     (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "rename or add one (2 more of the 3 rows have faults)"),
@@ -89,7 +89,7 @@ BAD = [
     (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
         r"2 of 3 rows of the dataset have no single number in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
-    (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no token at all: check that the"),
+    (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no tokens: check that the"),
     (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as its 'prompt': give at least one message"),
     (dict(dataset=[{"prompt": ["a"]}]), "row 0 has 'a' as message 0 of its 'prompt': a message is a dict with"),
     (dict(dataset=[{"prompt": [{"role": None, "content": "a"}]}]),
@@ -137,7 +137,7 @@ FILES = [
         "line 3 of '{}' is not JSON (Expecting ',' delimiter at column 15): a JSONL"),
     (json.dumps(ROWS), "'{}' holds a JSON list: write one object on each line, or give json.load of the file"),
     ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
-    (b"PAR1\xff\xfe", "line 1 of '{}' is no text in UTF-8 (byte 4 of it is 0xff): write the file in UTF-8"),
+    (b"PAR1\xff\xfe", "line 1 of '{}' is not UTF-8 (byte 4 is 0xff): write the file in UTF-8"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from grpo_jax.run.cautions import warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Arguments
 from grpo_jax.run.sft import prepare_sft
-from grpo_jax.text.examples import Encoding, encode_examples
+from grpo_jax.text.examples import encode_examples
 from grpo_jax.text.prompts import encode_prompts
 
 pytestmark = pytest.mark.quick
@@ -49,7 +49,7 @@ def said(rows, tokenizer, reward_fns=(), *, eos=(), **how):
     if eos:
         policy = policy.replace(generation_config={"eos_token_id": list(eos)})
     if {"completion", "text", "messages"} & rows[0].keys():
-        data = encode_examples(rows, tokenizer, Encoding(eos_token_ids=policy.eos_token_ids))
+        data = encode_examples(rows, tokenizer, SFTConfig(), eos_token_ids=policy.eos_token_ids)
     else:
         data = encode_prompts(rows, tokenizer)
     with warnings.catch_warnings(record=True) as caught:

@@ -7,7 +7,8 @@ import pytest
 from chat_families import GLM, tokenizer_of
 from tiny import tiny_tokenizer
 
-from grpo_jax.text.examples import Encoding, encode_examples, fill_blocks, load_examples
+from grpo_jax.config.sft import SFTConfig
+from grpo_jax.text.examples import encode_examples, fill_blocks, load_examples
 
 pytestmark = pytest.mark.quick
 
@@ -36,12 +37,10 @@ def chatting(template):
     return tokenizer
 
 
-def learned(rows, tokenizer=None, max_length=None, **encoding):
+def learned(rows, tokenizer=None, **config):
     """Of each example the whole text, and what of it is learned."""
     tokenizer = tokenizer or tiny_tokenizer()
-    found = encode_examples(
-        load_examples(rows), tokenizer, Encoding(eos_token_ids=(EOS,), **encoding), max_length=max_length
-    )
+    found = encode_examples(load_examples(rows), tokenizer, SFTConfig(**config), eos_token_ids=(EOS,))
     return [
         (tokenizer.decode(ids), tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]))
         for ids, mask in zip(found.token_ids, found.masks, strict=True)
@@ -73,7 +72,7 @@ def test_masks_of_tokens_say_what_is_learned():
         (MASKED, {"completion_only_loss": False}, first),
         (MASKED | {"labels": [-100, 71, EOS]}, {"completion_only_loss": True}, first),
     ):
-        (found,) = encode_examples(load_examples([row]), tiny_tokenizer(), Encoding(**settings)).masks
+        (found,) = encode_examples(load_examples([row]), tiny_tokenizer(), SFTConfig(**settings)).masks
         assert [x for x, learned in zip(row["input_ids"], found, strict=True) if learned] == wanted, settings
     for setting, name in (("assistant_only_loss", "assistant_masks"), ("completion_only_loss", "completion_mask")):
         with pytest.raises(ValueError, match=f"{setting} = True: dataset row 0 has 'input_ids' without '{name}'"):
@@ -96,7 +95,7 @@ def test_what_is_learned_of_messages():
 
 
 def test_what_the_template_or_the_rows_do_not_allow_is_refused():
-    with pytest.raises(ValueError, match=r"up to message 1 is no beginning of the whole.*generation %\} … "):
+    with pytest.raises(ValueError, match=r"up to message 1 differently than in the whole .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 has no token of the assistant"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
@@ -126,11 +125,11 @@ def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
         learned([row], known)
 
 
-def spoken(template, eos, *ends, rows=({"messages": TALK},), **encoding):
+def spoken(template, eos, *ends, rows=({"messages": TALK},), **config):
     """What is learned with a tokenizer of `chat_families`, as text."""
     tokenizer = tokenizer_of(template, eos)
-    how = Encoding(eos_token_ids=tokenizer.convert_tokens_to_ids([eos, *ends]), **encoding)
-    found = encode_examples(load_examples(list(rows)), tokenizer, how)
+    ends = tokenizer.convert_tokens_to_ids([eos, *ends])
+    found = encode_examples(load_examples(list(rows)), tokenizer, SFTConfig(**config), eos_token_ids=ends)
     return [
         tokenizer.decode([x for x, m in zip(*pair, strict=True) if m])
         for pair in zip(found.token_ids, found.masks, strict=True)
@@ -175,7 +174,7 @@ def test_long_examples_are_cut_and_those_with_nothing_left_go():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
     with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length = 4 .*, and 1 have nothing"):
         assert learned(rows, max_length=4) == [("abcd", "bcd")]
-    with pytest.raises(ValueError, match="none of its 1 rows has a token to learn; max_length = 4 cuts off"):
+    with pytest.raises(ValueError, match="none of its 1 rows has a token to learn; max_length = 4 cuts"):
         learned(rows[:1], max_length=4)
 
 
@@ -201,11 +200,11 @@ def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
 def test_a_beginning_is_shared_up_to_what_is_learned(rows, shared):
     """Tokens with a minus are not learned."""
     rows = [{"input_ids": [abs(x) for x in ids], "labels": [x if x > 0 else -100 for x in ids]} for ids in rows]
-    assert encode_examples(rows, tiny_tokenizer(), Encoding()).shared == shared
+    assert encode_examples(rows, tiny_tokenizer(), SFTConfig()).shared == shared
 
 
 def test_a_batch_is_the_first_token_and_the_rest():
-    found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), Encoding())
+    found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), SFTConfig())
     batch = found.batch([1, 0], rows=3, length=4)
     assert batch.prompts.tokens.tolist() == [[8], [5], [0]]
     assert batch.tokens.tolist() == [[[9, 0, 0, 0]], [[6, 7, 0, 0]], [[0] * 4]]

@@ -45,11 +45,11 @@ def test_a_template_of_messages():
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ({"columns": {"answer": "soluton"}}, r"columns: there is no column 'soluton' in data row 0; its"),
+        ({"columns": {"answer": "soluton"}}, r"columns: 'soluton' is not a column of data row 0; its"),
         ({"columns": ["answer"]}, r"columns = \['answer'\]: give new names with the present ones"),
-        ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is no column of data row 0, which has \['question'"),
-        ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is no column"),
-        ({"prompt": "{question!r}"}, r"prompt: \{question\} is no column"),
+        ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
+        ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
+        ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
     ],
 )
 def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):

@@ -57,17 +57,17 @@ def test_load_rows_reads_sources_of_grain_the_same():
     source = grain.MapDataset.source(ROWS)
     assert load_rows(source, **SHAPE) == load_rows(source.to_iter_dataset(), **SHAPE) == WANTED
     assert load_rows(source.filter(lambda row: row["solution"] != "2"), **SHAPE) == WANTED[1:]
-    with pytest.raises(ValueError, match="repeats for ever: give it without its repetition"):
+    with pytest.raises(ValueError, match=r"has more than .* rows; if it repeats without end"):
         load_rows(source.repeat())
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ([{"prompt": "a", "image": "b.png"}], "row 0 has a column 'image': models read text alone"),
+        ([{"prompt": "a", "image": "b.png"}], "row 0 has a column 'image': models read text only"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}],
-            "as message 0 of its 'prompt': it has a part of type 'image'; models read text alone",
+            "as message 0 of its 'prompt': it has a part of type 'image'; models read text only",
         ),
     ],
 )
@@ -77,8 +77,8 @@ def test_rows_with_pictures_are_refused(dataset, message):
 
 
 def test_a_stream_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(sources, "_MOST_READ", 100)
-    with pytest.raises(ValueError, match="dataset goes on after 100 rows, as a stream does that has no end"):
+    monkeypatch.setattr(sources, "_MOST_ROWS", 100)
+    with pytest.raises(ValueError, match="dataset has more than 100 rows; if it repeats"):
         load_rows({"prompt": str(n)} for n in itertools.count())
     assert len(load_rows({"prompt": "p"} for _ in range(100))) == 100
 
@@ -101,7 +101,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     ("source", "said"),
     [
         ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; data has config, name, path, rows, split"),
-        ({"split": "test"}, "give it a path, or the name of a dataset on the hub, and not both"),
+        ({"split": "test"}, "give either a path or the name of a dataset"),
         ({"path": "rows.jsonl", "split": "test"}, "data.split: only a dataset on the hub has one, which is given by"),
         ({"path": "rows.jsonl", "rows": 0}, "data.rows = 0: use a whole number from 1 up"),
     ],
@@ -136,7 +136,7 @@ def test_rows_of_verl_are_read_as_they_are(folder, source):
     assert rows == [{**row, "answer": row["reward_model"]["ground_truth"]} for row in VERL]
     (row, _) = load_rows(source, prompt="{extra_info.index} of {reward_model.style}")
     assert row["prompt"] == "1 of rule"
-    with pytest.raises(ValueError, match=r"columns: there is no column 'reward_model.truth' in dataset row 0"):
+    with pytest.raises(ValueError, match=r"columns: 'reward_model.truth' is not a column of dataset row 0"):
         load_rows(source, columns={"answer": "reward_model.truth"})
 
 
@@ -144,7 +144,7 @@ def test_rows_of_verl_are_read_as_they_are(folder, source):
 def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
     (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
     line = 3 if name == "rows.csv" else 2
-    with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is no text in UTF-8 \(byte .* 0xe9\)"):
+    with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is not UTF-8 \(byte .* 0xe9\)"):
         load_rows(name, **SHAPE)
     utf16 = "question,solution".encode("utf-16")
     for content, message in ((utf16, "text in UTF-16.*iconv -f utf-16"), (gzip.compress(b"a"), "gunzip")):
@@ -155,5 +155,5 @@ def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
 
 def test_a_row_of_a_csv_file_with_too_many_fields_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb, or c,2\n")
-    with pytest.raises(ValueError, match=r"line 3 of '.*' is no CSV \(3 fields where the first line names 2\)"):
+    with pytest.raises(ValueError, match=r"line 3 of '.*' is not CSV \(3 fields where the first line names 2\)"):
         load_rows(tmp_path / "rows.csv")
