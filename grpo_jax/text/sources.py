@@ -53,9 +53,12 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
             f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
             f" ({', '.join(_KINDS)}) or the name of a dataset on the hub"
         )
-    by_index = isinstance(dataset, RandomAccess)
-    rows = [] if by_index else list(itertools.islice(dataset, _MOST_ROWS + 1 if most is None else most))
-    if (len(dataset) if isinstance(dataset, RandomAccess) else len(rows)) > _MOST_ROWS:
+    if isinstance(dataset, RandomAccess):
+        rows, size = [], len(dataset)
+    else:
+        rows = list(itertools.islice(dataset, _MOST_ROWS + 1 if most is None else most))
+        size = len(rows)
+    if size > _MOST_ROWS:
         raise ValueError(
             f"{argument} has more than {_MOST_ROWS:,} rows; if it repeats without end, give a part of it, such as"
             " dataset.take(1000) or itertools.islice(dataset, 1000)"
