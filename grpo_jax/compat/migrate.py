@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
@@ -15,21 +16,12 @@ from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
-# Arguments of transformers' from_pretrained that only say how PyTorch runs a model.
-_PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
 NO_FLOAT16 = "as there is no float16: the run computes in bfloat16 if the device has it, else in float32"
 """End of the notes on settings that ask for float16."""
-_VLLM = "vllm_importance_sampling_"
-# In this order: of two names of one field the later is taken.
-_RENAMED = {
-    "activation_checkpointing": "gradient_checkpointing",
-    f"{_VLLM}mode": "sampler_correction",
-    f"{_VLLM}clip_max": "sampler_correction_max",
-    f"{_VLLM}cap": "sampler_correction_max",
-    f"{_VLLM}clip_min": "sampler_correction_min",
-}
-_SERVER = "vllm_server_"
+
+# Arguments of transformers' from_pretrained that only say how PyTorch runs a model.
+_PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
 # Arguments of transformers' and vLLM's sampling that are fields of the config.
 _GENERATION = {
     "stop_strings": "stop",
@@ -39,22 +31,8 @@ _GENERATION = {
     "max_tokens": "max_completion_length",
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
 }
-# Values other than TRL's default that have no effect, such as those in a dump by `to_dict`.
-_NO_EFFECT: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(_STEPS, ("steps",)),
-    "bf16": (None, False),
-    "model_init_kwargs": (None, {}),
-    "generation_kwargs": (None, {}),
-    "trackio_static_space_id": (None, False),
-    "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"),
-    "include_for_metrics": (None, [], ()),
-    "include_num_input_tokens_seen": ("no", False, True, "all", "non_padding"),
-    "fsdp": (None, False, "", []),
-    "fsdp_config": (None, {}),
-    "debug": ("", []),
-    "hub_token": (None, "<HUB_TOKEN>"),  # a dump shows this instead of the token
-    "train_sampling_strategy": ("random", None),
-}
+_CORRECTION = "vllm_importance_sampling_correction"
+_SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 
 class VLLMServer(NamedTuple):
@@ -70,12 +48,11 @@ class Migration:
 
     Attributes:
       values: fields for `GRPOConfig`.
-      run_dir: for `train`, from `output_dir`; None if it was not given.
+      run_dir: for `train`, from `output_dir`.
       translated: name → the setting that replaces it.
-      left_out: name → why it is not needed, or what sets it from outside.
-      missing: name → why it is not supported, and what to do; empty if the run will be the same.
-      dtype: of the params, for `from_pretrained`, from `model_init_kwargs`; "auto": the checkpoint's; None if it was
-        not given.
+      left_out: name → why it is not needed, or what sets it instead.
+      missing: name → why it is not supported, and what to do. If empty, the run is equivalent.
+      dtype: of the params, for `from_pretrained`, from `model_init_kwargs`; "auto": the checkpoint's.
       sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
     """
 
@@ -98,8 +75,8 @@ class Migration:
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
         return lines
 
-    def _set(self, theirs: str, ours: str, value: object, note: str = "") -> None:
-        """Set a field of ours, with a note on TRL's field that it replaces."""
+    def set_field(self, theirs: str, ours: str, value: object, note: str = "") -> None:
+        """Set a field of `GRPOConfig`, with a note on TRL's field that it replaces."""
         self.values[ours] = value
         self.translated[theirs] = note or f"{ours}={value!r}"
 
@@ -111,10 +88,10 @@ def from_trl(values: Json) -> Migration:
       values: names and values, as in a script's `GRPOConfig(...)` or in its `to_dict()`.
 
     Returns:
-      A `Migration`; every value that is not TRL's default is in it.
+      A `Migration`, with every value that is not TRL's default.
 
     Raises:
-      ValueError: names that neither TRL nor this library has, all of them.
+      ValueError: all names that neither TRL nor this library has.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -128,71 +105,78 @@ def from_trl(values: Json) -> Migration:
     moved = Migration({name: value for name, value in values.items() if name in ours})
     for name, value in values.items():
         if name in ELSEWHERE:
-            _translate(moved, name, value)
+            _translate(moved, name, value, values)
     _translate_evaluation(moved, values)
-    for theirs, field in _RENAMED.items():
-        value = values.get(theirs, ELSEWHERE[theirs].default)
-        if value != ELSEWHERE[theirs].default and field not in values:
-            moved._set(theirs, field, value)
-    if values.get(f"{_VLLM}correction", True) is False and "sampler_correction" not in values:
-        moved._set(f"{_VLLM}correction", "sampler_correction", None)
     _translate_server(moved, values)
+    if values.get(_CORRECTION, True) is False and "sampler_correction" not in values:
+        moved.set_field(_CORRECTION, "sampler_correction", None)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
         del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
     return moved
 
 
-def _translate(moved: Migration, name: str, value: Any) -> None:
-    """Translate or note one field of TRL's that is not a field of ours."""
-    default, kind, advice = ELSEWHERE[name]
-    if name == "output_dir" and value is not None:
-        moved.run_dir = str(value)
-        moved.translated[name] = f"run_dir={str(value)!r} of train"
-    elif name == "bf16" and value:
-        moved._set(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
-    elif name == "fp16" and value:
-        moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
-    elif name in _KEYWORDS and value:
-        _KEYWORDS[name](moved, json.loads(value) if isinstance(value, str) else value)
-    elif name in _STEPS and (value == "no" or value not in ("steps", default)):
-        _translate_strategy(moved, name, value)
-    elif name == "optim" and value not in _NO_EFFECT["optim"]:
-        moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
-    elif value == default or value in _NO_EFFECT.get(name, ()):
-        pass
-    elif name in _RENAMED or name == "vllm_mode" or name.startswith((_SERVER, _VLLM)):
-        pass  # translated by from_trl and _translate_server
-    elif kind == "not here":
-        moved.missing[name] = advice
+def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
+    """Translate or note a field of TRL that is not a field of `GRPOConfig`."""
+    default, kind, advice, field = ELSEWHERE[name]
+    if value and name in _TRANSLATIONS:
+        _TRANSLATIONS[name](moved, name, value)
+    elif value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
+        pass  # a dump has <HUB_TOKEN> instead of the token; the others are translated by `from_trl`
+    elif field:
+        if field not in values:
+            moved.set_field(name, field, value)
+    elif value or default:  # not two kinds of an empty value
+        notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
+        notes[name] = advice if kind == "not here" else advice.removeprefix("leave it out: ")
+
+
+def _translate_precision(moved: Migration, name: str, value: object) -> None:
+    if name == "bf16":
+        moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
     else:
-        notes = moved.missing if kind == "other name" else moved.left_out
-        notes[name] = advice.removeprefix("leave it out: ")
+        moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
+
+
+def _translate_output(moved: Migration, name: str, value: object) -> None:
+    moved.run_dir = str(value)
+    moved.translated[name] = f"run_dir={str(value)!r} of train"
+
+
+def _translate_optimizer(moved: Migration, name: str, value: object) -> None:
+    if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
+        moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
+
+
+def _as_dict(value: str | Json) -> dict[str, Any]:
+    return dict(json.loads(value) if isinstance(value, str) else value)
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
-    """Translate a strategy of logging, evaluation or saving other than "steps"."""
+    """Translate a strategy of logging, evaluation or saving."""
     steps = _STEPS[name]
+    if value == "steps":
+        return
     if value != "no":
         moved.missing[name] = f"{value!r} does not count steps: give {steps} a number of them"
     elif name == "logging_strategy":
-        moved.missing[name] = "metrics are logged always; logging_steps says how often"
+        moved.missing[name] = "metrics are always logged; logging_steps says how often"
     elif name == "save_strategy":
-        moved._set(name, steps, None, f"{steps}=None: one checkpoint stays, that of the end")
+        moved.set_field(name, steps, None, f"{steps}=None: one checkpoint is kept, that of the end")
     elif moved.values.get(steps) is not None:  # TRL's default, with which eval_steps has no effect
-        moved._set(name, steps, None)
+        moved.set_field(name, steps, None)
 
 
-def _translate_model(moved: Migration, kwargs: Json) -> None:
-    """Translate the arguments of transformers' `from_pretrained`."""
-    name, kwargs = "model_init_kwargs", {key: value for key, value in kwargs.items() if value not in (None, False)}
-    asked = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
+def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
+    """Translate the arguments of transformers' `from_pretrained`, a dict or a JSON text."""
+    kwargs = {key: one for key, one in _as_dict(value).items() if one not in (None, False)}
+    stored = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
     kwargs.pop("torch_dtype", None)
-    moved.dtype = dtype = _DTYPES.get(asked)
+    moved.dtype = dtype = _DTYPES.get(stored)
     if dtype is not None:
-        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (asked == "float16")
-    elif asked != "None":
-        moved.missing[name] = f"dtype {asked!r}: use float32, bfloat16 or auto"
-    if asked == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
+        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
+    elif stored != "None":
+        moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
+    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
         moved.values["compute_dtype"] = dtype
     unknown = sorted(kwargs.keys() - _PYTORCH_KWARGS.split())
     if unknown:
@@ -201,47 +185,49 @@ def _translate_model(moved: Migration, kwargs: Json) -> None:
         moved.left_out[name] = f"{', '.join(sorted(kwargs))}: settings of PyTorch"
 
 
-def _translate_generation(moved: Migration, kwargs: Json) -> None:
-    """Translate further arguments of transformers' or vLLM's sampling, which override the fields of those names."""
-    name, asked = "generation_kwargs", {key: value for key, value in kwargs.items() if value is not None}
-    taken = {_GENERATION[key]: value for key, value in asked.items() if key in _GENERATION}
+def _translate_generation(moved: Migration, name: str, value: str | Json) -> None:
+    """Translate arguments of transformers' or vLLM's sampling, which override the fields, a dict or a JSON text."""
     no_effect = {"do_sample": True, "repetition_penalty": 1.0}
-    other = sorted(key for key, value in asked.items() if key not in _GENERATION and no_effect.get(key) != value)
+    kwargs = {key: one for key, one in _as_dict(value).items() if one is not None and no_effect.get(key) != one}
+    taken = {_GENERATION[key]: one for key, one in kwargs.items() if key in _GENERATION}
     moved.values |= taken
     if taken:
-        moved.translated[name] = ", ".join(f"{field}={value!r}" for field, value in taken.items())
-    if "repetition_penalty" in other:
-        other.remove("repetition_penalty")
-        moved.missing["repetition_penalty"] = ELSEWHERE["repetition_penalty"].advice
-    if other:
+        moved.translated[name] = ", ".join(f"{field}={one!r}" for field, one in taken.items())
+    if other := sorted(kwargs.keys() - _GENERATION.keys()):
         moved.missing[name] = f"{', '.join(other)}: {ELSEWHERE[name].advice}"
 
 
-_KEYWORDS = {"model_init_kwargs": _translate_model, "generation_kwargs": _translate_generation}
-"""Fields that are dicts of keywords, or JSON texts of them."""
+_TRANSLATIONS: dict[str, Callable[[Migration, str, Any], None]] = {
+    "output_dir": _translate_output,
+    "optim": _translate_optimizer,
+    "model_init_kwargs": _translate_model,
+    "generation_kwargs": _translate_generation,
+    **dict.fromkeys(("bf16", "fp16"), _translate_precision),
+    **dict.fromkeys(_STEPS, _translate_strategy),
+}
+"""Name → the function that translates a value."""
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:
-    """Give evaluations their steps, and the best model its metric."""
+    """Set the steps of evaluations, and the metric of the best model."""
     evaluates = values.get("eval_strategy") == "steps"
     if evaluates and moved.values.get("eval_steps") is None:
         steps = moved.values.get("logging_steps", GRPOConfig.logging_steps)
-        moved._set("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, of logging_steps")
+        moved.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, of logging_steps")
     name = "metric_for_best_model"
     best = moved.values.get(name)
-    # A dump has the loss and False, which transformers fills in where neither was set.
+    # A dump has the loss and False, which transformers fills in if neither was set.
     unset = best is None or (best == "loss" and moved.values.get("greater_is_better") is False)
     if values.get("load_best_model_at_end") and unset:
         moved.values.pop("greater_is_better", None)
-        moved._set(name, name, "eval/reward", '"eval/reward", where transformers takes the loss of an evaluation')
+        moved.set_field(name, name, "eval/reward", '"eval/reward", where transformers takes the loss of an evaluation')
     elif isinstance(best, str) and (best.startswith("eval_") or evaluates):
         plain = best.removeprefix("eval_")
-        # Of several datasets to evaluate on, the name of one comes first.
+        # With several evaluation datasets, the name of one comes first.
         metric = r"(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
-        found = re.fullmatch(metric, plain)
-        if found is not None:
+        if found := re.fullmatch(metric, plain):
             ours = "/".join(["eval", *filter(None, found.groups())])
-            moved._set(name, name, ours, f'"{ours}"')
+            moved.set_field(name, name, ours, f'"{ours}"')
         elif plain != best or plain == "loss":
             advice = "evaluations measure rewards; name eval_reward or eval_rewards/<function>/mean"
             moved.missing[name] = f"{best!r}: {advice}"
@@ -249,18 +235,16 @@ def _translate_evaluation(moved: Migration, values: Json) -> None:
 
 def _translate_server(moved: Migration, values: Json) -> None:
     """Make a sampler of the settings of a vLLM server; without `use_vllm` they have no effect, as in TRL."""
-    settings: Json = {name: ELSEWHERE[name].default for name in ELSEWHERE if name.startswith(("vllm_mode", _SERVER))}
-    asked = {name: values[name] for name in settings if values.get(name) not in (None, settings[name])}
-    settings = {**settings, **asked}
-    mode = settings["vllm_mode"]
+    defaults = {name: ELSEWHERE[name].default for name in _SERVER}
+    given = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
+    mode, url, host, port, seconds = (defaults | given).values()
     if not values.get("use_vllm") or mode == "colocate":
-        moved.left_out |= dict.fromkeys(asked, 'has an effect with use_vllm=True and vllm_mode="server" only')
+        moved.left_out |= dict.fromkeys(given, 'has an effect with use_vllm=True and vllm_mode="server" only')
     elif mode != "server":
         moved.missing["vllm_mode"] = f'{mode!r}: "server" names a server of vLLM; else the built-in sampler samples'
     else:
-        host = "127.0.0.1" if settings["vllm_server_host"] == "0.0.0.0" else settings["vllm_server_host"]
-        url = settings["vllm_server_base_url"] or f"http://{host}:{settings['vllm_server_port']}"
-        moved.sampler = VLLMServer(url, float(settings["vllm_server_timeout"]))
+        url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        moved.sampler = VLLMServer(str(url), float(str(seconds)))
         del moved.left_out["use_vllm"]
         moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={moved.sampler.patience:g}) of train"
 

@@ -1,16 +1,16 @@
-"""A trainer's policy: how it is loaded, its adapters by PEFT's `LoraConfig`, its tokenizer, and how it is saved."""
+"""The policy of a trainer: loading it, the adapters of PEFT's `LoraConfig`, its tokenizer, and saving it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from grpo_jax.config.config import GRPOConfig
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.hub.peft import add_lora, write_policy
 from grpo_jax.models.lora import TARGETS
@@ -20,30 +20,61 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-# Read below; then where a config came from, how PyTorch runs it, and what only qualifies fields that are refused.
-_ACCEPTED = (
-    "r lora_alpha lora_dropout use_rslora target_modules "
-    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision runtime_config"
-    " fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying layers_pattern"
+# Fields of a LoraConfig that are read below, record where a config came from, say how PyTorch runs it, or only qualify
+# fields that are refused.
+_PEFT_FIELDS = (
+    "r lora_alpha lora_dropout use_rslora target_modules peft_type task_type auto_mapping peft_version revision"
+    " base_model_name_or_path runtime_config fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying"
+    " layers_pattern"
 )
 
 
-def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True) -> Policy:
-    """Return the policy with fresh adapters on the projections that a `peft.LoraConfig` names.
+def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
+    """Load a policy with params in `dtype`; return it and the dtype that the run computes in, `compute` by default.
 
-    `target_modules` is a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". `seed` draws the A
-    matrices. Without `dropout`, `lora_dropout` is ignored. A field that is not supported raises ValueError.
+    `dtype` None means float32, "auto" the dtype of the checkpoint, in which the run then also computes.
+    """
+    if isinstance(model, Policy):
+        if dtype is not None:
+            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy: load it with that dtype.")
+        return model, compute
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
+    if dtype == "auto":
+        stored = checkpoint_config(find_checkpoint(model, weights=False))
+        dtype = "float32" if stored.get("dtype", stored.get("torch_dtype")) in (None, "float32") else "bfloat16"
+        compute = "bfloat16" if dtype == "bfloat16" else compute
+    return from_pretrained(model, dtype=compute_dtype(compute), param_dtype=dtype or "float32"), compute
+
+
+def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
+    """Return the policy with a tokenizer, or a processor's (None: its own), whose EOS also ends completions."""
+    if tokenizer is not None:
+        policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
+    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
+    if eos is None or eos in ids:
+        return policy
+    return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
+
+
+def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True) -> Policy:
+    """Return the policy with new adapters on the projections that a `peft.LoraConfig` names.
+
+    `target_modules` is a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". Without `dropout`,
+    `lora_dropout` is ignored. Raises ValueError for fields that are not supported.
     """
     kind = getattr(peft, "peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
         raise ValueError(f"peft_config is a {type(peft).__name__}: only LoRA is supported, give a LoraConfig.")
-    default: dict[str, Any] = {"bias": "none", "init_lora_weights": True}
+    default: dict[str, object] = {"bias": "none", "init_lora_weights": True}
     if dataclasses.is_dataclass(peft):
         default |= {x.name: x.default for x in dataclasses.fields(peft) if x.default is not dataclasses.MISSING}
-    asked = {name: x for name, x in vars(peft).items() if not name.startswith("_") and name not in _ACCEPTED.split()}
-    refused = [name for name, x in asked.items() if x != default.get(name) and (x or default.get(name))]
+    fields = {
+        name: x for name, x in vars(peft).items() if not name.startswith("_") and name not in _PEFT_FIELDS.split()
+    }
+    refused = [name for name, x in fields.items() if x != default.get(name) and (x or default.get(name))]
     if refused:
-        found = ", ".join(f"{name} = {asked[name]!r}" for name in sorted(refused))
+        found = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(refused))
         raise ValueError(f"peft_config has {found}, which is not supported: leave it out.")
     scale = math.sqrt(peft.r) if getattr(peft, "use_rslora", False) else 1.0
     return add_lora(
@@ -56,57 +87,24 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True)
     )
 
 
-def _targets(policy: Policy, names: Any) -> list[str]:
+def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
     """Return the paths of the projections that `target_modules` names."""
     paths = [path for path in ("/".join(path) for path, _ in projections(policy.params)) if re.fullmatch(TARGETS, path)]
     if isinstance(names, str) and names.lower() == "all-linear":
         return paths
-    listed = [] if names is None or isinstance(names, str) else sorted(names)  # PEFT's config makes a set
+    listed = [] if names is None or isinstance(names, str) else sorted(names)  # a LoraConfig has a set
     found = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
     if not found or not all(found.values()):
-        what = (
-            f"target_modules = {names!r}"
-            if not found
-            else f"{next(x for x in found if not found[x])!r} in target_modules"
+        unknown = next(
+            (f"{name!r} in target_modules" for name in found if not found[name]), f"target_modules = {names!r}"
         )
-        last = sorted({path.rsplit("/", 1)[-1] for path in paths})
-        raise ValueError(
-            f"peft_config has {what}: name projections of the policy ({', '.join(last)}), or 'all-linear'."
-        )
+        last = ", ".join(sorted({path.rsplit("/", 1)[-1] for path in paths}))
+        raise ValueError(f"peft_config has {unknown}: name projections of the policy ({last}), or 'all-linear'.")
     return [path for path in paths if any(path in some for some in found.values())]
 
 
-def load_policy(model: str | Path | Policy, dtype: str | None, config: GRPOConfig) -> tuple[Policy, GRPOConfig]:
-    """Load a policy, and return it with the config of its run.
-
-    `dtype` is that of the params. None means float32, "auto" the checkpoint's dtype, in which the run then computes.
-    """
-    if isinstance(model, Policy):
-        if dtype is not None:
-            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy: load it with that dtype.")
-        return model, config
-    if not isinstance(model, str | Path):
-        raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
-    if dtype == "auto":
-        raw = checkpoint_config(find_checkpoint(model, weights=False))
-        dtype = "float32" if raw.get("dtype", raw.get("torch_dtype")) in (None, "float32") else "bfloat16"
-        if dtype == "bfloat16":
-            config = dataclasses.replace(config, compute_dtype="bfloat16")
-    return from_pretrained(model, dtype=compute_dtype(config.compute_dtype), param_dtype=dtype or "float32"), config
-
-
-def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with a tokenizer, or a processor's (None: its own), whose EOS ends completions too."""
-    if tokenizer is not None:
-        policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
-    eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
-    if eos is None or eos in ids:
-        return policy
-    return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
-
-
 def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
-    """Write a policy with its tokenizer into a directory and keep the other files there, such as those of a run.
+    """Write a policy with its tokenizer into a directory, replacing an earlier model and keeping other files.
 
     All processes of a run call it together. `base_name` tells PEFT where the base of adapters is.
     """
@@ -118,4 +116,4 @@ def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
         for path in scratch.iterdir():
             path.replace(directory / path.name)
         scratch.rmdir()
-    gather_objects(None)  # the other processes wait until all is written
+    gather_objects(None)  # the other processes wait until all files are written

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import optax
 
+from grpo_jax.compat import policies
 from grpo_jax.compat.migrate import NO_FLOAT16, VLLMServer, from_trl
-from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer, write_into
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
@@ -29,32 +29,30 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
-_OURS = {field.name for field in dataclasses.fields(_config.GRPOConfig)}
+_FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELSEWHERE.keys()
 _PAGE = "docs/coming_from_trl.md lists what is supported"
-_EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_train_end")
+_EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
 _SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server by vllm_mode='server' in args"
+# Arguments and attributes of TRL's trainer → what replaces them.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
     **dict.fromkeys(("accelerator", "is_world_process_zero"), "use jax.process_index() == 0"),
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
     **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= of grpo_jax.train"),
-    **dict.fromkeys(("_generate", "_generate_and_score_completions"), _SAMPLER),
-}
-_ARGUMENTS = {
+    **dict.fromkeys(("rollout_func", "_generate", "_generate_and_score_completions"), _SAMPLER),
     "reward_processing_classes": "a reward model is a reward function that calls it, see docs/rewards.md",
     "quantization_config": 'load the model by from_pretrained(name, quantize="nf4") and pass the policy',
-    "rollout_func": _SAMPLER,
 }
 
 
 class GRPOConfig:
-    """TRL's fields and the library's, by keyword and as attributes, which may be set before a trainer takes them.
+    """TRL's fields and this library's, by keyword and as attributes, which may be set before a trainer uses them.
 
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
       sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
-      dtype: of the params, by `model_init_kwargs`; "auto": the checkpoint's; None: float32.
+      dtype: of the params, from `model_init_kwargs`; "auto": the checkpoint's; None: float32.
 
     Raises:
       ValueError: fields that are not supported, each with what to do; a wrong value.
@@ -65,10 +63,6 @@ class GRPOConfig:
       >>> args.beta = 0.04
       >>> args.config.beta, args.learning_rate, args.eval_strategy, args.to_dict()["output_dir"]
       (0.04, 1e-06, 'no', 'out')
-      >>> GRPOConfig(cache_implementation="paged", trackio_space_id="me/space")
-      Traceback (most recent call last):
-      ValueError: GRPOConfig has fields that are not supported:
-        trackio_space_id: call trackio.init(space_id=...) and pass its log to train, in callbacks
     """
 
     config: _config.GRPOConfig
@@ -77,10 +71,10 @@ class GRPOConfig:
     _values: Json  # as given
 
     def __init__(self, output_dir: str | None = None, **values: Any):
-        self._take({"output_dir": output_dir, **values}, values)
+        self._set({"output_dir": output_dir, **values}, values)
 
-    def _take(self, values: Json, changed: Iterable[str]) -> None:
-        """Translate values, all of them or none; a warning names one that was `changed` and asks for float16."""
+    def _set(self, values: Json, changed: Iterable[str]) -> None:
+        """Translate values, all of them or none; warn if a `changed` one asks for float16."""
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
@@ -88,47 +82,35 @@ class GRPOConfig:
         for name in moved.translated.keys() & {*changed}:
             if moved.translated[name].endswith(NO_FLOAT16):
                 warnings.warn(f"GRPOConfig: {name} became {moved.translated[name]}.", stacklevel=3)
-        vars(self).update(config=moved.config(), dtype=moved.dtype, sampler=moved.sampler, _values=values)
+        config = moved.config()
+        defaults: dict[str, object] = {name: field.default for name, field in ELSEWHERE.items()}
+        vars(self).update({**defaults, **vars(config), **values})
+        vars(self).update(config=config, dtype=moved.dtype, sampler=moved.sampler, _values=values)
 
-    def __getattr__(self, name: str) -> Any:
-        values = vars(self).get("_values", {})
-        if name in values:
-            return values[name]
-        if name in ELSEWHERE:
-            return ELSEWHERE[name].default
-        if name in _OURS and "config" in vars(self):
-            return getattr(self.config, name)
-        raise AttributeError(_unknown_field(name))
+    def __getattr__(self, name: str) -> Any:  # only for names that are not fields
+        close = nearest(name, _FIELDS)
+        hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists every field"
+        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no {name}: {hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _OURS | ELSEWHERE.keys():
-            raise AttributeError(_unknown_field(name))
-        self._take({**self._values, name: value}, [name])
+        if name not in _FIELDS:
+            getattr(self, name)
+        self._set({**self._values, name: value}, [name])
 
     def to_dict(self) -> Json:
         """Return all of TRL's fields with their values."""
         return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
 
 
-def _unknown_field(name: str) -> str:
-    close = nearest(name, _OURS | ELSEWHERE.keys())
-    hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists every field"
-    return f"GRPOConfig (of TRL or grpo_jax) has no {name}: {hint}"
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """`trainer.state`.
-
-    Attributes:
-      log_history: the logged lines by TRL's names, each with its `step`.
-    """
+    """`trainer.state`: the logged lines by TRL's names, each with its `step`."""
 
     log_history: list[dict[str, float]]
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps up to the last logged one."""
+        """Optimizer steps up to the last logged line."""
         return int(self.log_history[-1]["step"]) if self.log_history else 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -137,7 +119,7 @@ class TrainerState:
 
 @dataclasses.dataclass(slots=True)
 class TrainerControl:
-    """The `control` of callbacks: `should_training_stop=True` ends the run, saved, after the logged step."""
+    """The `control` of callbacks: `should_training_stop=True` saves and ends the run after the logged step."""
 
     should_training_stop: bool = False
 
@@ -190,18 +172,15 @@ class GRPOTrainer:
     ):
         self.args = args = GRPOConfig() if args is None else args
         _check_arguments(args, optimizers, others)
+        self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset
         self._reward_funcs = as_list(reward_funcs or [])
-        self.run_dir = args.output_dir
         self._base_name = None if isinstance(model, Policy) else str(model)
-        self._compute_dtype: Any = None  # None: by `args`, and not by the dtype that the policy is loaded in
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # the params belong to this trainer
         self._tokenizer = processing_class
-        self._first_policy = functools.partial(self._make_policy, model, peft_config)
-        self._donates = peft_config is not None or not isinstance(model, Policy)  # these params belong to the trainer
-        self.policy = self._first_policy()
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._load = functools.partial(self._load_policy, model, peft_config)
+        self.policy = self._load()
         self._optimizer, self._tools, self._environment_factory = optimizers[0], tools, environment_factory
-        server = args.sampler
-        self._sampler = None if server is None else vllm(server.base_url, patience=server.patience)
+        self._sampler = None if args.sampler is None else vllm(args.sampler.base_url, patience=args.sampler.patience)
         self._functions: list[Callable[..., object]] = []
         self._objects: list[object] = []
         self._control = TrainerControl()
@@ -223,9 +202,8 @@ class GRPOTrainer:
 
     @property
     def config(self) -> _config.GRPOConfig:
-        """The config of the run; `args` may be changed until `train`."""
-        config, dtype = self.args.config, self._compute_dtype
-        return config if dtype is None else dataclasses.replace(config, compute_dtype=dtype)
+        """The config of the run."""
+        return self.args.config
 
     @property
     def processing_class(self) -> Tokenizer:
@@ -234,20 +212,22 @@ class GRPOTrainer:
 
     @processing_class.setter
     def processing_class(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.policy = tokenizer, with_tokenizer(self.policy, tokenizer)
+        self._tokenizer, self.policy = tokenizer, policies.with_tokenizer(self.policy, tokenizer)
 
-    def _make_policy(self, model: str | Path | Policy, peft: Any) -> Policy:
-        """Return the policy that training begins with."""
-        policy, config = load_policy(model, self.args.dtype, self.args.config)
-        self._compute_dtype = None if config == self.args.config else config.compute_dtype
-        policy = with_tokenizer(policy, self._tokenizer)
-        if peft is None:
+    def _load_policy(self, model: str | Path | Policy, peft_config: Any) -> Policy:
+        """Return the policy that training starts from."""
+        policy, computed = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
+        if computed != self.config.compute_dtype:
+            self.args.compute_dtype = computed
+        policy = policies.with_tokenizer(policy, self._tokenizer)
+        if peft_config is None:
             return policy
-        return with_adapters(policy, peft, seed=self.config.seed, dropout=not self.args.disable_dropout)
+        dropout = not self.args.disable_dropout
+        return policies.with_adapters(policy, peft_config, seed=self.config.seed, dropout=dropout)
 
     @property
     def state(self) -> TrainerState:
-        """The progress of the run and its log, by TRL's names."""
+        """The progress of the run and its log."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         names = reward_names(self._reward_funcs)
         parts = several(self.eval_dataset)
@@ -266,9 +246,9 @@ class GRPOTrainer:
         if callable(callback) and not events:
             self._functions.append(callback)
             return
-        called = _EVENTS if self.config.logging_steps == 1 else [name for name in _EVENTS if name != "on_step_end"]
-        if not events or not events.issubset(called):
-            never = ", ".join(sorted(events.difference(called))) or "no method on_..."
+        called = _EVENTS if self.config.logging_steps == 1 else _EVENTS - {"on_step_end"}
+        if not events or events - called:
+            never = ", ".join(sorted(events - called)) or "no method on_..."
             raise ValueError(
                 f"callbacks has a {type(callback).__name__} with {never}: give a function of (step, metrics), or an"
                 " object whose events are on_train_begin, on_log, on_train_end and, with logging_steps=1, on_step_end."
@@ -276,14 +256,13 @@ class GRPOTrainer:
         self._objects.append(callback)
 
     def _call(self, event: str, logs: Mapping[str, float]) -> None:
-        """Call the method of an event of all callback objects."""
         for callback in self._objects:
             method = getattr(callback, event, None)
             if method is not None:
                 self._control = method(self.args, self.state, self._control, logs=logs) or self._control
 
     def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a line of the log and call the callback objects: a callback of `train`."""
+        """The callback of `train`: record a line of the log and call the callback objects."""
         self._lines.append({"step": step, **metrics})
         logs = trl_names(metrics, reward_names(self._reward_funcs), several(self.eval_dataset))
         if "loss" in metrics:
@@ -293,15 +272,10 @@ class GRPOTrainer:
             raise StopRun
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
-        """Train; a run that is found in `output_dir` is continued in any case.
+        """Train, and return the final state, also in `train_state`; a run in `output_dir` is always resumed.
 
-        Params that the trainer has loaded are donated to the run: `policy` is empty until it ends.
-
-        Args:
-          resume_from_checkpoint: None or True.
-
-        Returns:
-          The final state, as of `grpo_jax.train`, which is `train_state` too.
+        Params that the trainer has loaded are donated to the run: `policy` is empty until it ends. The only values of
+        `resume_from_checkpoint` are None and True.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
@@ -310,8 +284,8 @@ class GRPOTrainer:
             )
         if self.train_dataset is None:
             raise ValueError("train_dataset is None: give GRPOTrainer rows with a prompt.")
-        if isinstance(self.policy.params, Donated):  # an interrupted run took them
-            self.policy = self._first_policy()
+        if isinstance(self.policy.params, Donated):  # to an interrupted run
+            self.policy = self._load()
         self._lines, self._control = [], TrainerControl()
         self._call("on_train_begin", {})
         self.train_state = train(
@@ -333,7 +307,7 @@ class GRPOTrainer:
         return self.train_state
 
     def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
-        """Return mean rewards on held-out rows, named as TRL does: `eval_reward`, `eval_rewards/<function>/mean`, …"""
+        """Return mean rewards on held-out rows by TRL's names: `eval_reward`, `eval_rewards/<function>/mean`, …"""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
@@ -351,25 +325,19 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.
 
-        Args:
-          output_dir: where to write; other files there are kept. None: the `output_dir` of `args`.
+        Other files in `output_dir` (by default that of `args`) are kept.
         """
         where = self.run_dir if output_dir is None else output_dir
         if where is None:
             raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
-        write_into(Path(where).expanduser(), self.policy, self._base_name)
+        policies.write_into(Path(where).expanduser(), self.policy, self._base_name)
         if self.config.push_to_hub:
             self.push_to_hub("Model save")
 
     def push_to_hub(self, commit_message: str = "End of training", *, dataset_name: str | None = None) -> str:
-        """Push the policy, with a model card, to `hub_model_id` (by default the name of `output_dir`).
+        """Push the policy to `hub_model_id`, by default the name of `output_dir`, and return the URL of the commit.
 
-        Args:
-          commit_message: of the commit.
-          dataset_name: of the data, for the card.
-
-        Returns:
-          The address of the commit.
+        `dataset_name` appears in the model card.
         """
         repository = self.config.hub_model_id or (self.run_dir and Path(self.run_dir).absolute().name)
         if repository is None:
@@ -386,10 +354,10 @@ class GRPOTrainer:
 
 
 def _check_arguments(args: object, optimizers: tuple[object, object], others: Json) -> None:
-    """Raise ValueError for what TRL accepts and this trainer does not."""
+    """Raise ValueError for arguments that TRL accepts and this trainer does not."""
     for name, value in others.items():
         if value is not None:
-            raise ValueError(f"GRPOTrainer does not take {name}: {_ARGUMENTS.get(name, _PAGE)}.")
+            raise ValueError(f"GRPOTrainer does not take {name}: {_INSTEAD.get(name, _PAGE)}.")
     if not isinstance(args, GRPOConfig):
         raise ValueError(f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.GRPOConfig.")
     if optimizers[1] is not None:

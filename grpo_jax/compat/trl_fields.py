@@ -15,22 +15,28 @@ Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
-    """A field of TRL's that is none here: its default there, and what to do instead.
+    """A field of TRL that is not a field here.
 
     Attributes:
-      default: TRL's; a value equal to it asks for nothing.
-      kind: whether another argument says it, something outside of the program's arguments does (the environment, JAX's
-        or Python's own switches), nothing has to, or nothing can.
+      default: TRL's default, which needs no translation.
+      kind: "other name": another argument replaces it. "set outside": it is set by the environment, JAX or Python.
+        "not needed", "not here": nothing has to, or can, replace it.
       advice: what to do, or why there is nothing to do.
+      field: the field of `GRPOConfig` that takes the same values.
     """
 
     default: object
     kind: Kind
     advice: str
+    field: str | None = None
 
 
 def _other(default: object, advice: str) -> Elsewhere:
     return Elsewhere(default, "other name", advice)
+
+
+def _renamed(default: object, field: str, more: str = "") -> Elsewhere:
+    return Elsewhere(default, "other name", f"use {field}{more}", field)
 
 
 def _outside(default: object, what: str) -> Elsewhere:
@@ -150,10 +156,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "vllm_server_timeout": _other(240.0, _SERVER + ", its patience"),
     "vllm_group_port": _needless(51216, "weights go to the server by files that both sides see"),
     "vllm_importance_sampling_correction": _other(True, "use sampler_correction, None for False" + _ENGINE),
-    "vllm_importance_sampling_mode": _other("sequence_mask", "use sampler_correction" + _ENGINE),
-    "vllm_importance_sampling_clip_max": _other(3.0, "use sampler_correction_max" + _ENGINE),
-    "vllm_importance_sampling_clip_min": _other(None, "use sampler_correction_min" + _ENGINE),
-    "vllm_importance_sampling_cap": _other(None, "use sampler_correction_max" + _ENGINE),
+    "vllm_importance_sampling_mode": _renamed("sequence_mask", "sampler_correction", _ENGINE),
+    "vllm_importance_sampling_clip_max": _renamed(3.0, "sampler_correction_max", _ENGINE),
+    "vllm_importance_sampling_clip_min": _renamed(None, "sampler_correction_min", _ENGINE),
+    "vllm_importance_sampling_cap": _renamed(None, "sampler_correction_max", _ENGINE),
     # Optimizer.
     "lr_scheduler_kwargs": _absent(
         None, "pass optimizer to train, an optax transformation with a schedule of your own"
@@ -166,7 +172,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "neftune_noise_alpha": _absent(None, "no noise is added to embeddings"),
     "auto_find_batch_size": _absent(False, "halving a batch would cut groups: lower per_device_train_batch_size"),
     # Speed and memory.
-    "activation_checkpointing": _other(None, "use gradient_checkpointing"),
+    "activation_checkpointing": _renamed(None, "gradient_checkpointing"),
     "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
     "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
     **_group(

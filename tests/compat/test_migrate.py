@@ -35,7 +35,7 @@ def test_each_field_of_trl_is_ours_or_has_a_note():
     assert set(SAME) <= set(OURS)
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
     assert len(SAME) + len(ELSEWHERE) == 191  # fields of TRL 1.16 with transformers 5.23
-    for name, (default, kind, advice) in ELSEWHERE.items():
+    for name, (default, kind, advice, _) in ELSEWHERE.items():
         assert advice.startswith("leave it out: ") or kind in ("other name", "not here"), name
         if kind == "not needed":  # if another setting has its meaning, it is an other name or set outside
             assert not re.search(r"^leave it out: (use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
@@ -47,7 +47,7 @@ def field_table() -> str:
     """The section of the page on every field."""
     plain = ", ".join(f"`{name}`" for name, note in SAME.items() if not note)
     rows = [(f"`{name}`", "same", note) for name, note in SAME.items() if note]
-    for (kind, advice), group in itertools.groupby(ELSEWHERE.items(), lambda item: item[1][1:]):
+    for (kind, advice), group in itertools.groupby(ELSEWHERE.items(), lambda item: item[1][1:3]):
         rows.append((", ".join(f"`{name}`" for name, _ in group), kind, advice.removeprefix("leave it out: ")))
     lines = [f"Same name and meaning, nothing to note: {plain}.", "", "| TRL's field | here | |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
@@ -86,7 +86,7 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
         ({VLLM + "mode": "token_truncate"}, {"sampler_correction": "token_truncate"}),
         ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
         ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
-        ({VLLM + "cap": 5.0, VLLM + "clip_max": 2.0}, {"sampler_correction_max": 5.0}),
+        ({VLLM + "cap": 5.0}, {"sampler_correction_max": 5.0}),
         ({VLLM + "clip_max": None}, {"sampler_correction_max": None}),
         ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
     ],
@@ -116,7 +116,7 @@ def test_the_metric_of_the_best_model():
         ({"hub_token": "hf_secret"}, "HF_TOKEN"),
         ({"optim": "adafactor"}, "'adafactor': pass optimizer to train"),
         ({"eval_strategy": "epoch"}, "'epoch' does not count steps: give eval_steps a number"),
-        ({"logging_strategy": "no"}, "logged always"),
+        ({"logging_strategy": "no"}, "always logged"),
         ({"repetition_penalty": 1.1}, "no such penalty"),
         ({"save_on_each_node": True}, "one checkpoint"),
         ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),

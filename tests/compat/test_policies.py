@@ -10,7 +10,6 @@ import pytest
 from flax.traverse_util import flatten_dict
 from tiny import tiny_policy, tiny_tokenizer
 
-import grpo_jax
 from grpo_jax import add_lora, from_pretrained, save_pretrained
 from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer, write_into
 from grpo_jax.hub.policy import files_of
@@ -77,15 +76,15 @@ def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
     save_pretrained(tmp_path / "full", tiny_policy())
 
     def dtypes(name, dtype):
-        policy, config = load_policy(tmp_path / name, dtype, grpo_jax.GRPOConfig())
-        return {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)}, config.compute_dtype
+        policy, compute = load_policy(tmp_path / name, dtype, "auto")
+        return {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)}, compute
 
     assert dtypes("full", None) == dtypes("full", "auto") == dtypes("half", None) == ({"float32"}, "auto")
     assert dtypes("half", "auto") == ({"bfloat16"}, "bfloat16")
     with pytest.raises(ValueError, match="model_init_kwargs has dtype 'float32', but model is a Policy"):
-        load_policy(tiny_policy(), "float32", grpo_jax.GRPOConfig())
+        load_policy(tiny_policy(), "float32", "auto")
     with pytest.raises(ValueError, match="model is a object: give a name, a directory or a Policy"):
-        load_policy(object(), None, grpo_jax.GRPOConfig())
+        load_policy(object(), None, "auto")
 
 
 def test_the_eos_of_the_tokenizer_ends_completions_too():
