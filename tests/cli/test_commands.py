@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -67,9 +68,6 @@ def adapted(folder, **how):
 
 
 def test_training_is_that_of_the_api(folder, trained, state):
-    """`grpo-jax train` is `train` with the same arguments, `resume` goes on to the same numbers, and `export` writes
-    the same params, the adapters alone or merged.
-    """
     assert metrics_of(trained) == metrics_of(folder / "by_api")
     assert len(metrics_of(trained)) > 2
     assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]
@@ -246,3 +244,35 @@ def test_a_plan_is_that_of_the_api(tmp_path, monkeypatch):
         run("plan", "--beta", 0.1)
     with pytest.raises(SystemExit, match="config = None is not a file"):
         run("plan", "--model", "{seed: 1}")
+
+
+@pytest.mark.quick
+def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lost(tmp_path):
+    """`compat/test_scripts.py` tests the fields."""
+    script, out = tmp_path / "grpo.yaml", tmp_path / "run.yaml"
+    text = "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: openai/gsm8k\nreward_funcs: [my.rewards.short]\n"
+    script.write_text(text + "learning_rate: 1.0e-5\n")
+    assert run("from-trl", script, "--out", out) == ""
+    assert out.read_text() == run("from-trl", script)
+    found = read_run(out)
+    assert (found.config.learning_rate, found.model, found.values["data"]) == (1e-5, "Qwen/Qwen3-0.6B", "openai/gsm8k")
+    assert found.values["rewards"] == ["my.rewards:short"]
+    script.write_text(text + "repetition_penalty: 1.1\n")
+    with pytest.raises(SystemExit) as ended:
+        run("from-trl", script, "--out", out)
+    assert ended.value.code == 1
+    assert "\n#   repetition_penalty: " in out.read_text()
+    script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\n")
+    with pytest.raises(SystemExit, match=r"2 errors:\n  learning_rat: no such field; .*learning_rate\?\n  system_prom"):
+        run("from-trl", script)
+
+
+@pytest.mark.quick
+def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
+    found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
+    assert 0 < found["in_word"] < 1, "the first rewards are a signal"
+    with pytest.raises(SystemExit, match=r"my_run.yaml exists already: give a new folder, or move it away"):
+        run("init", "first")

@@ -1,4 +1,4 @@
-"""The command line: help without JAX, the names of the config, completion, and errors of one line."""
+"""The command line: help without JAX, keys of RUN.yaml, and errors of one line."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ import pytest
 from cli_files import run, write_run
 
 from grpo_jax.cli import commands
-from grpo_jax.cli.keys import OWN, explain
+from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN, explain
 from grpo_jax.cli.main import COMMANDS, KEYS, main, make_parsers, parse
 from grpo_jax.cli.named import find
 from grpo_jax.rewards import compute_rewards
@@ -108,6 +108,19 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert (arguments.say, arguments.checkpoint) == (["a", "b"], None)
     assert parse(["train", "--max_steps", "3", "a.yaml"]).run == "a.yaml"
     assert (parse(["plan"]).run, parse(["plan", "a.yaml", "--memory", "16"]).memory) == (None, 16.0)
+
+
+def test_every_key_has_a_group_and_an_explanation():
+    assert GROUPS.keys() == OWN.keys() | FIELDS.keys()
+    assert not ELSEWHERE.keys() & GROUPS.keys()
+    groups = {"model": "The run", "num_generations": "Sampling", "seed": "Batches"}
+    assert groups.items() <= GROUPS.items()
+    for name, field in FIELDS.items():
+        head, doc, *_ = explain(name).splitlines()
+        assert head.startswith(f"{name} (default {field.default!r}")
+        assert doc.strip()
+    assert explain("num_generations") == "num_generations (default 8)\n  G, completions of each prompt."
+    assert explain("use_bias_correction_kl").startswith("use_bias_correction_kl (default True, one of true, false)\n")
 
 
 def test_several_processes_have_the_flags_of_the_api():

@@ -1,4 +1,4 @@
-"""YAML: its numbers are numbers, and values of the command line are read as those of a file."""
+"""YAML 1.2: scalars, errors with the name of the file, and values of the command line."""
 
 import dataclasses
 
@@ -29,15 +29,19 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
         ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a is an alias; write its value out"),  # nested, a billion values
         ("model: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("max_steps: " + "9" * 5000, "is not YAML: Exceeds the limit"),
-        ("[1]", "contains"),
+        ("a: [", "is not YAML"),
+        ("- a", r"contains \['a'\]; give keys with values"),
+        ("", "contains None"),
     ],
-    ids=["duplicate", "alias", "nested", "digits", "list"],
+    ids=["duplicate", "alias", "nested", "digits", "syntax", "list", "empty"],
 )
 def test_errors_name_the_file(text, message, tmp_path):
     path = tmp_path / "my_run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"my_run.yaml {message}"):
         read_file(path)
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml does not exist; give a RUN\.yaml"):
+        read_file(tmp_path / "none.yaml")
 
 
 def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
