@@ -1,4 +1,4 @@
-"""The policy of a run on the Hugging Face hub, with a model card made from its run: once, or at each checkpoint."""
+"""Push policies to the Hugging Face hub, with a model card made from the run: once, or at each checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ MARK = "<!-- Made by grpo_jax. Without this line it is yours: a later push leave
 _PRIVATE = ("push_to_hub", "hub_", "run_name", "project", "report_to", "logging_")
 """Prefixes of fields that a card leaves out."""
 
-_LOG_IN = "log in by `hf auth login` or HF_TOKEN, see that the name may be yours"
-
 
 def push_to_hub(
     policy: Policy,
@@ -54,29 +52,29 @@ def push_to_hub(
 ) -> str:
     """Publish a policy on the hub, with a model card, in one commit.
 
-    All weights go in Hugging Face's layout, adapters in PEFT's. A card that stands there is replaced only if it still
-    has the line that says it was made here. The hub is that of the variable HF_ENDPOINT, where it is set; the login is
-    that of `hf auth login` or HF_TOKEN. All processes of a run call it together.
+    All weights are in Hugging Face's layout, adapters in PEFT's. An existing card is replaced only if it has the line
+    that marks it as made here. The environment variable HF_ENDPOINT selects the hub; log in by `hf auth login` or
+    HF_TOKEN. All processes of a run call it together.
 
     Args:
       policy: what to publish; after a run, `policy.replace(params=state.params)`.
-      repo_id: of the repository, as "owner/model" or "model"; made if it is not there.
-      run_dir: of the run: the card then has its result, its curves and its settings.
+      repo_id: "owner/model" or "model"; created if it does not exist.
+      run_dir: directory of the run: the card then has its result, its curves and its settings.
       base_model: name on the hub of the model that training began with, for the card.
       dataset: name on the hub of the data, for the card.
-      license: the hub's name of a licence, such as "apache-2.0", for the card; None leaves the field to you.
-      private: visibility of a repository that is made; None leaves it to the hub.
-      revision: branch to push to, made if it is not there; None for the main branch.
+      license: the hub's name of a licence, such as "apache-2.0", for the card; None leaves the field out.
+      private: visibility of a new repository; None for the hub's default.
+      revision: branch to push to, created if it does not exist; None for the main branch.
       commit_message: of the commit.
 
     Returns:
       The address of the commit; "" in processes other than the first.
 
     Raises:
-      ValueError: a malformed repo_id, or a model that no checkpoint can hold.
-      FileNotFoundError: run_dir is no directory of a run.
-      PermissionError: nobody is logged in. This and the above are found before anything is sent or written.
-      OSError: the repository cannot be made.
+      ValueError: a malformed repo_id, or a model that cannot be written as a checkpoint.
+      FileNotFoundError: run_dir is not the directory of a run.
+      PermissionError: there is no login. This and the above are raised before anything is sent or written.
+      OSError: the repository cannot be created.
 
     Example:
       Once `hf auth login` has been called, this makes the repository "me/sums" and returns where its commit is:
@@ -99,9 +97,11 @@ def push_to_hub(
     except HFValidationError as error:
         raise ValueError(f"repo_id is {repo_id!r}: give a name like owner/model ({one_line(error)}).") from error
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no metrics.jsonl: give the directory of a run, or None.")
+        raise FileNotFoundError(
+            f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; give the directory of a run, or None."
+        )
     if get_token() is None:
-        raise PermissionError("nobody is logged in to the hub: call `hf auth login`, or set HF_TOKEN.")
+        raise PermissionError("not logged in to the hub: call `hf auth login`, or set HF_TOKEN.")
     repository = None
     if jax.process_index() == 0:
         repository = Repository(repo_id, f"repo_id is {repo_id!r}", private=private, revision=revision)
@@ -109,12 +109,12 @@ def push_to_hub(
         write_policy(Path(scratch, "model"), policy, base_name=base_model)
         if repository is None:
             return ""
-        files = repository.card(policy, run_dir, base_model=base_model, dataset=dataset, license=license)
+        files = repository.card(policy, run_dir, base_model, dataset, license)
         return str(repository.commit(Path(scratch, "model"), files, commit_message).commit_url)
 
 
 class Repository:
-    """One branch of a repository of the hub, which is made if it does not exist (else OSError, after `argument`)."""
+    """One branch of a repository of the hub, created if it does not exist; an OSError begins with `argument`."""
 
     def __init__(self, name: str, argument: str, *, private: bool | None, revision: str | None):
         from huggingface_hub import HfApi
@@ -126,18 +126,20 @@ class Repository:
             if revision is not None and not revision.startswith("refs/"):
                 self._api.create_branch(self.name, branch=revision, exist_ok=True)
         except Exception as error:
-            raise OSError(f"{argument}: the repository cannot be made ({one_line(error)}); {_LOG_IN}") from error
+            raise OSError(
+                f"{argument}: the repository cannot be created ({one_line(error)});"
+                " log in by `hf auth login` or HF_TOKEN, and check that you own the name"
+            ) from error
 
     def card(
         self,
         policy: Policy,
         run_dir: str | os.PathLike[str] | None,
-        *,
         base_model: str | None = None,
         dataset: str | None = None,
         license: str | None = None,
     ) -> Files:
-        """The card of a policy with its picture; {} where a person has written another card."""
+        """The card of a policy with its picture; {} if a card exists that was not made here."""
         if self._api.file_exists(self.name, "README.md", revision=self._revision):
             path = self._api.hf_hub_download(self.name, "README.md", revision=self._revision)
             if MARK not in Path(path).read_text("utf-8"):
@@ -171,16 +173,15 @@ class Repository:
 
 
 def check_publishable(policy: Policy, what: str) -> None:
-    """Refuse a model that is not written as a checkpoint."""
+    """Raise a `ValueError` for a model that cannot be written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel):
-        raise ValueError(f"{what} has a model of your own, which no checkpoint can hold")
+        raise ValueError(f"{what} has a model of your own, which cannot be written as a checkpoint")
 
 
 class Publisher:
     """Pushes the policy of a run to the hub, from the directory `hub` of the run directory.
 
-    A failed push in the background is a warning; one that is due while another is running is left out. Raises a
-    `ValueError` without run_dir, or for a model that cannot be written.
+    A failed push in the background is a warning; one that is due while another is running is skipped.
     """
 
     def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str] | None):
@@ -203,7 +204,7 @@ class Publisher:
         self._repository = Repository(name, argument, private=config.hub_private_repo, revision=config.hub_revision)
 
     def saved(self, step: int, params: Params, *, last: int) -> None:
-        """Begin to push the policy of a checkpoint but the last, if `hub_strategy` says so and no push is under way."""
+        """Begin to push the policy of a checkpoint, unless it is the last, or `hub_strategy` is "end"."""
         if self._config.hub_strategy == "end" or step == last:
             return
         busy = self._job is not None and not self._job[1].done()
@@ -229,19 +230,19 @@ class Publisher:
             self._repository.commit(self._directory, files, "End of training")
         except Exception as error:
             raise OSError(
-                f"the policy could not be pushed to {self._repository.name!r} ({one_line(error)}); it lies in"
-                f" {self._directory}. Call train again with the same run_dir, which is at its end and pushes once more,"
-                " or push it by `push_to_hub`"
+                f"the policy could not be pushed to {self._repository.name!r} ({one_line(error)}); it is in"
+                f" {self._directory}. Call train again with the same run_dir: the run is complete and pushes again. Or"
+                " push it by `push_to_hub`"
             ) from error
 
     def _finish_job(self) -> None:
-        """Say of a push that is over whether it failed."""
+        """Warn if a push that has ended failed."""
         job, self._job = self._job, None
         error = None if job is None else job[1].exception()
         if job is not None and error is not None and self._repository is not None:
             warnings.warn(
                 f"the policy of step {job[0]} could not be pushed to {self._repository.name!r} ({one_line(error)}); the"
-                " run goes on, and pushes again at its next checkpoint",
+                " run continues, and pushes again at its next checkpoint",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -259,15 +260,7 @@ def model_card(
 ) -> str:
     """Return a model card: the hub's metadata, the result of the run, its settings, and how to load the policy.
 
-    It leaves out the command line of the run, its paths and its prompts, which may be private.
-
-    Args:
-      run_dir: the directory of the run; None leaves out its result and settings.
-      adapters: PEFT's format, rather than all weights.
-      base_model: name on the hub of the model that training began with, or None.
-      dataset: name on the hub of the data, or None.
-      license: the hub's name of a licence, such as "apache-2.0"; None leaves the field out.
-      picture: name of the file in the repository with the curves, or None.
+    It leaves out the command line, paths and prompts of the run, which may be private.
     """
     from huggingface_hub import ModelCardData
 

@@ -1,4 +1,4 @@
-"""A run directory: it belongs to one run at a time, and holds what its checkpoints do not say of the policy."""
+"""A run directory: its lock, a check that all processes share it, and the policy's files besides the params."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ POLICY = "policy"
 
 
 def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write what makes a policy of a checkpoint's params, for `grpo-jax chat`, `evaluate` and `export`.
+    """Write what `grpo-jax chat`, `evaluate` and `export` need to make a policy of a checkpoint's params.
 
-    Nothing where a `run.yaml` says it already, where there is no directory, of a model of the caller's own, and of
-    adapters or towers, whose other weights are elsewhere.
+    Nothing is written if a `run.yaml` says it, without a directory, and for the caller's own model, adapters or towers.
     """
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if known or policy.beside or not policy.config or not isinstance(policy.model, Transformer):
@@ -56,9 +55,9 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
     if index == 0 and run_dir is not None:
         fault = _write_fault(token)
-    begun = gather_objects([run_dir is not None, fault])[0]  # after this, the token of process 0 is there
-    if index > 0 and not begun[1]:
-        if (run_dir is not None) != begun[0] or (begun[0] and not _appears(token)):
+    expected, failed = gather_objects([run_dir is not None, fault])[0]  # now the token of process 0 exists
+    if index > 0 and not failed:
+        if (run_dir is not None) != expected or (expected and not _appears(token)):
             fault = (
                 f"run_dir = {str(run_dir)!r}: process {index} does not find what process 0 has written to its run_dir."
                 " All processes write the checkpoints together: give each of them the same directory, on a file system"
@@ -87,24 +86,19 @@ def _write_fault(path: Path) -> str:
 
 
 def _appears(path: Path, seconds: float = 10) -> bool:
-    """Return whether a file of another process is there; a network file system may show it late."""
+    """Whether a file of another process exists; a network file system may show it late."""
     deadline = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
+    while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    return True
+    return path.exists()
 
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     """Make a run directory and hold its lock (`flock` on `.lock`, which the kernel frees when the process ends).
 
-    Where there is no such lock (Windows, some network file systems), nothing is held.
-
-    Raises:
-      ValueError: the directory cannot be made or written to.
-      RuntimeError: another run holds it; the message names its process and machine.
+    On Windows and on file systems without locks, nothing is held. Raises a `ValueError` for a directory that cannot be
+    made or written to, and a `RuntimeError` if another run holds it, with its process and machine.
     """
     if run_dir is None:
         yield

@@ -51,7 +51,7 @@ ALL = "coordinator, num_processes and process_id are given together, or none of 
         ("--num-processes 2", f"coordinator and process_id are missing: {ALL}"),
         ("--coordinator host0 --num-processes 2 --process-id 0", "coordinator is 'host0': write host:port, such as"),
         ("--coordinator host0:1 --num-processes 2 --process-id 2", "process_id is 2: of 2 processes it is 0 to 1"),
-        ("--distributed auto --process-id 2", "--distributed auto finds out what --coordinator, --num-processes and"),
+        ("--distributed auto --process-id 2", "--distributed auto detects --coordinator, --num-processes and"),
     ],
 )
 def test_flags_that_cannot_be(line, message, begun):
@@ -86,7 +86,7 @@ def exits(monkeypatch):
 def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits):
     distributed._leave()
     assert exits == [], "an orderly end is JAX's"
-    distributed._explained(type(error), error, None)
+    distributed._explain(type(error), error, None)
     distributed._leave()
     assert exits == [status]
 
@@ -103,7 +103,7 @@ def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
     try:
         raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")
     except RuntimeError as error:
-        distributed._explained(type(error), error, error.__traceback__)
+        distributed._explain(type(error), error, error.__traceback__)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-2] == "RuntimeError: Gloo all-reduce failed: Connection reset by peer"

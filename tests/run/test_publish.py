@@ -84,7 +84,7 @@ def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_
         publisher.saved(1, params, last=3)
         with (
             pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"),
-            pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it lies in .*hub\. Call train again"),
+            pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it is in .*hub\. Call train again"),
         ):
             publisher.end(moved(params))
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
@@ -109,7 +109,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, m
         Publisher(CONFIG, tiny_policy().replace(model=object()), tmp_path)
     with serving(monkeypatch) as hub:
         config = dataclasses.replace(CONFIG, hub_model_id="other/sums", max_steps=1, max_completion_length=4)
-        with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be made \(.*403"):
+        with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be created \(.*403"):
             train(tiny_policy(), [{"prompt": "a"}], lambda completions: 1 / 0, config, run_dir=tmp_path / "run")
         assert hub.commits == []
 
@@ -216,9 +216,9 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
         for name in ("a/b/c", "sums!", "", "-sums", "a--b"):
             with pytest.raises(ValueError, match=f"repo_id is '{name}': give a name like owner/model"):
                 push_to_hub(policy, name)
-        with pytest.raises(FileNotFoundError, match=r"run_dir '.*nowhere' has no metrics\.jsonl: give the directory"):
+        with pytest.raises(FileNotFoundError, match=r"run_dir = '.*nowhere': metrics\.jsonl is missing; give"):
             push_to_hub(policy, "me/sums", run_dir=run_dir / "nowhere")
-        with pytest.raises(ValueError, match="policy has a model of your own, which no checkpoint can hold"):
+        with pytest.raises(ValueError, match="policy has a model of your own, which cannot be written as a checkpoint"):
             push_to_hub(policy.replace(model=object()), "me/sums")
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
         with pytest.raises(PermissionError, match="logged in to the hub: call `hf auth login`, or set HF_TOKEN"):
