@@ -158,7 +158,6 @@ def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOCo
         adam_epsilon=optimizer["eps"],
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=optimizer["max_grad_norm"],
-        gradient_checkpointing=micro < completions,
         seed=workload["seed"],
         logging_steps=1,
         save_steps=None,
