@@ -1,16 +1,18 @@
-"""A server of somebody else's as the sampler of a run: all completions in flight at once, weights that follow.
+"""A server as the sampler of a run: all completions are requested at once, and weights are sent before each batch.
 
 ```
-weights ─► written ─► loaded ─► probe ─► completions, each by a request for each of its turns ─► probe ─► Completions
+weights ─► written ─► loaded ─► probe ─► completions, one request for each turn ─► probe ─► Completions
                         ▲                            │ the server is lost
                         └──────── it is back ◄───────┘
 ```
 
-A batch is learned from only if the server had the run's weights before it and after it.
+Both sides score a probe, a text of 65 tokens, before and after a batch: a batch is learned from only if the server had
+the run's weights all the time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -19,7 +21,6 @@ import tempfile
 import threading
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,29 +30,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.hub.peft import write_policy
+from grpo_jax.hub.tensors import layout_of, tensor_plan
+from grpo_jax.maths.log_probs import token_log_probs
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import one_line
-from grpo_jax.models.sharding import gather_objects
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count
 from grpo_jax.policy import Policy
+from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import TurnEnds, stops_of
-from grpo_jax.rollout.engine_client import EngineError, Lost, run_together
-from grpo_jax.rollout.engine_server import VLLM, Drawn
-from grpo_jax.rollout.engine_weights import probe_ids, score_probe, stale_tensors, write_weights
+from grpo_jax.rollout.engine_client import NOTHING_LEARNED, RECOVERIES, EngineError, Lost
+from grpo_jax.rollout.engine_server import VLLM, ServerTurn
 from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import Answers, wait_for
-from grpo_jax.types import Completions, Params, Prompts, Tokenizer
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
+PROBE = 65
+"""Tokens of the probe; the first one is given."""
+PROBE_TEXT = (
+    "Once upon a time there was a small town by the sea, where 12 boats left every morning and 7 came back at noon."
+    " What became of the other 5? Think step by step: 12 - 7 = 5, so five boats were still out when the bells rang."
+)
 TOLERANCES = {"float32": 1e-4}
-OTHERWISE = 0.05
-"""Nats per token, the mean by which log-probs of the probe may differ: by the dtype of the params."""
-RECOVERIES = 3
-"""How often in one batch the server may be lost."""
-MOST = 1024
+OTHER_TOLERANCE = 0.05
+"""Nats per token by which the mean log-prob of the probe may differ, by the dtype of the params."""
+MAX_REQUESTS = 1024
 """Requests in flight, at most."""
-STEP = 0x9E3779B97F4A7C15
-"""By what the seeds of the turns of one completion differ: odd, so that no two are equal."""
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Difference between the seeds of tokens of one completion: odd, so that no two are equal."""
 
 
 class _Version(NamedTuple):
@@ -62,50 +71,37 @@ class _Version(NamedTuple):
     adapters: bool
     ids: list[int]
     scores: np.ndarray
-    policy: Policy
+    tolerance: float
 
 
-class Asked(NamedTuple):
-    """How a batch is requested: `longest` and `turn` bound the tokens of a completion and of a turn.
-
-    Ids in `stop` and texts in `stops` end a turn; `answers` of None means that there is only one.
-    """
+class _Batch(NamedTuple):
+    """Settings of a batch; ids in `stop` and texts in `stops` end a turn, and `answers` None means a single turn."""
 
     sampling: Sampling
     stop: tuple[int, ...]
-    longest: int
-    answers: Answers | None
     stops: Stops | None
-    turn: int
+    max_completion_length: int
+    max_turn_length: int
+    answers: Answers | None
 
 
 class Engine:
-    """A `run.sampler.Sampler` by a server: `engines.vllm` makes one.
-
-    Args:
-      server: a client of the server.
-      directory: where weights are written for it; None: /dev/shm, or where there is none the directory for temporary
-        files.
-      tolerance: nats per token, the mean by which the probe's log-probs may differ; None: 1e-4 for float32 params, else
-        0.05.
-      patience: seconds for which a lost server is waited for.
+    """A `run.sampler.Sampler` by a server; `engines.vllm` makes one and describes the arguments.
 
     Attributes:
-      measured: of the last batch: seconds of writing, handing over and sampling, the probe's mean and
-        largest gap, and how often the server was lost.
+      measured: metrics of the last batch: seconds of writing, loading and sampling, the probe's mean and largest gap,
+        and how often the server was lost.
     """
 
-    def __init__(
-        self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None, patience: float = 300.0
-    ):
+    def __init__(self, server: VLLM, *, directory: str | None, tolerance: float | None, patience: float):
         if tolerance is not None and not tolerance > 0:
             raise ValueError(f"tolerance = {tolerance!r}: give nats per token > 0, or None")
         self._server, self._tolerance, self._patience = server, tolerance, patience
-        self._directory, self._own_directory = directory, Path()
+        self._parent, self._directory = directory, Path()
         self._numbers, self._token = itertools.count(1), uuid.uuid4().hex[:8]
-        self._version: _Version | None = None  # what the server is to have
-        self._loaded: _Version | None = None  # what it has
-        self._params: list[weakref.ref[jax.Array]] = []  # whose weights the version is
+        self._version: _Version | None = None  # for the server to load
+        self._loaded: _Version | None = None  # loaded by the server
+        self._params: list[weakref.ref[jax.Array]] = []  # of the version
         self._checked: tuple[Sampling, int] | None = None
         self._lock, self._epoch, self._lost = threading.Lock(), 0, 0
         self._stop = threading.Event()
@@ -115,21 +111,21 @@ class Engine:
         return f"Engine({self._server!r})"
 
     def follow(self, policy: Policy, params: Params) -> None:
-        """Take the params that later calls sample from: written down and scored, so that they may change afterwards.
+        """Write and score the params that later calls sample from; they may change afterwards.
 
         All processes of a run call it together.
         """
         leaves = jax.tree.leaves(params)
         if self._version is not None and self._params and self._same(leaves):
             return
-        begin = time.monotonic()
-        name = f"grpo-{self._token}-{next(self._numbers)}"
+        begin, older = time.monotonic(), self._version
+        name, ids = f"grpo-{self._token}-{next(self._numbers)}", probe_ids(policy)
         directory = self._made() / name
         adapters = write_weights(directory, policy, params)
-        ids = probe_ids(policy)
         scores = score_probe(policy.model, params, ids)
-        older = self._version
-        self._version = _Version(name, directory, adapters, ids, scores, policy)
+        dtype = jnp.dtype(getattr(getattr(policy.model, "config", None), "dtype", "float32")).name
+        tolerance = TOLERANCES.get(dtype, OTHER_TOLERANCE) if self._tolerance is None else self._tolerance
+        self._version = _Version(name, directory, adapters, ids, scores, tolerance)
         self._params = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
         if older is not None and older is not self._loaded:
             shutil.rmtree(older.directory, ignore_errors=True)
@@ -158,23 +154,23 @@ class Engine:
         max_turn_length: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> Completions:
-        """Completions [B, G, T], T = `max_completion_length`, as `run.sampler.Sampler` says.
+        """Completions [B, G, T], T = `max_completion_length`, as described by `run.sampler.Sampler`.
 
-        `params` that are only shapes stand for those that `follow` was given last.
+        `params` that are only shapes stand for those of the last `follow`.
 
         Raises:
-          EngineError: the server cannot do it, or is lost for longer than it is waited for.
+          EngineError: the server refuses, or does not come back in time.
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self.follow(policy, params)
         ends = TurnEnds.read(stop, stop_token_ids, max_turn_length)
-        asked = Asked(
+        batch = _Batch(
             Sampling(temperature, top_k, top_p, min_p),
             (*map(int, eos_token_ids), *(id for id in ends.stop_token_ids if id not in eos_token_ids)),
-            max_completion_length,
-            answers,
             stops_of(tokenizer or policy.tokenizer, ends.stop) if ends.stop else None,
+            max_completion_length,
             min(max_completion_length, max_turn_length or max_completion_length),
+            answers,
         )
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         ids = [tokens[b, :n].tolist() for b, n in enumerate(lengths) for _ in range(num_generations)]
@@ -184,7 +180,7 @@ class Engine:
         table, fault = Table(len(ids), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
-                table = self._sampled(ids, seeds, asked, pad_token_id, interrupt)
+                table = self._sampled(ids, seeds, batch, pad_token_id, interrupt)
             except Exception as error:
                 if jax.process_count() == 1:
                     raise
@@ -195,25 +191,25 @@ class Engine:
         return table.completions(len(lengths), turns=several)
 
     def _sampled(
-        self, ids: list[list[int]], seeds: list[int], asked: Asked, pad_token_id: int, interrupt: Callable[[], None]
+        self, ids: list[list[int]], seeds: list[int], batch: _Batch, pad_token_id: int, interrupt: Callable[[], None]
     ) -> Table:
-        """All completions, by weights that the server had all along."""
+        """All completions, drawn from one version of the weights."""
         begin, self._lost, played = time.monotonic(), 0, False
         while True:
             self._stop.clear()
             try:
-                self._hand_over(asked, max(map(len, ids)) + asked.longest)
-                sampled, played = time.monotonic(), asked.answers is not None
-                table = Table(len(ids), asked.longest, pad_token_id)
-                tasks = [functools.partial(self._one, table, i, ids[i], seeds[i], asked) for i in range(len(ids))]
-                run_together(tasks, MOST, self._stop, self._server.close, interrupt)
-                if self._still():
+                self._check_and_load(batch.sampling, max(map(len, ids)) + batch.max_completion_length)
+                sampled, played = time.monotonic(), batch.answers is not None
+                table = Table(len(ids), batch.max_completion_length, pad_token_id)
+                tasks = [functools.partial(self._complete, table, i, ids[i], seeds[i], batch) for i in range(len(ids))]
+                engine_client.run_together(tasks, MAX_REQUESTS, self._stop, self._server.close, interrupt)
+                if self._has_loaded():
                     break
                 lost = Lost(f"{self._server.base_url} was started again, with other weights")
             except Lost as error:
                 lost = error
-            if played:  # environments would hear it all again
-                raise EngineError(f"{lost}, while environments answered. {NOTHING}") from lost
+            if played:  # environments cannot answer the same turns twice
+                raise EngineError(f"{lost}, while environments answered. {NOTHING_LEARNED}") from lost
             self._stop.clear()
             self._recover(self._epoch, lost, interrupt)
         self.measured |= {
@@ -223,142 +219,167 @@ class Engine:
         }
         return table
 
-    def _one(self, table: Table, number: int, ids: list[int], seed: int, asked: Asked) -> None:
-        """One completion: its turns, and what is said between them."""
+    def _complete(self, table: Table, row: int, prompt: list[int], seed: int, batch: _Batch) -> None:
+        """Draw one completion: its turns, and the observations between them."""
 
         def stopped() -> None:
             if self._stop.is_set():
-                raise EngineError("the batch was given up")
+                raise EngineError("the batch was stopped")
 
         while True:
-            begins = int(table.lengths[number])
-            room = asked.longest - begins
-            at = (seed + begins * STEP) % 2**63
-            drawn = self._turn(ids + table.tokens[number, :begins].tolist(), min(room, asked.turn), at, asked)
-            table.append(number, drawn.tokens, drawn.log_probs)
-            table.ended[number] = drawn.ended and asked.answers is None
-            room -= len(drawn.tokens)
-            if asked.answers is None or (not drawn.ended and room == 0):
+            begin = int(table.lengths[row])
+            left = batch.max_completion_length - begin
+            at = (seed + begin * SEED_STEP) % 2**63
+            ids = prompt + table.tokens[row, :begin].tolist()
+            turn = self._turn(ids, min(left, batch.max_turn_length), at, batch)
+            table.append(row, turn.tokens, turn.log_probs)
+            table.ended[row] = turn.ended and batch.answers is None
+            left -= len(turn.tokens)
+            if batch.answers is None or (not turn.ended and left == 0):
                 return
-            promise = asked.answers(number, np.array(drawn.tokens, np.int32), room - 1)
-            assert promise is not None, "one process plays all of them"
-            said = wait_for(promise, stopped)
-            if said is None:
-                table.ended[number] = True
-            if said is None or len(said) >= room:
+            promise = batch.answers(row, np.array(turn.tokens, np.int32), left - 1)
+            assert promise is not None, "one process answers all completions"
+            observation = wait_for(promise, stopped)
+            if observation is None:
+                table.ended[row] = True
+            if observation is None or len(observation) >= left:
                 return
-            table.observe(number, said)
+            table.observe(row, observation)
 
-    def _turn(self, ids: list[int], most: int, seed: int, asked: Asked) -> Drawn:
-        """One turn; asked for again if the server was lost meanwhile and is back."""
+    def _turn(self, ids: list[int], most: int, seed: int, batch: _Batch) -> ServerTurn:
+        """Draw one turn; if the server is lost and comes back meanwhile, draw it again."""
         while True:
             epoch = self._epoch
             try:
-                drawn = self._server.draw(
+                turn = self._server.draw(
                     ids,
                     most=most,
                     seed=seed,
-                    sampling=asked.sampling,
-                    stop=asked.stop,
-                    stops=asked.stops,
+                    sampling=batch.sampling,
+                    stop=batch.stop,
+                    stops=batch.stops,
                     stopped=self._stop.is_set,
                 )
             except Lost as lost:
                 self._recover(epoch, lost)
                 continue
             if epoch == self._epoch:
-                return drawn
+                return turn
 
     def _recover(self, epoch: int, lost: Lost, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Wait for the server and hand it the weights again; of several threads the first one does it."""
+        """Wait for the server and load the weights again; of several threads the first one does it."""
         with self._lock:
             if self._stop.is_set():
                 raise lost
             if epoch != self._epoch:
                 return
-            if self._lost == RECOVERIES:  # each thread that lost it says so, and counts no loss of its own
-                raise EngineError(f"{lost}; this was the {RECOVERIES + 1}th time in one batch. {NOTHING}") from lost
-            self._lost += 1
-            warnings.warn(f"{lost}. It is waited for, {self._patience:g} s at most", stacklevel=2)
-            self._loaded, end = None, time.monotonic() + self._patience
-            while not self._server.alive():
-                interrupt()
-                if self._stop.wait(min(1.0, max(0.0, self._patience / 10))) or time.monotonic() > end:
-                    raise EngineError(f"{lost}. It was waited for {self._patience:g} s. {NOTHING}") from lost
-            if self._checked is not None:  # else all of it is still to come
+            if self._lost == RECOVERIES:
+                message = f"{lost}; this was the {RECOVERIES + 1}th time in one batch. {NOTHING_LEARNED}"
+                raise EngineError(message) from lost
+            self._lost, self._loaded = self._lost + 1, None
+            engine_client.wait_until_alive(self._server.alive, lost, self._patience, self._stop, interrupt)
+            if self._checked is not None:  # else the caller checks and loads next
                 self._load()
             self._epoch += 1
 
-    def _hand_over(self, asked: Asked, longest: int) -> None:
-        """Have the server checked and the weights loaded, if they are not."""
-        if self._checked is None or self._checked[0] != asked.sampling or self._checked[1] < longest:
-            self._server.check(asked.sampling, longest)
-            self._checked = asked.sampling, longest
-        if self._loaded is not self._version or not self._still():
+    def _check_and_load(self, sampling: Sampling, longest: int) -> None:
+        """Check the server and load the weights, unless that is done."""
+        if self._checked is None or self._checked[0] != sampling or self._checked[1] < longest:
+            self._server.check(sampling, longest)
+            self._checked = sampling, longest
+        if self._loaded is not self._version or not self._has_loaded():
             self._load()
 
     def _load(self) -> None:
         """Load the weights, and compare the probe's scores."""
         version, before = self._version, self._loaded
-        assert version is not None, "followed before"
+        assert version is not None, "`follow` is called first"
         self._server.load(version.name, version.directory, version.adapters)
-        theirs = np.array(self._server.score(version.ids))
-        gaps = np.abs(theirs - version.scores)
+        gaps = self._gaps(version)
         self.measured |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
-        tolerance = self._tolerance_of(version)
-        if not gaps.mean() <= tolerance:
+        if not gaps.mean() <= version.tolerance:
             self._loaded = None
-            raise EngineError(self._explained(version, before, theirs, gaps, tolerance))
+            raise EngineError(
+                f"{self._server.base_url} does not sample from the run's weights: after they were loaded, the log-probs"
+                f" of a text differ by {gaps.mean():.2g} nats per token (at most {gaps.max():.2g}), and rounding"
+                f" explains {version.tolerance:g}. Does it serve the policy's own base model? If it computes in another"
+                f" dtype than the trainer, start it with the same --dtype, or pass tolerance. {NOTHING_LEARNED}"
+            )
         self._loaded = version
         if before is not None and before is not version:
             shutil.rmtree(before.directory, ignore_errors=True)
 
-    def _explained(
-        self, version: _Version, before: _Version | None, theirs: np.ndarray, gaps: np.ndarray, tolerance: float
-    ) -> str:
-        """The message of a gap: with the tensors that differ, where they can be found."""
-        named = ""
-        if before is not None:
-            found = stale_tensors(version.policy, version.directory, before.directory, version.ids, theirs)
-            named = f" It still has the weights of the version before: {', '.join(found)}." if found else ""
-        return (
-            f"{self._server.base_url} does not sample from the run's weights: after they were handed over, the"
-            f" log-probs of a text differ by {gaps.mean():.2g} nats per token (at most {gaps.max():.2g}), and rounding"
-            f" explains {tolerance:g}.{named} Is it serving the policy's own base model? If it computes in another"
-            f" dtype than the trainer, start it with the same --dtype, or give tolerance. {NOTHING}"
-        )
+    def _gaps(self, version: _Version) -> np.ndarray:
+        """[64] differences between the server's log-probs of the probe and ours."""
+        return np.abs(np.array(self._server.score(version.ids)) - version.scores)
 
-    def _still(self) -> bool:
-        """Whether the server has the weights that were loaded: by its own word, and by the probe."""
+    def _has_loaded(self) -> bool:
+        """Whether the server still has the loaded weights: by the version that it reports, and by the probe."""
         version = self._loaded
         if version is None or not self._server.holds(version.name):
             return False
-        gaps = np.abs(np.array(self._server.score(version.ids)) - version.scores)
-        return bool(gaps.mean() <= self._tolerance_of(version))
-
-    def _tolerance_of(self, version: _Version) -> float:
-        """Return the mean gap that rounding explains."""
-        if self._tolerance is not None:
-            return self._tolerance
-        config = getattr(version.policy.model, "config", None)
-        return TOLERANCES.get(jnp.dtype(getattr(config, "dtype", "float32")).name, OTHERWISE)
+        return bool(self._gaps(version).mean() <= version.tolerance)
 
     def _same(self, leaves: list[jax.Array]) -> bool:
-        """Whether these are the very arrays that were followed last."""
+        """Whether these are the very arrays of the last `follow`."""
         return len(leaves) == len(self._params) and all(
             ref() is leaf and not leaf.is_deleted() for ref, leaf in zip(self._params, leaves, strict=True)
         )
 
     def _made(self) -> Path:
-        """The directory for weights, of this process; it goes with the engine."""
-        if self._own_directory == Path():
+        """This process's directory for weights, which is removed with the engine."""
+        if self._directory == Path():
             shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-            parent = Path(shared if self._directory is None else self._directory)
+            parent = Path(shared if self._parent is None else self._parent)
             parent.mkdir(parents=True, exist_ok=True)
-            self._own_directory = Path(tempfile.mkdtemp(prefix="grpo_jax-", dir=parent))
-            self._own_directory.chmod(0o755)  # the server may be another user
-            weakref.finalize(self, shutil.rmtree, self._own_directory, ignore_errors=True)
-        return self._own_directory
+            self._directory = Path(tempfile.mkdtemp(prefix="grpo_jax-", dir=parent))
+            self._directory.chmod(0o755)  # the server may run as another user
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        return self._directory
 
 
-NOTHING = "Nothing was learned from it; run it again, and it goes on from its last checkpoint."
+def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
+    """Write params for a server; return whether they are adapters, in PEFT's format, or all weights as safetensors.
+
+    A tied head is written under both names: vLLM may hold it as two tensors, and would reload only the one that it
+    finds. All processes of a run call it together, and the first one writes.
+    """
+    adapters = isinstance(policy.model, LoraModel)
+    if not adapters and not policy.config:
+        raise ValueError("sampler: an engine needs the policy's config.json to name tensors; the policy has none")
+    whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server keeps its tokenizer
+    write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
+    return adapters
+
+
+def _with_head(policy: Policy) -> Policy:
+    """A policy whose tied head is also stored under the name of an untied one."""
+    config, layout = policy.model.config, layout_of(policy.beside)
+    if not config.tie_word_embeddings:
+        return policy
+    tied, untied = (
+        {tensor.name for tensor in tensor_plan(policy.config, one, layout, stacked=policy.stacked_experts)}
+        for one in (config, dataclasses.replace(config, tie_word_embeddings=False))
+    )
+    (head,) = untied - tied
+    return policy.replace(beside={**policy.beside, head: fetch(policy.params["embed_tokens"]["embedding"])})
+
+
+def probe_ids(policy: Policy) -> list[int]:
+    """Token ids of the probe; 1, 2, … if the policy's tokenizer has too few of them, or the policy has none."""
+    size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
+    found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    found = [i for i in found if i < size]
+    known = found if len(set(found)) > 8 else [1 + i % (size - 1) for i in range(PROBE)]
+    return list(itertools.islice(itertools.cycle(known), PROBE))
+
+
+@jax.jit
+def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+    return token_log_probs(model.apply({"params": params}, tokens)[:, :-1], tokens[:, 1:])
+
+
+def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
+    """Our log-probs [64] of ids[1:] at temperature 1."""
+    tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
+    return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]

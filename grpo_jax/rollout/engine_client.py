@@ -1,8 +1,4 @@
-"""HTTP to one server: connections that are kept, as many as requests at a time; failures by what helps against them.
-
-The standard library's client does: a request is one POST of JSON that is answered whole, and all that a batch needs are
-as many threads as completions.
-"""
+"""HTTP to one server: a request is one POST of JSON, on a kept connection; each thread has its own request."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import socket
 import threading
 import time
 import urllib.parse
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,23 +23,28 @@ from grpo_jax.types import Json
 Result = TypeVar("Result")
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which the same request may succeed a little later."""
+"""HTTP statuses after which the same request may succeed later."""
 PAUSES = (0.1, 0.5, 2.0, 5.0, 10.0)
-"""Seconds between tries, the last one again and again."""
+"""Seconds between tries; the last one repeats."""
 SHORT = 2**20
-"""Bytes of an answer that does not grow with the number of tokens, headers included, at most."""
+"""Most bytes of an answer, headers included, that does not grow with the number of tokens."""
+
+
+RECOVERIES = 3
+"""How often a server may be lost in one batch."""
+NOTHING_LEARNED = "Nothing was learned from this batch; start the run again to resume from its last checkpoint."
 
 
 class EngineError(RuntimeError):
-    """A server that samples cannot go on as it was asked to: names the server, the request and what to do."""
+    """A server cannot do what a run needs: names the server, the request and the fix."""
 
 
 class Lost(EngineError):
-    """The server does not answer: it is not there, has ended, or hangs. It may come back, with other weights."""
+    """The server does not answer: it is down, or hangs. It may come back, with other weights."""
 
 
 class Refused(EngineError):
-    """The server answered that it will not do this; `status` is the one of HTTP."""
+    """The server answered a request with an HTTP `status` other than 200."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -50,9 +52,9 @@ class Refused(EngineError):
 
 
 class _Bounded(io.RawIOBase):
-    """One answer's bytes from a socket, up to a time of `time.monotonic` and a number of bytes.
+    """One answer's bytes from a socket, until a time of `time.monotonic` and up to a number of bytes.
 
-    The timeout of a socket is for each read; with this one all reads of an answer end in time.
+    A socket's own timeout limits each read, and not the whole answer.
     """
 
     def __init__(self, sock: socket.socket, end: float, most: int):
@@ -60,7 +62,7 @@ class _Bounded(io.RawIOBase):
         self._count = 0
 
     def makefile(self, _: str) -> io.BufferedReader:
-        """The file that `HTTPResponse` asks its socket for."""
+        """Called by `HTTPResponse`."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -83,7 +85,7 @@ class _Bounded(io.RawIOBase):
 
 
 class Client:
-    """POST and GET of JSON at one server, from any number of threads; its arguments are the ones of `engines.vllm`.
+    """POST and GET of JSON, from any number of threads; the arguments are as in `engines.vllm`.
 
     Example:
       >>> Client("http://127.0.0.1:8000/v1/").base_url
@@ -96,8 +98,8 @@ class Client:
             secret = "@" in base_url or url.query
             shown = "an address with more than a host in it" if secret else show(base_url)
             raise ValueError(
-                f"base_url is {shown}: give http://host:port, as the server says when it starts, and a key by the"
-                " environment (api_key_env)"
+                f"base_url is {shown}: give http://host:port, as the server prints it at its start, and a key by an"
+                " environment variable (api_key_env)"
             )
         for name, value in (("timeout", timeout), ("patience", patience)):
             if not value >= 0:
@@ -122,12 +124,12 @@ class Client:
         busy: Sequence[int] = BUSY,
         most_bytes: int = SHORT,
     ) -> Json:
-        """Return the object that the server answers, {} for anything else; a busy server is asked again for a while.
+        """Send a POST, or a GET if `body` is None, and return the JSON object of the answer, {} for anything else.
 
-        `body` None sends a GET. A status in `busy` is tried again, unless `stopped` returns True.
+        After a status in `busy` the request is sent again for `patience` seconds, unless `stopped` returns True.
 
         Raises:
-          Lost: no answer within the timeout, or a server that is still busy after all this time.
+          Lost: no answer within the timeout, or the server is still busy.
           Refused: any other status than 200.
           EngineError: an answer of more than `most_bytes`, or one that is not JSON.
         """
@@ -149,14 +151,14 @@ class Client:
             tries += 1
 
     def alive(self) -> bool:
-        """Whether the server answers at all; asked once."""
+        """Whether the server answers; one request."""
         try:
             return self._once("/health", None, SHORT)[0] in (200, 404)
         except Lost:
             return False
 
     def close(self) -> None:
-        """Break off what is being asked, in whichever thread; the next request opens a connection again."""
+        """Abort the requests of all threads; the next request opens a new connection."""
         self._closed += 1
         for connection in list(self._busy):
             sock = connection.sock
@@ -166,7 +168,7 @@ class Client:
         _close(self._idle)
 
     def _message(self, path: str, status: int, content: bytes) -> str:
-        """How a status other than 200 is told."""
+        """The message for a status other than 200."""
         said = content.decode(errors="replace").strip()
         try:
             error = json.loads(said)
@@ -187,19 +189,19 @@ class Client:
         return key
 
     def _without_key(self, said: str) -> str:
-        """Return a server's words for a message: it may send back the headers that it was sent."""
+        """A server's text without the key: it may send back the headers of a request."""
         key = self._key()
         return said.replace(key, "***") if key else said
 
     def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
-        """Status and content; on a kept connection that the server has closed meanwhile, asked once more."""
+        """Status and content of an answer; sent again if the server had closed a kept connection."""
         headers = {"Content-Type": "application/json"}
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
         (connection, kept), closed = self._taken(), self._closed
         end = time.monotonic() + self._timeout
 
-        # typeshed asks for a socket and a class; http.client calls `makefile` of the one and only calls the other.
+        # typeshed wants a socket and a class; http.client only calls `makefile` of the one, and the other itself.
         def bounded(sock: socket.socket, method: str | None) -> http.client.HTTPResponse:
             return http.client.HTTPResponse(_Bounded(sock, end, most_bytes), method=method)  # type: ignore[arg-type]
 
@@ -227,8 +229,8 @@ class Client:
             connection.close()
             if kept and closed == self._closed and not isinstance(error, http.client.IncompleteRead):
                 return self._once(path, body, most_bytes)
-            said = self._without_key(f"{type(error).__name__}: {error}")  # it may quote the server, as its cause does
-            raise Lost(f"{self.base_url}{path}: {said}; is the server running, and is base_url its?") from None
+            said = self._without_key(f"{type(error).__name__}: {error}")  # may quote the server
+            raise Lost(f"{self.base_url}{path}: {said}; is the server running, and is base_url right?") from None
         finally:
             self._busy.discard(connection)
         if connection.sock is not None:
@@ -236,7 +238,7 @@ class Client:
         return answer.status, content
 
     def _taken(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it has been used before."""
+        """A connection, and whether it was kept from an earlier request."""
         with contextlib.suppress(IndexError):
             return self._idle.pop(), True
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -250,10 +252,10 @@ def run_together(
     close: Callable[[], None],
     interrupt: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Return the results of tasks that send requests, each in a thread, `most` at a time; an error stops all of them.
+    """Return the results of tasks that send requests, `most` at a time, each in its own thread.
 
-    At an error `stop` is set and `close` breaks off the requests in flight. `interrupt` is called every 0.2 s; what it
-    raises stops the tasks too.
+    An error of one sets `stop`, and `close` aborts the requests in flight; so does what `interrupt` raises, which is
+    called every 0.2 s.
     """
     with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
         coming = [pool.submit(task) for task in tasks]
@@ -273,7 +275,23 @@ def run_together(
     return [one.result() for one in coming]
 
 
+def wait_until_alive(
+    alive: Callable[[], bool],
+    lost: Lost,
+    patience: float,
+    stop: threading.Event,
+    interrupt: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait at most `patience` seconds for a lost server; raise an `EngineError` if it does not come back."""
+    warnings.warn(f"{lost}. It is waited for, {patience:g} s at most", stacklevel=3)
+    end = time.monotonic() + patience
+    while not alive():
+        interrupt()
+        if stop.wait(min(1.0, patience / 10)) or time.monotonic() > end:
+            raise EngineError(f"{lost}. It was waited for {patience:g} s. {NOTHING_LEARNED}") from lost
+
+
 def _close(connections: list[http.client.HTTPConnection]) -> None:
-    """Close connections that nobody uses, and forget them."""
+    """Close idle connections."""
     while connections:
         connections.pop().close()

@@ -1,4 +1,4 @@
-"""A vLLM server: token ids in, token ids and their log-probs out, by its OpenAI-compatible API."""
+"""A vLLM server: token ids in, token ids and log-probs out, by its OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ START = (
     " --logprobs-mode processed_logprobs"
 )
 
-
 BYTES_OF_LOG_PROB = 512
-"""Bytes of an answer for each log-prob in it, with its token as text, at most."""
+"""Most bytes of an answer for each log-prob in it, with its token as text."""
 _COMPLETIONS, _CHOICE = "/v1/completions", "answer.choices[0]"
 
-
 Kind = tuple[str, Callable[[Any], bool]]
-"""A kind of JSON values: its name in a message, and whether a value is one."""
+"""A kind of JSON values: its name in messages, and whether a value is of it."""
 
 _TEXT: Kind = ("text", lambda x: isinstance(x, str))
 _TEXT_OR_NULL: Kind = ("text or null", lambda x: x is None or isinstance(x, str))
@@ -39,7 +37,7 @@ _ID: Kind = ("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
 _LOG_PROB: Kind = ("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
 _PLACE: Kind = (
     "null or log-probs by token id",
-    lambda x: x is None or (isinstance(x, dict) and all(map(_tells, x.items()))),
+    lambda x: x is None or (isinstance(x, dict) and all(map(_is_log_prob, x.items()))),
 )
 
 _MODELS = {"data": [{"id": _TEXT, "root": _TEXT_OR_NULL, "parent": _TEXT_OR_NULL, "max_model_len": _COUNT_OR_NULL}]}
@@ -50,14 +48,14 @@ _DRAWN = {"token_ids": [_ID], "logprobs": {"token_logprobs": [_LOG_PROB]}}
 _TOLD = {"prompt_logprobs": [_PLACE]}
 
 
-def _tells(entry: tuple[str, Any]) -> bool:
-    """Whether a token id and what is said of it are a log-prob."""
-    token, said = entry
-    return token.isdecimal() and len(token) <= 10 and isinstance(said, dict) and _LOG_PROB[1](said.get("logprob"))
+def _is_log_prob(entry: tuple[str, Any]) -> bool:
+    """Whether an entry is {token id: {"logprob": number}}."""
+    token, value = entry
+    return token.isdecimal() and len(token) <= 10 and isinstance(value, dict) and _LOG_PROB[1](value.get("logprob"))
 
 
 def find_misfit(value: Any, schema: Any, at: str) -> str:
-    """Say what in a JSON value does not fit a schema, "" if it fits.
+    """Describe what in a JSON value does not fit a schema; "" if it fits.
 
     A schema is a `Kind`, [schema] for a list, or {name: schema} for an object that has these fields.
 
@@ -76,13 +74,13 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
     return next(filter(None, itertools.starmap(find_misfit, inner)), "")
 
 
-class Drawn(NamedTuple):
-    """The tokens that a server drew after some others.
+class ServerTurn(NamedTuple):
+    """Tokens that a server drew.
 
     Attributes:
-      tokens: n ≥ 1 ids, the one that ended them among them.
+      tokens: n ≥ 1 ids, including the one that ended the turn.
       log_probs: n, of the distribution that they were drawn from.
-      ended: whether the last one, or a text that it completes, was to end them.
+      ended: whether the last token, or a text that it completes, ends the turn.
     """
 
     tokens: list[int]
@@ -91,43 +89,42 @@ class Drawn(NamedTuple):
 
 
 class VLLM:
-    """Requests to a vLLM server, for an `Engine` and an `EngineScorer`; called from many threads.
+    """Requests to a vLLM server, from many threads; `model` is the name of the base model, "" for the only one.
 
-    All of it raises `engines.EngineError`; its subclass `Lost` means that the server may come back. `model` is
-    the name that it serves the base model under; "" for the only one.
+    All methods raise `EngineError`; its subclass `Lost` means that the server may come back.
     """
 
     def __init__(self, client: Client, model: str = ""):
         self._client, self._asked_for, self.base_url = client, model, client.base_url
         self.alive, self.close = client.alive, client.close
         self._base, self._name = model, model
-        self._says_version = True
+        self._reports_version = True
 
     def __repr__(self) -> str:
         return f"VLLM({self.base_url!r})"
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise an `EngineError` unless the server samples by these settings, returns the log-probs of the distribution
-        that it samples from, and takes sequences of `longest` tokens."""
+        """Raise an `EngineError` unless the server returns the log-probs of the distribution that it samples from, and
+        takes sequences of `longest` tokens."""
         self._find(longest, adapters=False)
-        # Cut to one token, the distribution that is drawn from gives it the log-prob 0, and the model's own less.
+        # With top_k = 1 the token drawn has log-prob 0 in the processed distribution, and less in the model's.
         if sampling == Sampling() or sampling.temperature == 0:
             return
         cut = Sampling(top_k=1)
         drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=cut, stop=[], stops=None, stopped=lambda: False)
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
-                f"{self.base_url} gives the log-probs of the model, and not those that temperature, top_k, top_p and"
-                " min_p leave: start it with --logprobs-mode processed_logprobs"
+                f"{self.base_url} returns log-probs from before temperature, top_k, top_p and min_p: start it"
+                " with --logprobs-mode processed_logprobs"
             )
 
     def look_up(self, longest: int) -> None:
-        """Raise an `EngineError` unless the server has the model (base or adapters) and takes `longest` tokens."""
+        """Raise an `EngineError` unless the server has the model, or adapters, and takes `longest` tokens."""
         self._find(longest, adapters=True)
-        self._asked_for = self._base  # one that is started again has to be the same
+        self._asked_for = self._base  # a restarted server has to serve the same
 
     def _find(self, longest: int, *, adapters: bool) -> None:
-        """Decide on a model, of those that it serves with adapters or without."""
+        """Choose the model among the served ones, with `adapters` or without."""
         models = self._read("/v1/models", self._client.request("/v1/models"), _MODELS)["data"]
         bases = {one["id"]: one for one in models if one.get("parent") is None}
         served = {one["id"]: one for one in models} if adapters else bases
@@ -151,7 +148,7 @@ class VLLM:
         if adapters:
             self._rpc("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
             if before not in (version, self._base):
-                with contextlib.suppress(Refused):  # a server that was started again has not had it
+                with contextlib.suppress(Refused):  # a restarted server does not have it
                     self._client.request("/v1/unload_lora_adapter", {"lora_name": before})
             return
         self._rpc("/pause?mode=wait", {})
@@ -163,12 +160,12 @@ class VLLM:
             self._rpc("/resume", {})
         try:
             self._client.request("/update_weight_version", {"new_version": version})
-        except Refused:  # of an older vLLM, whose weights the probe alone knows
-            self._says_version = False
+        except Refused:  # older versions of vLLM: only the probe checks their weights
+            self._reports_version = False
 
     def holds(self, version: str) -> bool:
-        """Whether it still has these weights, as far as it can say: adapters are requested by their name."""
-        if self._name == version or not self._says_version:
+        """Whether it reports this version of the weights; True for adapters, which are requested by name."""
+        if self._name == version or not self._reports_version:
             return True
         found = self._read("/weight_info", self._client.request("/weight_info"), _VERSION)
         return bool(found["weight_version"] == version)
@@ -183,9 +180,8 @@ class VLLM:
         stop: Sequence[int],
         stops: Stops | None,
         stopped: Callable[[], bool],
-    ) -> Drawn:
-        """Draw at most `most` tokens after `ids`, up to one of `stop` or one that completes a text of `stops`, by the
-        weights loaded last."""
+    ) -> ServerTurn:
+        """Draw at most `most` tokens after `ids`, until one of `stop` or one that completes a text of `stops`."""
         body = {
             "prompt": list(ids),
             "max_tokens": most,
@@ -194,7 +190,7 @@ class VLLM:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or 0.0,
-            # The settings of the model's own generation_config.json are not the run's.
+            # Otherwise the server takes these from the model's generation_config.json.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -206,20 +202,20 @@ class VLLM:
         }
         choice = self._complete(body, len(ids) + most, stopped)
         reason = self._read(_COMPLETIONS, choice, _ENDED, _CHOICE)["finish_reason"]
-        if reason not in ("stop", "length"):  # paused, or stopped, by another client
-            raise Lost(f"{self.base_url}{_COMPLETIONS} broke a completion off ({reason})")
+        if reason not in ("stop", "length"):  # aborted by another client
+            raise Lost(f"{self.base_url}{_COMPLETIONS} aborted a completion ({reason})")
         self._read(_COMPLETIONS, choice, _DRAWN, _CHOICE)
         tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if not tokens or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.base_url}{_COMPLETIONS} gave {len(tokens)} token_ids and {len(log_probs)} log-probs for a"
-                " completion: there is one log-prob for each token"
+                f"{self.base_url}{_COMPLETIONS} returned {len(tokens)} token_ids and {len(log_probs)} log-probs for a"
+                " completion: one log-prob for each token is needed"
             )
-        # Both sides look for texts, ours in bytes, and vLLM in characters, for which it may wait a token longer. A turn
-        # ends where ours finds one: with the same token as by `generate`.
+        # vLLM searches for texts in characters, and may need one more token than our search in bytes. A turn ends where
+        # ours finds a text, with the same token as by `generate`.
         end = None if stops is None else stops.end_of(np.array(tokens))
         if end is not None:
-            return Drawn(tokens[:end], log_probs[:end], True)
+            return ServerTurn(tokens[:end], log_probs[:end], True)
         ended = tokens[-1] in stop
         if ended != (reason == "stop") or (not ended and len(tokens) != most):
             raise EngineError(
@@ -228,16 +224,16 @@ class VLLM:
                 f"{'' if stops is None else f', and they spell none of {some(list(map(repr, stops.strings)))}'}; is its"
                 " --max-model-len long enough, and its tokenizer the policy's?"
             )
-        return Drawn(tokens, log_probs, ended)
+        return ServerTurn(tokens, log_probs, ended)
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """The log-probs of ids[1:] at temperature 1, by the weights loaded last."""
-        return [place[token] for token, place in zip(ids[1:], self.tell(ids), strict=True)]
+        """Log-probs of ids[1:] at temperature 1."""
+        return [place[token] for token, place in zip(ids[1:], self.log_probs(ids), strict=True)]
 
-    def tell(
+    def log_probs(
         self, ids: Sequence[int], k: int = 0, *, stopped: Callable[[], bool] = lambda: False
     ) -> list[dict[int, float]]:
-        """For each of ids[1:], log-probs by token at temperature 1: its own and the k most probable ones."""
+        """For each of ids[1:], log-probs by token at temperature 1: of itself and of the k most probable tokens."""
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
             choice = self._complete(body, len(ids) * (k + 1), stopped)
@@ -252,36 +248,33 @@ class VLLM:
         for token, place in zip(ids[1:], places, strict=True):
             if token not in place or len(place) < k:
                 raise EngineError(
-                    f"{self.base_url} told {len(place)} log-probs in the place of the token {token}, and"
-                    f" prompt_logprobs = {k} asks for as many, and for its own"
+                    f"{self.base_url} returned {len(place)} log-probs at the token {token}: prompt_logprobs = {k} needs"
+                    " as many, and the token's own"
                 )
         return places
 
     def _complete(self, body: Json, log_probs: int, stopped: Callable[[], bool]) -> Json:
-        """The only choice of a completion, whose answer has so many log-probs at most.
-
-        An adapter that is not there any more is a server started again.
-        """
+        """The only choice of a completion, whose answer has at most so many log-probs."""
         body, most = {"model": self._name, **body}, SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
             answer = self._client.request(_COMPLETIONS, body, stopped=stopped, most_bytes=most)
         except Refused as refused:
-            if refused.status == 404 and self._name != self._base:
+            if refused.status == 404 and self._name != self._base:  # a restarted server does not have the adapters
                 raise Lost(str(refused)) from refused
             raise
         choices: list[Json] = self._read(_COMPLETIONS, answer, _COMPLETION)["choices"]
         if len(choices) != 1:
-            raise EngineError(f"{self.base_url}{_COMPLETIONS} gave {len(choices)} completions for one prompt")
+            raise EngineError(f"{self.base_url}{_COMPLETIONS} returned {len(choices)} completions for one prompt")
         return choices[0]
 
     def _read(self, path: str, answer: Json, schema: Json, at: str = "answer") -> Json:
-        """The answer of a request or a part of it, if it fits a schema; else an `EngineError`."""
+        """Return an answer, or a part of it, that fits a schema; else raise an `EngineError`."""
         if misfit := find_misfit(answer, schema, at):
             raise EngineError(f"{self.base_url}{path}: {misfit}, as vLLM 0.10 and newer write it")
         return answer
 
     def _rpc(self, path: str, body: Json) -> None:
-        """A request that hands weights over; the server has to have been started for it."""
+        """Send a request that loads weights, which the server's start has to allow."""
         try:
             self._client.request(path, body, busy=(429, 503))
         except Refused as refused:

@@ -129,8 +129,8 @@ def drawn(answer):
     return VLLM(Answering(answer)).draw([3, 4], **how)
 
 
-def told(answer):
-    return VLLM(Answering(answer)).tell([3, 4])
+def scored(answer):
+    return VLLM(Answering(answer)).log_probs([3, 4])
 
 
 def found(answer):
@@ -145,22 +145,22 @@ BAD = [
     (drawn, {}, "answer.choices is None, not list"),
     (drawn, {"choices": 7}, "answer.choices is 7, not list"),
     (drawn, {"choices": [None]}, r"choices\[0\] is None, not dict"),
-    (drawn, {"choices": []}, "gave 0 completions for one prompt"),
-    (drawn, {"choices": [{}, {}]}, "gave 2 completions for one prompt"),
+    (drawn, {"choices": []}, "returned 0 completions for one prompt"),
+    (drawn, {"choices": [{}, {}]}, "returned 2 completions for one prompt"),
     (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason is 5, not text"),
     (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason is None, not text"),
     (drawn, choices(token_ids=None), "].token_ids is None, not list"),
     *((drawn, choices(token_ids=[3, bad]), r"\].token_ids\[1\] is .*, not a token id")
       for bad in (3.7, "7", True, None, -1, 2**31, [4])),
-    (drawn, choices(token_ids=[3]), "gave 1 token_ids and 2 log-probs"),
+    (drawn, choices(token_ids=[3]), "returned 1 token_ids and 2 log-probs"),
     (drawn, choices(logprobs=5), "].logprobs is 5, not dict"),
     (drawn, choices(logprobs=None), "].logprobs is None, not dict"),
     *((drawn, log_probs(-1.0, bad), r"\].logprobs.token_logprobs\[1\] is .*, not a log-prob")
       for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
-    (told, choices(prompt_logprobs=None), "].prompt_logprobs is None, not list"),
-    (told, choices(prompt_logprobs=[None]), "scored 1 of 2 tokens"),
-    (told, choices(prompt_logprobs=[None, None]), "told 0 log-probs in the place of the token 4"),
-    *((told, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] is .*, not null or log-probs by token id")
+    (scored, choices(prompt_logprobs=None), "].prompt_logprobs is None, not list"),
+    (scored, choices(prompt_logprobs=[None]), "scored 1 of 2 tokens"),
+    (scored, choices(prompt_logprobs=[None, None]), "returned 0 log-probs at the token 4"),
+    *((scored, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] is .*, not null or log-probs by token id")
       for bad in (5, [], {"4": -1.0}, {"4": {}}, {"4": {"logprob": "-1"}}, {"four": {"logprob": -1.0}})),
     (found, {"data": 5}, "answer.data is 5, not list"),
     (found, {"data": []}, "serves : say which one"),
@@ -181,5 +181,5 @@ def test_an_answer_of_another_form_is_an_error_that_says_where(ask, answer, mess
 
 def test_an_answer_of_the_right_form_is_read():
     assert drawn(choices()) == ([3, 4], [-1.0, 0], False)
-    assert told(choices()) == [{4: -1.0}]
+    assert scored(choices()) == [{4: -1.0}]
     found({"data": [{"id": "base", "root": "base", "parent": None, "max_model_len": 8}]})

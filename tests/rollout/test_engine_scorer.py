@@ -62,11 +62,8 @@ def whole(prompts, completions):
     return np.stack(found)
 
 
-# What it tells --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
-def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
+def test_log_probs_are_those_of_the_teacher_after_each_prompt(server):
     prompts, completions = texts()
     l = whole(prompts, completions)
     alone = vllm_scorer(server.url).score(prompts, completions)
@@ -83,14 +80,11 @@ def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
     np.testing.assert_allclose(alone.log_probs[mask], np.asarray(other)[mask], atol=1e-5)
 
 
-# Before anything is sampled -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        ({"temperature": 0.7}, {}, r"temperature = 0\.7: a server tells a text's log-probs at temperature 1\.0 and at"),
+        ({"temperature": 0.7}, {}, r"temperature = 0\.7: a server returns a text's log-probs at temperature 1\.0 only"),
         ({}, {"top_k": 5}, r"distillation_topk = None: the scorer was made with top_k = 5; give both the same"),
         (
             {"distillation_mode": "topk_logits", "distillation_topk": 21},
@@ -101,14 +95,14 @@ def test_it_tells_the_log_probs_of_the_tokens_behind_their_prompts(server):
         ({}, {"tokenizer": "other"}, "teacher.tokenizer has no get_vocab"),
     ],
 )
-def test_what_a_run_cannot_learn_from_is_refused_at_the_door(server, config, given, message):
+def test_settings_that_do_not_fit_are_refused_before_sampling(server, config, given, message):
     with pytest.raises((EngineError, ValueError), match=message):
         train(POLICY, ROWS, [], dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))
     assert not [body for body in server.posts("/v1/completions") if len(body["prompt"]) > 3]
 
 
 @pytest.mark.quick
-def test_too_little_room_is_said(server):
+def test_texts_that_are_too_long_for_the_server_and_counts_below_one_are_refused(server):
     prompts, completions = texts()
     server.room = 10
     with pytest.raises(EngineError, match=r"takes 10 tokens, .* may have 11: start it with --max-model-len 11"):
@@ -120,12 +114,9 @@ def test_too_little_room_is_said(server):
         vllm_scorer(server.url, at_once=0)
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("fault", [503, "hang", "drop"])
-def test_what_is_broken_off_is_asked_again(server, fault):
+def test_aborted_requests_are_sent_again(server, fault):
     prompts, completions = texts()
     expected = vllm_scorer(server.url, top_k=3).score(prompts, completions)
     server.fault = nth("/v1/completions", fault, 2, 4)
@@ -137,7 +128,7 @@ def test_what_is_broken_off_is_asked_again(server, fault):
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*It is waited for")
-def test_a_server_that_stays_away_or_falls_again_and_again_is_given_up(server):
+def test_a_server_that_stays_lost_or_is_lost_four_times_ends_the_run(server):
     prompts, completions = texts()
     server.fault = lambda path, body, n: "drop" if path == "/v1/completions" else None
     with pytest.raises(EngineError, match=r"the 4th time for one request\. Nothing was learned"):
@@ -149,7 +140,7 @@ def test_a_server_that_stays_away_or_falls_again_and_again_is_given_up(server):
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*It is waited for")
-def test_a_server_that_comes_back_with_another_model_is_no_teacher(server):
+def test_a_server_that_comes_back_with_another_model_is_refused(server):
     prompts, completions = texts()
     scorer, answer = vllm_scorer(server.url, model="base"), server.answer
     scorer.score(prompts, completions)
