@@ -1,4 +1,4 @@
-"""Hints during a run: signs in the logged numbers of a problem, and the fields that change it.
+"""Hints during a run: signs of a problem in the logged numbers, and the fields that change it.
 
 A hint is a pure function of the logged lines and the config that returns a message or None; `HINTS` is their table.
 `Hints` applies them to each new line and reports each hint once. A resumed run replays the lines in its files first.
@@ -30,8 +30,7 @@ SAMPLER_GAP = {"float32": 1e-3, "tensorfloat32": 0.1, "bfloat16": 1.5}
 
 Measured on a CPU: the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models
 of 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits, 0.1 with operands rounded to
-bfloat16's 7 (as a TPU rounds those of float32 products), and 0.54 in bfloat16. The limits leave room for more layers
-and tokens.
+bfloat16's 7 (a TPU does so in float32 products), and 0.54 in bfloat16. The limits allow for more layers and tokens.
 """
 ENGINE_DIFFERENCE = 0.1
 """Mean |log π_old − log π_sampler| per token in nats that rounding may explain: engines in bfloat16 reach 0.01."""
@@ -46,7 +45,7 @@ History = Sequence[Line]
 def sampler_gap_limit(compute_dtype: str) -> float:
     """Return the entry of `SAMPLER_GAP` for the products that JAX makes here of operands in `compute_dtype`.
 
-    Unless `jax_default_matmul_precision` asks for more, a TPU rounds float32 operands to bfloat16, and a GPU to TF32.
+    Unless `jax_default_matmul_precision` is higher, a TPU rounds float32 operands to bfloat16, and a GPU to TF32.
     """
     settings: Any = jax.config  # its fields are added at run time
     precision, platform = settings.jax_default_matmul_precision, jax.default_backend()
@@ -171,7 +170,7 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
     if numbers(history, "sampler/log_prob_difference_mean"):
         return engine_fault(lambda name: _now(history, name), config)
     gap = _now(history, "sampler_gap")
-    # Where the policy is no longer that of the sampler, the gap is no fault.
+    # After an update the policies differ, and so may their log-probs.
     if gap is None or gap <= sampler_gap_limit(config.compute_dtype) or not config.on_policy:
         return None
     return (
@@ -261,7 +260,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 
 
 class Hints:
-    """The hints of one run, each of which is reported once."""
+    """The hints of one run; each is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config

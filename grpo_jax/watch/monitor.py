@@ -269,7 +269,7 @@ class Monitor:
             self._display.completions(rows[: self._config.num_completions_to_print])
 
     def progressed(self, step: int) -> None:
-        """Show an optimizer step that has no line of metrics."""
+        """Show an optimizer step without a line of metrics."""
         self._display.progressed(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

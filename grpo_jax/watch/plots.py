@@ -110,7 +110,7 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
 empty colour is the colour of the reward function or held-out score of this label."""
 
 _EMPTY_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels that are left out if all values are 0: there is no reference, or each batch makes one update."""
+"""Panels that are left out if all values are 0: without a reference, or with one update for each batch."""
 
 
 def colour(meaning: str, *, dark: bool = False) -> str:

@@ -11,7 +11,7 @@ from grpo_jax.watch.writer import JSON, Line
 
 _NO_SCORE = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NO_SCORE |= {"seconds", "std", "missing", "errors", "unscored"}
-"""Last parts of the names of `eval/` metrics that are no scores."""
+"""Last parts of the names of `eval/` metrics that do not count as scores."""
 
 
 def numbers(lines: Iterable[Line], name: str) -> list[float]:
@@ -26,14 +26,14 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
 
 
 def held_out(name: str) -> str | None:
-    """Return what an `eval/` metric is a score of; None for one that is no score, or not of an evaluation."""
+    """Return the name of the score that an `eval/` metric measures; None for other metrics."""
     if not name.startswith("eval/") or name.rpartition("/")[2] in _NO_SCORE:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return the score that each `eval/` metric among these measures; the reward of a single function only once."""
+    """Return the scores among these metrics, by metric; the reward of a single function only once."""
     found = {name: score for name in names if (score := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)

@@ -10,9 +10,9 @@
 
 `turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
-Names of metrics are TRL's where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
-`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>`;
-`eval/reward` is of held-out prompts what `reward` is of those of training.
+Metrics have TRL's names where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
+`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>` and `eval/reward`
+of held-out prompts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Line = Mapping[str, float | None]
 
 CompletionRow = Mapping[str, Any]
 """An object of `completions.jsonl`: "prompt" and "completion" (text or messages), "rewards" (function → number, or None
-for "not scored"), "advantage", "ended", "turns" (of a completion of several), "turn_rewards" (function → numbers, of
-those that gave one for each turn), and what reward functions log beside."""
+for "not scored"), "advantage", "ended", "turns" (if there are several), "turn_rewards" (function → one number for each
+turn), and what reward functions add by `log_extra`."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
@@ -51,19 +51,16 @@ _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, up to a line that a kill tore, and nothing if there is no file."""
+    """Yield the objects of a JSON-lines file, up to a line that a kill tore; none if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for _, line in _whole_lines(file):
             yield line
 
 
 def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a run's `run.json`, or of the `config.json` that earlier versions wrote; {} without one."""
-    for name in ("run.json", "config.json"):  # which is the model's, where the directory is a checkpoint too
-        with contextlib.suppress(FileNotFoundError):
-            content = json.loads((pathlib.Path(run_dir) / name).read_text("utf-8"))
-            if "config" in content:
-                return content
+    """Return the content of a run's `run.json`; {} if it does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((pathlib.Path(run_dir) / "run.json").read_text("utf-8"))
     return {}
 
 
@@ -97,7 +94,7 @@ def plain(value: object) -> JSON:
 
 
 def is_dialogue(turns: object) -> bool:
-    """Return whether `turns` of a row of `completions.jsonl` says who said what in a completion of several turns.
+    """Return whether `turns` of a row of `completions.jsonl` holds the turns of a completion, with their speakers.
 
     Example:
       >>> is_dialogue([{"by": "policy", "text": "32"}, {"by": "environment", "text": "higher"}]), is_dialogue([2])
@@ -139,11 +136,10 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """The files of a run directory, written as the run goes; without a directory every method does nothing.
+    """Writes the files of a run directory during the run; without a directory, every method does nothing.
 
-    Each line is flushed as it is written. After a kill, `truncate` cuts the files back to the step of the checkpoint
-    that the run resumes from, so that no line is there twice. A directory that cannot be made or written to is a
-    ValueError.
+    Each line is flushed. When a run resumes, `truncate` cuts the files back to the step of its checkpoint, so that no
+    line is there twice. A directory that cannot be made or written to is a ValueError.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -157,11 +153,11 @@ class RunWriter:
     def path(self, name: str) -> pathlib.Path:
         """Return the path of a file in the run directory."""
         if self.run_dir is None:
-            raise ValueError("run_dir is None: there are no files")
+            raise ValueError("run_dir is None: nothing is written")
         return self.run_dir / name
 
     def config(self, config: Config, **more: object) -> None:
-        """Write `run.json`: the config, versions, the command line without secrets, and whatever else is given."""
+        """Write `run.json`: the config, versions, the command line without secrets, and `more`."""
         content = {
             "config": config.to_dict(),
             **more,
@@ -187,9 +183,9 @@ class RunWriter:
         self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
-        """Drop all lines of steps after `step`, and a last line that a kill tore; -1 drops all.
+        """Drop all lines of steps after `step`, and a torn last line; -1 drops all.
 
-        The line of an evaluation of `step` itself is dropped too, unless that is `evaluated`.
+        An evaluation of `step` itself is dropped too, unless the checkpoint includes it (`evaluated`).
         """
         for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
@@ -204,9 +200,9 @@ class RunWriter:
                 file.truncate(end)
 
     def put_aside(self) -> tuple[int, str]:
-        """Give other names to the files of a run that has made steps and has no checkpoint.
+        """Rename the files of a run that has made steps but never wrote a checkpoint.
 
-        Returns the last step in them, and the ending that their names have now; (0, "") if there was no such run.
+        Returns its last step and the ending of the new names; (0, "") if nothing was renamed.
         """
         steps = [] if self.run_dir is None else [line["step"] for line in read_lines(self.path("metrics.jsonl"))]
         if max(steps, default=0) < 1:
@@ -237,23 +233,20 @@ def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> No
 
 
 def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:
-    """Raise ValueError for an object store as the directory of a run, which is locked, appended to and renamed in."""
+    """Raise a ValueError for a run directory in an object store: a run locks, appends to and renames files."""
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
     if found:
         address = re.sub(":/+", "://", str(run_dir), count=1)
-        copy = {"gs": "gcloud storage rsync -r DIR", "s3": "aws s3 sync DIR"}.get(
-            found[1].lower(), "the store's tool, to"
-        )
         raise ValueError(
             f"{argument} = {address!r}: is in an object store, which can neither lock, append to nor rename the"
-            " files of a run; give a directory (a disk, NFS, a PersistentVolumeClaim), and when the run is over copy"
-            f" it there: {copy} {address}"
+            " files of a run; give a directory (a disk, NFS, a PersistentVolumeClaim), and copy it to the store when"
+            " the run is over"
         )
 
 
 @contextlib.contextmanager
 def refused_if_unusable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Say of a run directory that cannot be made or written to what to do: a `ValueError` for an `OSError`."""
+    """Turn an `OSError` into a `ValueError` which says that the run directory cannot be used."""
     try:
         yield
     except OSError as error:

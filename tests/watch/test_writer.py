@@ -105,7 +105,7 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     writer.completions(1, [{}])
     writer.truncate(0)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="run_dir is None: there are no files"):
+    with pytest.raises(ValueError, match="run_dir is None: nothing is written"):
         writer.path("metrics.jsonl")
 
 
