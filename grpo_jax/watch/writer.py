@@ -11,8 +11,8 @@
 `turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
 
 Metrics have TRL's names where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
-`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, `eval/<function>` and `eval/reward`
-of held-out prompts.
+`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, and of held-out prompts
+`eval/<function>` and `eval/reward`.
 """
 
 from __future__ import annotations
