@@ -1,12 +1,12 @@
-"""Seconds and memory of one GRPO iteration, beside TRL and Tunix on the same workload.
+"""Seconds and memory of one GRPO iteration, compared with TRL and Tunix on the same workload.
 
     python -m experiments.benchmark [--preset S] [--variant fixed] [--steps 6] [--drop 2] [--root bench-out]
     python -m experiments.benchmark --peers trl "ENV/bin/python trl_bench.py" --cases S:fixed S:eos
     python -m experiments.benchmark --device gpu [--preset 0.5B]
 
 One iteration is 8 prompts × 8 completions: sample, reward, log-probs of the reference, loss, gradient, AdamW step, in
-float32. It runs through `train`, as a user's does. The first `--drop` iterations, which compile, are left out of the
-medians. The checkpoint is read from `<root>/ckpt-<preset>` (or `-eos`), made by the peers' `make_ckpt.py`.
+float32, all through `train`. The first `--drop` iterations, which compile, are left out of the medians. The checkpoint
+is read from `<root>/ckpt-<preset>` (or `-eos`), made by the peers' `make_ckpt.py`.
 
 The last line is `RESULT {json}` with the fields of the peers' scripts: `step_seconds` of every iteration; `median`,
 with the seconds of each phase; tokens per second; the share of trained columns that are padding; peak memory; how many
@@ -55,7 +55,7 @@ WORKLOAD: dict[str, Any] = {
         "longprompt": {"ckpt": "ckpt-{preset}", "prompt_len": [512, 512], "max_new_tokens": 64},
     },
 }
-"""What an iteration is; another file of this form goes in by --workload."""
+"""An iteration; --workload reads another file of this form."""
 
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -94,7 +94,7 @@ GPU_WORKLOAD: dict[str, Any] = {
     },
     "variants": {"fixed": {"prompt_len": [256, 256], "max_new_tokens": 512}},
 }
-"""What an iteration is with --device gpu: presets are whole configs, made from scratch."""
+"""An iteration with --device gpu: presets are whole configs, made from scratch."""
 
 ALLOCATOR = {
     "OMP_NUM_THREADS": "2",
@@ -103,7 +103,7 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "268435456",
     "MALLOC_ARENA_MAX": "1",
 }
-"""Memory that was freed stays in the process: on a small virtual machine it costs seconds a gigabyte to come back."""
+"""Freed memory stays in the process; on a small virtual machine a new page costs seconds per gigabyte."""
 
 
 def make_rows(workload: Mapping[str, Any], preset: str, variant: str, count: int) -> list[dict[str, str]]:
@@ -258,7 +258,7 @@ def benchmark(
 
 
 def measure(command: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark in a process of its own, under the allocator settings that the peers ask for."""
+    """Run a benchmark in a separate process, under the allocator settings of the peers."""
     done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -326,7 +326,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compare with a peer: its name, and the command of its script, as 'ENV/bin/python trl_bench.py'",
     )
     parser.add_argument("--cases", nargs="*", metavar="PRESET:VARIANT", help="with --peers: the cases to compare on")
-    parser.add_argument("--workload", help="a JSON file in the place of the built-in workload")
+    parser.add_argument("--workload", help="a JSON file instead of the built-in workload")
     arguments = parser.parse_args(argv)
     arguments.preset = arguments.preset or ("S" if arguments.device == "cpu" else "0.5B")
     if arguments.device == "gpu" and jax.default_backend() != "gpu":

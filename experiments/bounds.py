@@ -1,7 +1,7 @@
 """Lower bounds of a device's work, for `experiments.benchmark`: bytes of a decode, operations of an update, and peaks.
 
-The bound of decoding is the memory's bandwidth, that of an update the peak of the matrix units. Both count the shared
-prompt once.
+The bound of decoding is the memory's bandwidth, and the bound of an update the peak of the matrix units. Both count the
+shared prompt once.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
     python -m experiments.calculator --model DIRECTORY_OR_NAME [--lora RANK]             # from an instruct checkpoint
 
 Word problems of one step ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool, `calculate`,
-which works out an expression; a completion is the list of messages that come of it. A small new model is first taught
-by somebody who seldom asks the calculator, then writes the wrong operation one time in five, and else answers at once
-with a guess. GRPO, rewarded for right answers and nothing else, goes on from there. With --model, the checkpoint's own
-chat template writes the tool and the calls, and the numbers have up to five digits.
+which evaluates an expression; a completion is a list of messages. A small new model is first trained by SFT on a
+teacher that rarely calls the calculator, with the wrong operation in one call of five, and otherwise guesses. GRPO then
+trains it with a reward for right answers only. With --model, the chat template of the checkpoint encodes the tool and
+the calls, and the numbers have up to five digits.
 
-Time: 165 seconds from scratch on two cores (85 of them for the lessons, by `sft`), and 35 for the control.
-Expect from scratch: on 50 problems that no training saw, 4 samples each, right from 0.21 to 0.91, and with the
+Time: 165 seconds from scratch on two cores (85 of them for SFT), and 35 for the control.
+Expect from scratch: on 50 unseen problems, 4 samples each, right from 0.21 to 0.91, and with the
 calculator from 0.305 to 0.955; with random rewards (--control) down to 0.01 and 0 (seed 0, `--held-out 50 --control`).
 With a checkpoint: not measured.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STORIES = (
     ("Of {a} eggs {b} broke. How many eggs are left?", "-"),
 )
 ASKS, WRONG = 0.3, 0.2
-"""How often the teacher asks the calculator, and how often then for the wrong operation."""
+"""How often the teacher calls the calculator, and how often with the wrong operation."""
 GROUP = 8
 """Completions of each prompt."""
 BATCH = 32
@@ -93,7 +93,7 @@ def calculate(expression: str) -> str:
     """
     value = expression_value(expression, [int(number) for number in re.findall(r"\d+", expression, re.ASCII)])
     if value is None:
-        raise ValueError(f"{expression[:40]!r} is no expression of whole numbers with + - * /")
+        raise ValueError(f"{expression[:40]!r} is not an expression of whole numbers with + - * /")
     return str(value)
 
 
@@ -206,7 +206,7 @@ def taught(problem: Row, draw: random.Random) -> list[tuple[str, str]]:
 
 
 def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> list[Lesson]:
-    """`count` conversations with the teacher, of which its turns are learnt, with their ends."""
+    """`count` conversations with the teacher. Only its turns are learned, with their end tokens."""
     draw, tokenizer, end = random.Random(seed), policy.tokenizer, policy.eos_token_ids[0]
     schemas = [tool.schema for tool in read_tools(TOOLS).values()]
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -65,7 +65,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a phase; one that is entered again goes on."""
+        """Time a phase; entering it again adds to it."""
         start = time.perf_counter()
         try:
             yield
@@ -136,14 +136,14 @@ def use_compile_cache() -> None:
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
-    """Make the directory of a run, and refuse one that holds something: `train` goes on with a run that it finds.
+    """Make the directory of a run; one that is not empty is refused, since `train` would resume a run in it.
 
     Args:
       run_dir: the directory; None: `runs/<name>-<time>`.
       name: of the run.
     """
     directory = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if run_dir is None else Path(run_dir)
-    # Of several processes, which share their files, the first one looks and makes it, before any other goes on.
+    # Of several processes, which share their files, process 0 checks and makes it before the others continue.
     taken = False
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -173,8 +173,8 @@ def held_out_rates(
       policy: model and tokenizer.
       rows: held-out rows.
       accuracy: reward function, 1 for a right completion.
-      format: reward function, 1 for a completion in the right format; None: the task has no format.
-      params: parameters in the place of the policy's own.
+      format: reward function, 1 for a completion in the right format; None: a task without a format.
+      params: parameters instead of the policy's own.
       samples: sampled completions of each prompt.
       max_completion_length: tokens.
       batch_size: prompts at a time.
@@ -226,7 +226,7 @@ def supervise(
     """Learn lessons, each once and in their order, by `sft`: AdamW without decay, warm-up, and a cosine to 0.
 
     Args:
-      policy: what learns; its params are left as they are.
+      policy: the policy to train; its params are not changed.
       lessons: as `lesson` makes them.
       batch: lessons of a step; it divides their number.
       learning_rate: the highest.

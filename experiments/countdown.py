@@ -4,17 +4,18 @@
     python -m experiments.countdown --model DIRECTORY_OR_NAME [--numbers 4] [--lora RANK]           # from a checkpoint
 
 From scratch, three numbers up to 20 and the signs + and -: `make 20 from 9 4 15:` → `<answer>(15+9)-4</answer>`. A
-small new model first learns from a flawed teacher, who is right one time in five: most of its expressions make some
-other number, and one reply in five lacks a tag. GRPO goes on from there with two rewards: the target is made, and the
-rules are kept. With --model the problems have four to six numbers up to 100 and all four signs, asked in words.
+small new model is first trained by SFT on a flawed teacher that is right one time in five: most of its expressions have
+another value, and one reply in five lacks a tag. GRPO then trains with two rewards: the expression has the target's
+value, and it follows the rules. With --model the problems have four to six numbers up to 100 and all four signs, in
+words.
 
-Answers are checked by `expression_value`, from a syntax tree with a list of what may be in it; nothing is executed.
+Answers are checked by `expression_value`, which parses them with a list of allowed nodes; nothing is executed.
 
-Time from scratch: 110 CPU seconds. Expect: on 200 problems that no training saw, sampled (4 replies each) from 0.16 …
+Time from scratch: 110 CPU seconds. Expect: on 200 unseen problems, sampled (4 replies each) from 0.16 …
 0.19 to 0.48 … 0.58, the rules kept from 0.63 … 0.68 to 0.94 … 0.96, greedy from 0.42 … 0.48 to 0.51 … 0.62 (seeds 0 to
 4). GRPO makes the solution, which the model finds now and then, more frequent; it hardly teaches it to calculate.
 With a checkpoint: time and figures to be measured. Expect the rules to be kept soon, and the accuracy to follow slowly.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def expression_value(text: str, numbers: Sequence[int], *, use_all: bool = True)
 
     Args:
       text: from a completion; it may end in `= value`, and the value has to be right.
-      numbers: what may be used, each as often as it stands there.
+      numbers: the numbers that may be used, each as often as it is listed.
       use_all: every number has to be used; False: some may be left.
 
     Example:
@@ -179,7 +180,7 @@ def make_problems(
       count: problems.
       numbers: how many to use.
       largest: of the numbers, which are all different.
-      targets: which to ask for.
+      targets: possible targets.
       operations: which the solutions use.
 
     Example:
@@ -192,7 +193,7 @@ def make_problems(
         if len(problems) == count:
             break
         if attempt == 100 * count:
-            raise ValueError(f"count is {count}, and there are hardly that many problems: ask for fewer.")
+            raise ValueError(f"count is {count}, and there are hardly that many problems: use a smaller count.")
         chosen = draw.sample(range(1, largest + 1), numbers)
         target, solution = build(chosen, draw, operations)
         if target in targets:
@@ -207,7 +208,7 @@ def train_problems() -> list[Row]:
 
 
 def held_out_problems() -> list[Row]:
-    """The problems to test it with, likewise."""
+    """The held-out problems, in the same form."""
     return make_problems(0, 2200, **WORDED)[:200]
 
 

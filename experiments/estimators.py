@@ -1,21 +1,21 @@
-"""Every advantage estimator and every loss at one setting, on two small tasks: what each does to a policy.
+"""Compare every advantage estimator and every loss, at one setting each, on two small tasks.
 
     python -m experiments.estimators [--tasks sort_digits countdown] [--seeds 0 1 2] [--only NAME ...] [--run-dir DIR]
     python -m experiments.estimators --table --run-dir DIR      # nothing is run: the table of what DIR holds
 
-The base of each seed is that of `experiments.sort_digits` or `experiments.countdown`: a small model that a flawed
-teacher has taught, right one time in six to eight. From it every setting makes the same number of optimizer steps with
-the same seed, rows and learning rate; the reward is 1 for a right answer, no KL term. An iteration has 16 prompts of 8
-completions, cut into 2 minibatches and passed over twice, so that three of its four updates are off-policy, which is
-where losses differ. Numbers with units of their own are those of the papers, or else ours: see `SETTINGS`.
+The base of each seed is the one of `experiments.sort_digits` or `experiments.countdown`: a small model trained on a
+flawed teacher, right one time in six to eight. Every setting makes the same number of optimizer steps with the same
+seed, rows and learning rate; the reward is 1 for a right answer, without a KL term. An iteration has 16 prompts of 8
+completions, in 2 minibatches and two passes, so that three of its four updates are off-policy, where losses differ.
+Hyperparameters of single losses are from the papers, or else ours: see `SETTINGS`.
 
 Of 200 held-out prompts with 8 completions each at temperature 1: `sampled`, the share that is right; `pass@8`, the
 share of prompts with a right one; `entropy` and `kl` (to the base), nats per token, estimated by these completions.
-`half`: optimizer steps until the rewards of training, as means of 5 iterations, have made half of the way from the
-base's accuracy to that which the setting "dapo" ends at with this seed.
+`half`: optimizer steps until the training reward, as a mean of 5 iterations, is halfway from the base's accuracy to the
+final accuracy of the setting "dapo" with this seed.
 
-A line is added to `results.jsonl` for each run; what is there already is not run again, so the script can be stopped at
-any time. Time: about 12 CPU seconds for each run. Expect: the tables of docs/estimators.md.
+Each run appends a line to `results.jsonl`; runs that have a line are skipped, so the script can be stopped at any time.
+Time: about 12 CPU seconds for each run. Expect: the tables of docs/estimators.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.text.completions import reward_inputs
 
 LESSONS = 400
-"""Supervised steps of the base of sort_digits; that of Countdown makes three quarters of them."""
+"""Supervised steps of the base of sort_digits; the base of Countdown makes three quarters of them."""
 GROUP = 8
 """Completions of each prompt, in training and in the test."""
 HELD_OUT = 200

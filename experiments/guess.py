@@ -3,19 +3,18 @@
     python -m experiments.guess [--seed N] [--seeds K] [--control] [--credit] [--picture FILE] [--run-dir DIR]
 
 The game: the policy guesses, the environment answers "higher" or "lower", and so on until the number is found or twelve
-guesses are gone. A completion is a whole game, `32 higher 48 lower 40`, of which the policy drew the numbers, each with
-the end of a turn behind it; what the environment said is read and not learned from. A new model is first taught by a
-careless player who guesses at random, and half of the time, in whole games, ignores what it has been told. GRPO,
-rewarded for games that need few guesses, goes on from there. All prompts are the same; the completions of a group look
-for the same number.
+guesses are used up. A completion is a whole game, `32 higher 48 lower 40`. The policy samples the numbers, each
+followed by an end of turn; the answers of the environment are observations and not trained on. A new model is first
+trained by SFT on a careless player that guesses at random and ignores the answers in half of its games. GRPO then
+rewards games with few guesses. All prompts are the same; the completions of a group look for the same number.
 
-Time: 260 seconds on two cores (mean of five seeds; 150 of them for the lessons, by `sft`).
+Time: 260 seconds on two cores (mean of five seeds; 150 of them for SFT).
 Expect: over 16 games for each number, at temperature 1, from 8.4 to 8.6 guesses down to 5.34, 5.33, 5.34, 5.62 and 5.33
 (seeds 0 to 4; a lost game counts as 12); games won from 0.62 … 0.66 up to 0.99 … 1.00, within 7 guesses from 0.40 …
 0.45 up to 0.91 … 0.98. Consistent random play takes 6.64 and bisection 5.125, which no lesson shows. What is lost is
 lost at the end of a game. With rewards by coin flips (--control) it gets worse, 8.62 to 10.79 (seed 0, after 3,000
 lessons): at this learning rate, chance alone unteaches what the lessons taught.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
 
 
 def lessons(policy: Policy, count: int, seed: int) -> list[Lesson]:
-    """`count` games of the careless player, of which its guesses are learnt, with the ends of their turns."""
+    """`count` games of the careless player. Only its guesses are learned, with their end tokens."""
     draw, end = random.Random(seed), policy.eos_token_ids[0]
     words = [PROMPT, HIGHER, LOWER, *map(str, range(1, NUMBERS + 1))]
     ids = dict(zip(words, policy.tokenizer(words, add_special_tokens=False)["input_ids"], strict=True)) | {"": []}

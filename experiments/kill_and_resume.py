@@ -1,14 +1,13 @@
-"""A run that is killed again and again ends in the bytes of a run that was left alone.
+"""A run that is killed repeatedly ends with the same bytes as an undisturbed run.
 
     python -m experiments.kill_and_resume [--kills N] [--terms N] [--seed N] [--run-dir DIR]
 
 A small run (three passes over two minibatches, a synced reference, a shuffled dataset gone through more than twice, a
-checkpoint every second step) is left alone twice: once with programs that are compiled anew, once with programs from
-the compile cache. Then it is killed by SIGKILL and begun again in the same directory until it is through: at moments
-drawn from the whole wall time of a run, and, every second time, while a checkpoint is half written. `--terms` adds
-SIGTERMs, after which the run has to save and exit with status 143 by itself. Each run that is through is compared with
-the first one: params, optimizer, references and counters to the last bit, the files but for their timings, and the
-multiset of (epoch, prompt).
+checkpoint every second step) is run undisturbed twice: once with newly compiled programs, once with programs from the
+compile cache. Then it is killed by SIGKILL and started again in the same directory until it is complete: at random
+times of a run, and, every second time, while a checkpoint is half written. `--terms` adds SIGTERMs, after which the run
+has to save and exit with status 143. Each complete run is compared with the first: params, optimizer, references and
+counters to the last bit, the files except for their timings, and the multiset of (epoch, prompt).
 
 Time: about eight seconds a kill on an idle core. Expect: "the same" in every line, and exit status 0. The seconds from
 a SIGTERM to the exit say little of a step here: the checkpoint and the interpreter's own end take longer than a step.
@@ -67,7 +66,7 @@ def digits(completions: Sequence[str]) -> list[float]:
 
 
 def run_to_the_end(run_dir: Path, cache: Path) -> None:
-    """Train, or go on training, and leave a hash of each array of the final state in `final.json`."""
+    """Train or resume, and write a hash of each array of the final state to `final.json`."""
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     rows, _ = make_rows(0, train_rows=ROWS, held_out=2)

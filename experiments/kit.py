@@ -1,17 +1,18 @@
-"""From SFT to a checkpoint in one session of a free notebook machine: Qwen3-0.6B learns GSM8K, and nothing is lost.
+"""From SFT to a checkpoint in one session of a free notebook machine: Qwen3-0.6B learns GSM8K.
 
     python -m experiments.kit --out DIRECTORY [--machine v5e-8 | T4-2 | small] [--data DIRECTORY | hub] [--hours H]
     python -m experiments.kit --compile v5e-8        # memory and programs, by that machine's own compiler
 
-The notebooks kaggle_tpu.ipynb (TPU v5e-8) and kaggle_gpu.ipynb (T4 × 2) are this script with its parts shown: SFT on
-solutions, GRPO on the rewards of `experiments.gsm8k`, greedy accuracy before and after each, and an export in Hugging
-Face's layout. Each stage has a directory in `--out`. The same call after the session was cut off goes on from the last
-checkpoint (one every five minutes), and a stage that is through is not run again. `--hours` ends training before the
-session does, so that evaluation and export still run.
+The notebooks kaggle_tpu.ipynb (TPU v5e-8) and kaggle_gpu.ipynb (T4 × 2) run the parts of this script: SFT on solutions,
+GRPO with the rewards of `experiments.gsm8k`, greedy accuracy before and after each, and an export in Hugging Face's
+layout. Each stage has a directory in `--out`. After the session was cut off, the same call resumes from the last
+checkpoint (one every five minutes), and complete stages are skipped. `--hours` ends training before the session ends,
+so that evaluation and export still run.
 
-Time and figures on those machines: to be measured. What their compilers say of every stage is in docs/kit.json.
-`--machine small` runs the same path on a CPU in a minute: a tiny checkpoint is made, and what it answers is noise. The
-last line on standard output is one JSON object.
+Time and figures on those machines: to be measured. Memory and programs of every stage, from their compilers, are in
+docs/kit.json.
+`--machine small` runs the same path on a CPU in a minute: a tiny checkpoint is made, whose answers are noise. The last
+line on standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ FIGURES = Path(__file__).parents[1] / "docs" / "kit.json"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A notebook machine and what is asked of it.
+    """A notebook machine and its settings.
 
     Attributes:
       sft, grpo: the settings of both stages.
@@ -199,7 +200,7 @@ def _solution(answer: str) -> dict[str, str]:
 
 
 def load_policy(machine: Machine, source: str | Path = MODEL) -> Policy:
-    """The model on the devices of the machine, with adapters where it asks for them."""
+    """The model on the devices of the machine, with adapters if its settings have them."""
     policy = from_pretrained(source)
     if machine.lora is not None:
         policy = add_lora(policy, jax.random.key(0), rank=machine.lora, alpha=2.0 * machine.lora)
@@ -209,7 +210,7 @@ def load_policy(machine: Machine, source: str | Path = MODEL) -> Policy:
 def greedy_accuracy(
     policy: Policy, state: TrainState | None, rows: Sequence[Mapping[str, Any]], machine: Machine
 ) -> Rates:
-    """Share of test problems that are answered right, and in the form that was asked for, by the params of a state."""
+    """Fractions of test problems that a state answers right, and in the requested form."""
     metrics, _ = evaluate(
         policy,
         rows,

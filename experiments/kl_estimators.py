@@ -3,7 +3,7 @@
     python -m experiments.kl_estimators [--beta 0.5] [--seed N] [--out FILE]
 
 GRPO with a KL term is meant to end at π* ∝ π_ref·exp(R/β), the maximum of E[R] − β·KL(π‖π_ref). Here nothing is
-sampled: the loss of each arm is that of `grpo_loss`, weighted by the probability of the arm under the policy that would
+sampled: the loss of each arm is from `grpo_loss`, weighted by the probability of the arm under the policy that would
 have drawn it, π_old. So what is left between the end of a run and π* is the estimator's, and no noise. The advantage is
 R − E[R] under π_old, not divided by a std, and the clip is out of reach: both would move the end by themselves.
 
@@ -95,7 +95,7 @@ def run(arm: Arm, reuse: jax.Array, rewards: jax.Array, reference: jax.Array, st
     Args:
       arm: how the KL enters.
       reuse: [] int32, updates between two snapshots of π_old.
-      rewards: [4] float32; likewise the probabilities `reference` and `start`.
+      rewards: [4] float32, as the probabilities `reference` and `start`.
       beta: [] float32.
 
     Returns:

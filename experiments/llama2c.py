@@ -5,7 +5,7 @@
 
 Time: a second. Expect: a directory that `from_pretrained` and transformers load, with the weights bit for bit.
 
-The files are those of https://github.com/karpathy/llama2.c (the "legacy" format of its export.py), which
+The files are from https://github.com/karpathy/llama2.c (the "legacy" format of its export.py), which
 https://huggingface.co/karpathy/tinyllamas has for models that were trained on TinyStories.
 """
 
@@ -75,7 +75,9 @@ def read_checkpoint(path: str | Path) -> tuple[Shape, dict[str, np.ndarray]]:
     ]
     expected = 28 + 4 * sum(math.prod(size) for _, size in sections)
     if len(data) != expected:
-        raise ValueError(f"{path} has {len(data)} bytes, and its header {header} asks for {expected}: no such file.")
+        raise ValueError(
+            f"{path} has {len(data)} bytes, and its header {header} needs {expected}: it is another kind of file."
+        )
     numbers, tensors = np.frombuffer(data, "<f4", offset=28), {}
     for name, size in sections:
         array, numbers = numbers[: math.prod(size)].reshape(size), numbers[math.prod(size) :]
@@ -179,7 +181,7 @@ def convert(checkpoint: str | Path, tokenizer: str | Path, directory: str | Path
 def widen_heads(source: str | Path, target: str | Path, head_dim: int = 32) -> None:
     """Write a Llama's checkpoint with heads of more channels, which computes the same.
 
-    vLLM's attention on CPUs takes heads of 32 channels and more, and those of stories260K have 8. The new channels are
+    vLLM's attention on CPUs takes heads of 32 channels and more, and stories260K has 8. The new channels are
     zeros; what was there keeps its angles of rotation, and W_q is multiplied so that the scores stay as they were.
 
     Args:

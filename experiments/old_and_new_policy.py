@@ -88,7 +88,7 @@ def roll_out(params: Params, key: jax.Array) -> Rollout:
 
 @functools.partial(jax.jit, static_argnames="weighted")
 def update(carry: Carry, rollout: Rollout, epsilon: jax.Array, *, weighted: bool) -> tuple[Carry, dict[str, jax.Array]]:
-    """One optimizer step. The metrics are those of the clipped loss with the sampler's log-probs, in every arm."""
+    """One optimizer step. The metrics are of the clipped loss with the sampler's log-probs, in every arm."""
     params, opt_state = carry
 
     def loss_fn(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:

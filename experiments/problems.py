@@ -19,7 +19,7 @@ LEARNT = tuple(TASKS)
 GENERAL = "syllogism"
 """A task of the suite that is not learnt."""
 EXAMPLES, SHOWN = 5_000_000, 100
-"""Seed and number of the solved problems of which one comes before each problem: what an answer looks like.
+"""Seed and number of the solved problems; one precedes each problem, to show the form of an answer.
 
 Not the same one before all: its answer would be what the model says, and is rewarded for now and then.
 """

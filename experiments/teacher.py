@@ -1,19 +1,19 @@
-"""A small model learns from one that GRPO has trained, beside GRPO and beside SFT on that one's completions.
+"""Distillation from a model that GRPO has trained, compared with GRPO and with SFT on its completions.
 
     python -m experiments.teacher [--model DIRECTORY_OR_NAME] [--seeds 0 1 2] [--run-dir DIR]
     python -m experiments.teacher --table --run-dir DIR    # nothing is run: the table of what DIR holds
 
-The model and the task are those of `experiments.stories`: stories260K has to use a given word. Three arms:
+Model and task are the same as in `experiments.stories`: stories260K has to use a given word. Three arms:
 
-- `grpo`: trained by the reward; what it ends as is the teacher of the others
-- `distilled`: the untrained model learns from the teacher, by the reverse KL on stories of its own; no reward counts
-- `sft`: the untrained model learns the teacher's stories, each of which it sees once
+- `grpo`: trained by the reward; the final model is the teacher of the others
+- `distilled`: the untrained model learns from the teacher by the reverse KL on its own stories, without a reward
+- `sft`: the untrained model learns the teacher's stories and sees each once
 
-A step of each is one update with 128 stories. All are evaluated on their way, on 4 sampled stories for each of 64
-prompts that no training saw. `tokens`: of the stories learned from, which the student has sampled, or for `sft` the
-teacher; those of the evaluations and those that the teacher itself was trained with are not among them.
+A step of each is one update with 128 stories. All are evaluated during training, on 4 sampled stories for each of 64
+unseen prompts. `tokens` counts the stories learned from, which are sampled by the student, or for `sft` by the teacher;
+evaluations and the training of the teacher do not count.
 
-A line is added to `results.jsonl` for each seed; a seed that is there is not run again. Time: some minutes a seed
+Each seed appends a line to `results.jsonl`; seeds that have a line are skipped. Time: some minutes a seed
 ("seconds" there). Expect: the table of docs/teachers.md.
 """
 

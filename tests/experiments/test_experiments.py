@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from experiments import benchmark, gsm8k, instruct, problems, sort_digits, stories, targets
-from experiments.bounds import peaks_of
 
 
 @pytest.mark.quick
@@ -48,11 +47,8 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(tmp_path, monk
     monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=32, layers=1))
     monkeypatch.setattr(sort_digits, "BATCH", 64)
     results = sort_digits.main([*arguments, "--picture", str(tmp_path / "docs.png")])
-    assert (
-        json.loads(capsys.readouterr().out.splitlines()[-1])
-        == results
-        == json.loads((run_dir / "results.json").read_text())
-    )
+    printed, written = capsys.readouterr().out.splitlines()[-1], (run_dir / "results.json").read_text()
+    assert json.loads(printed) == results == json.loads(written)
     assert results["arms"]["grpo"].keys() == {"before", "after"}
     for rates in results["arms"]["grpo"].values():
         assert rates.keys() == {"greedy", "sampled", "format"}
@@ -78,11 +74,7 @@ def test_stories_has_the_task_of_the_run_it_is_compared_with():
 
 
 PROBLEMS = [
-    {
-        "question": f"Tom has {n} apples and buys {n + 1}. How many has he?",
-        "answer": f"{n} + {n + 1} = {2 * n + 1}\n#### {2 * n + 1}",
-    }
-    for n in range(1, 25)
+    {"question": f"Tom has {n} apples and buys {n + 1}.", "answer": f"{n} + {n + 1}\n#### {2 * n + 1}"} for n in (1, 7)
 ]
 
 
@@ -133,14 +125,6 @@ def test_the_longest_completion_is_where_the_first_phase_reaches_the_memory():
     assert targets.longest_that_fits({t: cell(40, 10) for t in targets.LENGTHS}) == "≥ 32,768"
     assert targets.longest_that_fits({1024: cell(81, 10)}) == "none"
     assert targets.longest_that_fits({1024: {"error": "refused"}}) == "?"
-
-
-@pytest.mark.quick
-def test_peaks_are_found_by_the_kind_of_device():
-    assert peaks_of("TPU v5 lite") != peaks_of("TPU v5")
-    assert peaks_of("TPU v6 lite")[1] == 1.64e12
-    assert peaks_of("NVIDIA H100 80GB HBM3") == peaks_of("H100")
-    assert peaks_of("cpu") is None
 
 
 def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_bounds(tmp_path, monkeypatch):

@@ -15,22 +15,11 @@ from experiments.guess import Game, bisection, random_play
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3+5+9", "17"),
-        ("9*(5-3)", "18"),
-        ("3/5/9", "1/15"),
-        ("9/(5/3)", "27/5"),
-        ("3-5-9", "-11"),
-        ("9 × 5 ÷ 3", "15"),
-        (r"9 \times 5 \div 3", "15"),
-        ("9 − 5 + 3 = 7", "7"),
-        ("((((9))))-5-3", "1"),
-    ],
-)
-def test_expressions_are_counted_exactly(text, value):
-    assert expression_value(text, [3, 5, 9]) == Fraction(value)
+def test_expressions_are_evaluated_exactly():
+    values = {"3+5+9": "17", "9*(5-3)": "18", "3/5/9": "1/15", "9/(5/3)": "27/5", "3-5-9": "-11", "9 × 5 ÷ 3": "15"}
+    values |= {r"9 \times 5 \div 3": "15", "9 − 5 + 3 = 7": "7", "((((9))))-5-3": "1"}
+    for text, value in values.items():
+        assert expression_value(text, [3, 5, 9]) == Fraction(value), text
 
 
 WITHOUT_VALUE = (
@@ -116,10 +105,7 @@ def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
 
 
 def mean_of_all_games(numbers, choose):
-    """By enumeration: of every first guess the games that are left on either side of it, of which `choose` takes one.
-
-    `choose` is `min` for the best first guess, and the mean for a random one.
-    """
+    """Enumerate every first guess with the games on both sides; `choose` is `min` (best) or the mean (random)."""
 
     @functools.cache
     def total(n):
@@ -129,10 +115,10 @@ def mean_of_all_games(numbers, choose):
     return total(numbers) / numbers
 
 
-@pytest.mark.parametrize("numbers", [1, 2, 3, 7, 50, 64])
-def test_bounds_are_those_of_all_games(numbers):
-    assert random_play(numbers) == pytest.approx(mean_of_all_games(numbers, statistics.mean))
-    assert bisection(numbers) == pytest.approx(mean_of_all_games(numbers, min))
+def test_bounds_equal_the_enumeration_of_all_games():
+    for numbers in (1, 2, 3, 7, 50, 64):
+        assert random_play(numbers) == pytest.approx(mean_of_all_games(numbers, statistics.mean))
+        assert bisection(numbers) == pytest.approx(mean_of_all_games(numbers, min))
 
 
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {}}}]}
@@ -156,7 +142,7 @@ def test_the_tool_works_out_expressions_and_refuses_all_else():
     for text, value in (("37 * 48", "1776"), ("7 - 9", "-2"), ("(1+2)*3", "9"), ("9 / 2", "9/2"), ("2*2", "4")):
         assert calculate(text) == value
     for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
-        with pytest.raises(ValueError, match="is no expression of whole numbers"):
+        with pytest.raises(ValueError, match="is not an expression of whole numbers"):
             calculate(text)
 
 
