@@ -1,12 +1,12 @@
-"""The policy as an agent of verifiers: its chat with tools, whose model is what is sampled here.
+"""The policy as an agent of verifiers: a chat with tools, whose model is the policy being sampled.
 
 ```
 an environment's run ──► PolicyAgent ──► a rollout of verifiers: tools, stops, hooks, limits, scores
-the rollout ──► PolicyLoop, the chat with tools ──► the rollout's server of models ──► Talk ──► the policy
+the rollout ──► ToolChat ──► the rollout's model server ──► Conversation ──► the policy
 ```
 
-verifiers lets a harness run in the process of the caller, as long as it asks for each turn at the rollout's server of
-models. That server keeps the record and stops the rollout; who answers it is a client, and here that is `Talk`.
+verifiers lets a harness run in the caller's process if it requests each turn from the rollout's model server. That
+server keeps the record and stops the rollout. It forwards requests to a client, which is `Conversation` here.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Results: TypeAlias = list[tuple[str, bool]]
 """For each call of a turn its text, and whether it failed."""
 
 
-class Talk:
-    """The talk of the policy with an episode, each waiting for the other; the client of a server of models.
+class Conversation:
+    """The turns of the policy and the replies of an episode, which wait for each other; a client of verifiers.
 
     Attributes:
-      trace: the suite's record of the conversation; None before it begins.
+      trace: verifiers' record of the conversation; None before it begins.
       schemas: of the tools that the policy was shown; None before they are known.
-      problems: id of a call that could not be read → why.
+      problems: id of a call that could not be parsed → why.
       failed: ids of the calls that failed.
     """
 
@@ -48,78 +48,75 @@ class Talk:
         self.schemas = schemas
         self.problems: dict[str, str] = {}
         self.failed: set[str] = set()
-        self._known = list(map(_plain, prompt))  # the beginning of each request, which the policy has seen
+        self._seen = list(map(_plain, prompt))  # messages that the policy has seen, which every request begins with
         self._ids = map("call_{}".format, itertools.count())
-        self._said: asyncio.Queue[Message | None] = asyncio.Queue()  # by the policy; None: it will say no more
-        self._heard: asyncio.Queue[str | Results | None] = asyncio.Queue()  # by the episode; None: it is over
+        self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # of the policy; None: it has ended
+        self._replies: asyncio.Queue[str | Results | None] = asyncio.Queue()  # of the episode; None: it has ended
 
     @property
-    def silent(self) -> bool:
-        """Whether the policy says no more."""
-        return not self._said.empty()
+    def policy_ended(self) -> bool:
+        """Whether the policy has ended."""
+        return not self._turns.empty()
 
-    async def say(self, message: Message, problems: Sequence[str] = ()) -> None:
-        """Say a turn; `problems` are its calls that could not be read."""
+    def end_policy(self) -> None:
+        """Answer no further request."""
+        self._turns.put_nowait(None)
+
+    def end_episode(self) -> None:
+        """Reply None from now on."""
+        self._replies.put_nowait(None)
+
+    async def add_turn(self, message: Message, problems: Sequence[str] = ()) -> None:
+        """Add a turn of the policy; `problems` are its calls that could not be parsed."""
         functions = [dict(call["function"]) for call in message.get("tool_calls", ())]
         for function in functions:
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"])
         functions += [{"name": "", "arguments": ""} for _ in problems]
-        calls: list[Json] = [
-            {"id": next(self._ids), "type": "function", "function": function} for function in functions
-        ]
+        calls: list[Json] = [{"id": next(self._ids), "type": "function", "function": one} for one in functions]
         unread = calls[len(calls) - len(problems) :]
         self.problems |= {call["id"]: problem for call, problem in zip(unread, problems, strict=True)}
         thought, end, content = (message["content"] or "").rpartition("</think>")
-        said: Message = {"role": "assistant", "content": content.lstrip() if end else content}
+        turn: Message = {"role": "assistant", "content": content.lstrip() if end else content}
         if thought := thought.strip().removeprefix("<think>").strip():
-            said["reasoning_content"] = thought
-        await self._said.put({**said, **({"tool_calls": calls} if calls else {})})
+            turn["reasoning_content"] = thought
+        if calls:
+            turn["tool_calls"] = calls
+        await self._turns.put(turn)
 
-    async def hear(self) -> str | Results | None:
-        """Return what the episode says: text, or what became of the calls; None when it is over."""
-        heard = await self._heard.get()
-        if heard is None:
-            self._heard.put_nowait(None)  # however often it is asked
-        return heard
-
-    def end(self) -> None:
-        """The policy says no more."""
-        self._said.put_nowait(None)
-
-    def over(self) -> None:
-        """The episode says no more."""
-        self._heard.put_nowait(None)
+    async def reply(self) -> str | Results | None:
+        """Return the reply of the episode: text, or the results of calls; None when it has ended."""
+        reply = await self._replies.get()
+        if reply is None:
+            self.end_episode()  # for further calls
+        return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
-        """Answer a request for a turn by the policy's own, as a client of verifiers does."""
+        """Answer a request of the model server by a turn of the policy: the method of a client of verifiers."""
         messages: Messages = body["messages"]
-        if list(map(_plain, messages[: len(self._known)])) != self._known:
-            raise ValueError("the environment changes what was said before, and the policy has seen that")
-        new = messages[len(self._known) :]
+        if list(map(_plain, messages[: len(self._seen)])) != self._seen:
+            raise ValueError("the environment changes earlier messages, which the policy has seen")
+        new = messages[len(self._seen) :]
         called = [(_text(one), one["tool_call_id"] in self.failed) for one in new if one["role"] == "tool"]
         if called and len(called) < len(new):
             raise ValueError("the environment adds messages to the results of tools")
-        await self._heard.put(called or "\n\n".join(map(_text, new)))
-        message = await self._said.get()
+        await self._replies.put(called or "\n\n".join(map(_text, new)))
+        message = await self._turns.get()
         if message is None:
-            self.end()
-            raise RuntimeError("the policy says no more: its completion is over")
-        self._known = [*map(_plain, messages), _plain(message)]
+            self.end_policy()  # for further requests
+            raise RuntimeError("the completion has ended")
+        self._seen = [*map(_plain, messages), _plain(message)]
+        reason = "tool_calls" if "tool_calls" in message else "stop"
         raw: Json = {
             "id": "policy",
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
-            "choices": [{"index": 0, "finish_reason": _finish(message), "message": message}],
+            "choices": [{"index": 0, "finish_reason": reason, "message": message}],
         }
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         return response
-
-
-def _finish(message: Message) -> str:
-    return "tool_calls" if "tool_calls" in message else "stop"
 
 
 def _text(message: Message) -> str:
@@ -129,14 +126,14 @@ def _text(message: Message) -> str:
 
 
 def _plain(message: Message) -> tuple[str, str]:
-    """Return what of a message the policy reads, but for its calls."""
+    """Return the role and text of a message, for comparison."""
     return message["role"], _text(message)
 
 
 class Servers:
-    """All that the episodes of an environment share in a process: its tools, and the server of models.
+    """The tools and the model server that all episodes of an environment share in a process.
 
-    They begin with the first episode, and end with this object, or with the process.
+    They start with the first episode, and end with this object or the process.
     """
 
     def __init__(self, environment: Foreign):
@@ -144,7 +141,7 @@ class Servers:
         self._ready: asyncio.Future[tuple[Foreign, Mapping[str, Foreign]]] | None = None
 
     async def ready(self) -> tuple[Foreign, Mapping[str, Foreign]]:
-        """Return the server of models, and the shared servers of tools by their names."""
+        """Return the model server, and the shared tool servers by name."""
         if self._ready is None or (self._ready.done() and self._ready.exception() is not None):
             self._ready, ended = asyncio.get_running_loop().create_future(), asyncio.Event()
             holding = asyncio.create_task(_hold(self.environment, self._ready, ended))
@@ -159,7 +156,7 @@ def _end(ended: asyncio.Event, _: asyncio.Task[None]) -> None:
 async def _hold(
     environment: Foreign, ready: asyncio.Future[tuple[Foreign, Mapping[str, Foreign]]], ended: asyncio.Event
 ) -> None:
-    """Begin what episodes share, and end it all in the same task."""
+    """Start what episodes share, and end it in the same task, as its context managers require."""
     interception = import_extra(f"{V1}.interception", PACKAGE)
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -171,49 +168,50 @@ async def _hold(
             ready.set_result((models, shared))
             await ended.wait()
     except Exception as error:
-        if not ready.done():  # else it is the end, maybe of the process, where verifiers clears up once more
+        if not ready.done():  # otherwise the process may be ending, where verifiers cleans up a second time
             ready.set_exception(error)
 
 
-class _Models:
-    """A rollout's place at the server of models, where the policy answers."""
+class _ModelServer:
+    """A model server of verifiers that sends the requests of a rollout to a `Conversation`."""
 
-    def __init__(self, server: Foreign, talk: Talk):
-        self._server, self._talk = server, talk
+    def __init__(self, server: Foreign, conversation: Conversation):
+        self._server, self._conversation = server, conversation
 
     @contextlib.asynccontextmanager
     async def acquire(self, session: Foreign) -> AsyncIterator[Foreign]:
         async with self._server.acquire(session) as slot:
-            session.client = self._talk
+            session.client = self._conversation
             yield slot
 
 
 class PolicyAgent:
-    """The policy in an agent's seat: what of `verifiers.v1.Agent` a program of an environment calls.
+    """The part of `verifiers.v1.Agent` that environments call, played by the policy.
 
     `run` does a task and returns its scored trace; `interaction` is a conversation of a task, scored at its end.
-    `trainable` is True until an environment changes it.
     """
 
-    def __init__(self, talk: Talk, models: Foreign, shared: Mapping[str, Foreign], name: str, config: Foreign):
+    trainable = True
+
+    def __init__(
+        self, conversation: Conversation, models: Foreign, shared: Mapping[str, Foreign], name: str, config: Foreign
+    ):
         v1 = import_extra(V1, PACKAGE)
         clients = import_extra(f"{V1}.configs.client", PACKAGE)
-        fixed = {
-            "model": "policy",
-            "client": clients.EvalClientConfig(base_url="http://127.0.0.1", api_key_var="NO_KEY"),  # nobody asks there
-        }
-        self._talk, self._name = talk, name
-        self._agent = v1.Agent(config.model_copy(update=fixed), interception=_Models(models, talk))
-        self.config, self.trainable = self._agent.config, True
+        unused = clients.EvalClientConfig(base_url="http://127.0.0.1", api_key_var="NO_KEY")
+        config = config.model_copy(update={"model": "policy", "client": unused})
+        self._conversation, self._name = conversation, name
+        self._agent = v1.Agent(config, interception=_ModelServer(models, conversation))
+        self.config = self._agent.config
         self.run = functools.partial(self._agent.run, tools=shared, on_trace=self._begin)
         self.interaction = functools.partial(self._agent.interaction, tools=shared, on_trace=self._begin)
         harness = self._agent.harness
-        harness.setup, harness.session = _no_program, self._session
+        harness.setup, harness.session = _install_nothing, self._session
 
     def _begin(self, trace: Foreign) -> None:
-        if self._talk.trace is not None:
-            raise ValueError("the environment holds several conversations in an episode, and a completion is one")
-        trace.agent.name, self._talk.trace = self._name, trace
+        if self._conversation.trace is not None:
+            raise ValueError("the environment has several conversations in an episode, and a completion is one")
+        trace.agent.name, self._conversation.trace = self._name, trace
 
     async def _session(
         self,
@@ -225,34 +223,34 @@ class PolicyAgent:
         mcp_urls: Mapping[str, str],
         data: Foreign,
         tool_interception_url: str | None = None,
-    ) -> PolicyLoop:
+    ) -> ToolChat:
         """Open the chat of a rollout, with its tools."""
-        loop = PolicyLoop(self._talk, trace, f"{endpoint}/chat/completions", secret, tool_interception_url)
+        chat = ToolChat(self._conversation, trace, f"{endpoint}/chat/completions", secret, tool_interception_url)
         try:
-            await loop.open(mcp_urls, *self._agent.harness.resolve_prompt(data))
+            await chat.open(mcp_urls, *self._agent.harness.resolve_prompt(data))
         except BaseException:
-            await loop.close()
+            await chat.close()
             raise
-        return loop
+        return chat
 
 
-async def _no_program(_: Foreign) -> None:
-    """Nothing is installed: the chat runs in this process."""
+async def _install_nothing(_: Foreign) -> None:
+    """The setup of a harness: the chat runs in this process."""
 
 
 def _unanswered(name: str, error: BaseException) -> Foreign:
-    """Return the error of a server that does not answer, which may be deep in groups of others."""
+    """Return the error for a tool server that does not answer, whose cause may be nested in groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = f"{type(error).__name__}: {error}"
     return import_extra(V1, PACKAGE).ToolsetError(f"the server of {name} does not answer ({cause})")
 
 
-class PolicyLoop:
-    """A chat with tools: what of `verifiers.v1.HarnessSession` a rollout calls."""
+class ToolChat:
+    """A chat with tools: the part of `verifiers.v1.HarnessSession` that a rollout calls."""
 
-    def __init__(self, talk: Talk, trace: Foreign, url: str, secret: str, gate: str | None):
-        self._talk, self._trace, self._url, self._gate = talk, trace, url, gate
+    def __init__(self, conversation: Conversation, trace: Foreign, url: str, secret: str, gate: str | None):
+        self._conversation, self._trace, self._url, self._gate = conversation, trace, url, gate
         self._messages: Messages = []
         self._tools: list[Json] = []
         self._places: dict[str, tuple[str, str]] = {}  # tool → server and its name there
@@ -262,7 +260,7 @@ class PolicyLoop:
         self._http = httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"})
 
     async def open(self, urls: Mapping[str, str], system: str | None, prompt: Foreign) -> None:
-        """Find the tools, and write the prompt."""
+        """Connect to the tools, and write the prompt."""
         await self._stack.enter_async_context(self._http)
         if urls:
             described = {"mcpServers": {name: {"url": url} for name, url in urls.items()}}
@@ -271,51 +269,50 @@ class PolicyLoop:
                 self._tools, self._places, self._servers = await connect(described, self._stack)
             except Exception as error:
                 raise _unanswered(", ".join(urls), error) from error
-        if self._talk.schemas is None:
-            self._talk.schemas = self._tools
-        elif self._talk.schemas != self._tools:
-            raise ValueError("the tools of this task are not those of the first, which all prompts show")
+        if self._conversation.schemas is None:
+            self._conversation.schemas = self._tools
+        elif self._conversation.schemas != self._tools:
+            raise ValueError("the tools of this task differ from the first task's, which all prompts show")
         if system is not None:
             self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):
             self._messages.append({"role": "user", "content": prompt})
         else:
-            self._hear(prompt or ())
+            self._add(prompt or ())
 
-    def _hear(self, messages: Sequence[Foreign]) -> None:
-        written = import_extra(f"{V1}.dialects.chat", PACKAGE).message_to_wire
-        self._messages += map(written, messages)
+    def _add(self, messages: Sequence[Foreign]) -> None:
+        self._messages += map(import_extra(f"{V1}.dialects.chat", PACKAGE).message_to_wire, messages)
 
     async def turn(self, messages: Sequence[Foreign] | None = None) -> None:
-        """Go on until the policy says something without a call, or until something stops the rollout."""
-        self._hear(messages or ())
-        while (reply := await self._reply()) is not None:
+        """Continue until the policy makes a turn without a call, or something stops the rollout."""
+        self._add(messages or ())
+        while (reply := await self._request()) is not None:
             self._messages.append(reply)
             for call in reply.get("tool_calls", ()):
                 text, failed = await self._result(call)
                 if failed:
-                    self._talk.failed.add(call["id"])
+                    self._conversation.failed.add(call["id"])
                 name = call["function"]["name"]
                 self._messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": text})
             if "tool_calls" not in reply:
                 return
 
-    async def _reply(self) -> Message | None:
-        """Ask for a turn; None where the rollout has been stopped, or where the policy says no more."""
+    async def _request(self) -> Message | None:
+        """Request a turn; None if the rollout was stopped or the policy has ended."""
         tools = {"tools": self._tools} if self._tools else {}
         response = await self._http.post(self._url, json={"model": "policy", "messages": self._messages, **tools})
         if response.is_success:
             reply: Message = response.json()["choices"][0]["message"]
             return reply
-        if self._trace.stop_condition is None and not self._talk.silent:
+        if self._trace.stop_condition is None and not self._conversation.policy_ended:
             raise import_extra(V1, PACKAGE).HarnessError(as_text(response.text, limit=1000))
         return None
 
     async def _result(self, call: Json) -> tuple[str, bool]:
         """Return the text of a call, and whether it failed."""
         name, written = call["function"]["name"], call["function"]["arguments"]
-        if call["id"] in self._talk.problems:
-            return f"Error: {self._talk.problems[call['id']]}", True
+        if call["id"] in self._conversation.problems:
+            return f"Error: {self._conversation.problems[call['id']]}", True
         try:
             arguments = json.loads(written)
         except ValueError:
@@ -329,13 +326,13 @@ class PolicyLoop:
         server, inner = self._places[name]
         try:
             result = await self._servers[server].run(lambda client: client.call_tool(inner, arguments))
-        except Exception as error:  # what a tool itself raises is in its result
+        except Exception as error:  # the server's; an exception of the tool is in its result
             raise _unanswered(name, error) from error
         content = import_extra(f"{V1}.harnesses.utils.mcp", PACKAGE).mcp_content_to_chat_content(result.content)
         return as_text(_text({"role": "tool", "content": content})), bool(result.is_error)
 
     async def _denied(self, call: Json, arguments: object) -> str | None:
-        """Ask the rollout whether a call may be made; the text in its place if not."""
+        """Ask the rollout whether a call is allowed; return the text that replaces a denied one."""
         if self._gate is None:
             return None
         asked = {"tool_call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
@@ -346,5 +343,5 @@ class PolicyLoop:
         return _text(verdict["message"]) if verdict["action"] == "deny" else None
 
     async def close(self) -> None:
-        """Leave the tools; may be called again."""
+        """Disconnect from the tools; may be called repeatedly."""
         await self._stack.aclose()

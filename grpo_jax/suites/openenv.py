@@ -1,4 +1,4 @@
-"""OpenEnv: environments behind an HTTP server, one session of it for each completion."""
+"""OpenEnv: environments behind an HTTP server, with a session for each completion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from grpo_jax.suites.suite import Foreign, Suite, check_whole_number
 from grpo_jax.types import Json, Messages
 
 _PACKAGE = "openenv-core"
-_SECONDS_BETWEEN = 0.5
-"""Between two tries to reach a server that is not there."""
+_RETRY_SECONDS = 0.5
 
 _Result = TypeVar("_Result")
 
@@ -32,33 +31,30 @@ def openenv(
     timeout: float = 60.0,
     wait: float = 60.0,
 ) -> Suite:
-    """Return the tasks of an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, whose environments reward them.
+    """Return the tasks of an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, rewarded by its environments.
 
     ```
     reset(seed of the row) ──► text added to the prompt ──► turn ──► step({action: turn}) ──► observation ──► turn ──► …
     ```
 
-    Each completion has a session of its own, by the package's own client, so the server has to allow B·G of them
-    (`max_concurrent_envs` of its `create_app`). The reward is the sum of the rewards of its steps; None, not scored,
-    where no step had one or the session was lost. The last `state` stands in the environment, for reward functions that
-    take `environments`.
+    Each completion has its own session, so the server has to allow B·G of them (`max_concurrent_envs` of `create_app`).
+    The reward is the sum of the rewards of its steps; None if no step had one or the session was lost. Reward functions
+    that take `environments` find the last `state` of the environment there.
 
     Args:
-      base_url: of the server, as `http://127.0.0.1:8000`.
+      base_url: of the server, such as `http://127.0.0.1:8000`.
       prompt: of every row: text, which becomes a message of the user, or messages.
       size: rows.
-      seed: row i resets the environment with `seed + i`, where it takes one. All completions of a row get the same, and
-        what `reset` returns has to be the same for them.
-      action: the field of the environment's action that the text of a turn is; or a function of the text.
+      seed: row i resets the environment with `seed + i`. `reset` must return the same for all completions of a row.
+      action: the field of the environment's action that is set to the text of a turn; or a function of the text.
       observation: the field of its observations that the policy reads. None: the whole observation, as JSON.
       max_turns: turns after which a completion ends; None: when the environment is done.
-      timeout: seconds in which the server answers; an environment that takes longer has failed.
-      wait: seconds for which `reset` tries to reach a server that is starting, or starting again. A session that is
-        lost in the middle cannot be taken up: its environment has failed, as `on_environment_error` has it.
+      timeout: seconds for an answer of the server, after which the environment has failed.
+      wait: seconds for which `reset` tries to reach a server that is starting. A session that is lost later has failed,
+        which `on_environment_error` handles.
 
     Raises:
-      ValueError: openenv-core is not installed, or a value that is out of range. The server is first asked when a
-        completion begins.
+      ValueError: openenv-core is not installed, or a value is out of range.
 
     Example:
       >>> openenv("127.0.0.1:8000", prompt="Say something.")
@@ -84,10 +80,10 @@ def openenv(
 
 
 class OpenEnv:
-    """One completion's session; see `openenv`.
+    """The session of one completion; see `openenv`.
 
     Attributes:
-      state: the environment's own, as the server last told it: {} before the end.
+      state: the environment's state at the end; {} before.
     """
 
     def __init__(
@@ -107,7 +103,7 @@ class OpenEnv:
 
     async def reset(self, seed: int, **_: object) -> str:
         """Open the session, and return its first observation."""
-        self._session = await self._opened()
+        self._session = await self._open()
         return self._read(await self._answered(self._session.reset(seed=seed)))
 
     async def respond(self, text: str) -> str | None:
@@ -126,8 +122,8 @@ class OpenEnv:
         await self._close()
         return sum(self._rewards) if self._rewards else None
 
-    async def _opened(self) -> Foreign:
-        """Return a session, however often the server has to be asked for it."""
+    async def _open(self) -> Foreign:
+        """Return a session; try again while the server is starting."""
         until = time.monotonic() + self._wait
         while True:
             session = self._connect()
@@ -138,19 +134,19 @@ class OpenEnv:
                     raise ConnectionError(
                         f"no OpenEnv server answers at {self._url} ({one_line(error)}): start it, or correct base_url"
                     ) from error
-            await asyncio.sleep(_SECONDS_BETWEEN)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _answered(self, answer: Awaitable[_Result]) -> _Result:
-        """Return what the server answers; a session that has failed is closed."""
+        """Return the answer of the server; close a session that has failed."""
         try:
             return await answer
         except TimeoutError as error:
             problem: Exception = TimeoutError(f"the server at {self._url} did not answer in time")
             cause: Exception = error
-        except RuntimeError as error:  # what the server says itself
+        except RuntimeError as error:  # a message of the server
             more = "; let it have more sessions (max_concurrent_envs)" if "CAPACITY_REACHED" in str(error) else ""
             problem, cause = RuntimeError(f"{error}{more}"), error
-        except Exception as error:  # of the connection, whose class is that of the package underneath
+        except Exception as error:  # of the connection; its class depends on the client's HTTP package
             problem, cause = ConnectionError(f"the session at {self._url} is lost ({one_line(error)})"), error
         await self._close()
         raise problem from cause
@@ -161,12 +157,12 @@ class OpenEnv:
             await session.disconnect()
 
     def _read(self, result: Foreign) -> str:
-        """Take note of a step's reward, and return its observation as text."""
+        """Record the reward of a step, and return its observation as text."""
         if result.reward is not None:
             self._rewards.append(float(result.reward))
         seen: Mapping[str, object] = result.observation
         if self._observation is None:
             return as_text(seen)
         if self._observation not in seen:
-            raise ValueError(f"observation = {self._observation!r}: the server's have {', '.join(seen)}")
+            raise ValueError(f"observation = {self._observation!r}: the server's observations have {', '.join(seen)}")
         return as_text(seen[self._observation])

@@ -1,4 +1,4 @@
-"""reasoning-gym: more than a hundred tasks, made from a seed, each with a verifier that scores an answer."""
+"""reasoning-gym: more than a hundred tasks, generated from a seed, each with a verifier that scores an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def reasoning_gym(
     *,
     size: int = 500,
     seed: int = 0,
-    level: int | Sequence[int] | None = None,
     system_prompt: str | None = None,
     answer_tag: str | None = None,
     timeout: float | None = None,
@@ -33,41 +32,34 @@ def reasoning_gym(
 ) -> Suite:
     """Return tasks of [reasoning-gym](https://github.com/open-thought/reasoning-gym), with its verifiers as the reward.
 
-    Row i is what the suite itself makes: `create_dataset(task, size=size, seed=seed, **settings)[i]`, or, of several
-    tasks, item i of its own `composite`, which draws a task for each item by the weights. Its columns are `question`,
-    `answer` and `metadata` as they come from there, `task`, the task's name, and `settings` and `answer_tag`, by which
-    the reward finds the verifier; of one task also `level`, where that is given. The reward is the verifier's score of
-    the answer, 0 to 1; `reasoning_gym/<task>` in the metrics is its mean for each task.
+    Row i is `create_dataset(task, size=size, seed=seed, **settings)[i]` of the suite or, with several tasks, item i of
+    its `composite`. Its columns are the suite's `question`, `answer` and `metadata`, and `task`, `settings` and
+    `answer_tag`, from which the reward finds the verifier. The reward is the verifier's score of the answer, 0 to 1;
+    the metric `reasoning_gym/<task>` is its mean for each task.
 
-    Most items are drawn from `seed + i`: datasets whose seeds are nearer than their size share items. Give the seed of
-    held-out tasks a distance of `size` at least.
+    Most items are generated from `seed + i`, so datasets whose seeds differ by less than `size` share items.
 
     Args:
-      task: a name; or for several `{name: settings}`, where `weight` (default 1) is a share, `level` as below, and the
-        rest is the task's own.
+      task: a name; or for several tasks `{name: settings}`, whose `weight` (default 1) is a share.
       size: rows.
       seed: of the suite.
-      level: of the difficulty, from 0 up: the suite's own curriculum of the task sets the settings that it knows. A
-        list: as many rows of each of these levels, in this order, in which `shuffle_dataset=False` takes them.
-      system_prompt: a text, or the name of one of the suite's own (`reasoning_gym.utils.SYSTEM_PROMPTS`), all of which
-        ask for `<answer>`.
-      answer_tag: the answer is what stands in the last `<answer_tag>…</answer_tag>`, found by the suite's own
-        `extract_answer`. None: "answer" if one of the suite's system prompts is shown, else the whole completion
-        without the white space around it.
-      timeout: seconds in which a completion is scored, in a worker process that is killed after them (`isolated`).
-        None: in this process, and however long it takes; some verifiers `eval` what the model has written.
-      settings: of the task's own config, such as `max_terms`; of several tasks, each has them behind its name.
+      system_prompt: a text, or a name in `reasoning_gym.utils.SYSTEM_PROMPTS`, all of which ask for `<answer>`.
+      answer_tag: the answer is the content of the last `<answer_tag>…</answer_tag>`. None: "answer" with one of the
+        suite's system prompts, else the whole completion without white space around it.
+      timeout: seconds in which a completion is scored, in a worker process (`isolated`). None: no limit, in this
+        process; some verifiers call `eval` on the model's text.
+      settings: of the task's config, such as `max_terms`; several tasks have them behind their names.
 
     Raises:
-      ValueError: reasoning-gym is not installed; an unknown task or setting, or a value that it refuses; no such level.
+      ValueError: reasoning-gym is not installed; an unknown task or setting, or a value that the suite refuses.
 
     Example:
       >>> suite = reasoning_gym("chain_sum", size=2, seed=1, min_terms=2, max_terms=2)  # doctest: +SKIP
       >>> suite.rows[0]["prompt"], suite.rows[0]["answer"]  # doctest: +SKIP
       ([{'role': 'user', 'content': 'State the final answer to the following arithmetic problem: 23 + 91 ='}], '114')
     """
-    if not isinstance(task, str) and (settings or level is not None):
-        name = next(iter(settings), "level")
+    if not isinstance(task, str) and settings:
+        name = next(iter(settings))
         raise ValueError(
             f"{name}: several tasks have their settings behind their names: {{chain_sum: {{{name}: ...}}}}"
         )
@@ -78,19 +70,22 @@ def reasoning_gym(
         answer_tag = "answer"
     system = utils.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
     before: Messages = [] if system is None else [{"role": "system", "content": system}]
-    items = _items(task, settings, level, size, seed) if isinstance(task, str) else _drawn(task, size, seed)
+    if isinstance(task, str):
+        dataset = _dataset(task, settings, size, seed)
+        items: Iterator[_Item] = ((task, settings, dataset[index]) for index in range(size))
+    else:
+        items = _composite(task, size, seed)
     rows = [
         {
             "prompt": [*before, {"role": "user", "content": entry["question"]}],
-            **{name: entry[name] for name in ("question", "answer", "metadata")},
+            **{column: entry[column] for column in ("question", "answer", "metadata")},
             "task": name,
             "settings": own,
             "answer_tag": answer_tag,
-            **({"level": own["level"]} if isinstance(task, str) and "level" in own else {}),
         }
         for name, own, entry in items
     ]
-    # The suite's own function goes to a worker by reference, which imports the suite before the time begins.
+    # The suite's function is sent to a worker by reference, which imports the suite before the timeout starts.
     score = functools.partial(_score, extract=utils.extract_answer)
     if timeout is None:
         return Suite(rows=rows, reward_fns=[_ByTask(score)])
@@ -98,44 +93,31 @@ def reasoning_gym(
 
 
 _Item = tuple[str, Json, Foreign]
-"""A task's name, its settings, and the item that the suite has made."""
+"""A task's name, its settings, and an item of the suite."""
 
 
-def _items(task: str, settings: Json, level: int | Sequence[int] | None, size: int, seed: int) -> Iterator[_Item]:
-    """Yield the items of one task, at one level after the other."""
-    levels = [level] if level is None or isinstance(level, int) else list(level)
-    if not levels:
-        raise ValueError("level = []: give at least one")
-    of_levels = [dict(settings) if one is None else {**settings, "level": one} for one in levels]
-    made = [_dataset(task, own, size, seed) for own in of_levels]
-    for index in range(size):
-        which = index * len(levels) // size
-        yield task, of_levels[which], made[which][index]
-
-
-def _drawn(tasks: Mapping[str, Json | None], size: int, seed: int) -> Iterator[_Item]:
-    """Yield the items of the suite's own composite of several tasks."""
+def _composite(tasks: Mapping[str, Json | None], size: int, seed: int) -> Iterator[_Item]:
+    """Yield the items of the suite's composite of several tasks."""
     composite = import_extra("reasoning_gym.composite", _PACKAGE)
     if not isinstance(tasks, Mapping) or not tasks:
         raise ValueError(f"reasoning_gym = {show(tasks)}: give the name of a task, or {{name: settings}} for several")
-    weights, of_tasks = {}, {}
+    specs, settings = [], {}
     for name, given in tasks.items():
-        own = dict(given or {})
-        weights[name] = own.pop("weight", 1.0)
-        if isinstance(weights[name], bool) or not isinstance(weights[name], int | float) or not weights[name] > 0:
-            raise ValueError(f"{name}.weight = {show(weights[name])}: give a positive number")
-        of_tasks[name] = own
-        _dataset(name, own, 1, seed)  # refused with its name
-    specs = [composite.DatasetSpec(name, weights[name], _config(name, own)) for name, own in of_tasks.items()]
+        settings[name] = own = dict(given or {})
+        weight = own.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ValueError(f"{name}.weight = {show(weight)}: give a positive number")
+        _dataset(name, own, 1, seed)  # raises an error with the task's name
+        specs.append(composite.DatasetSpec(name, weight, own))
     made = composite.CompositeDataset(composite.CompositeConfig(size=size, seed=seed, datasets=specs))
     for index in range(size):
         entry = made[index]
         name = entry["metadata"]["source_dataset"]
-        yield name, of_tasks[name], entry
+        yield name, settings[name], entry
 
 
 def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
-    """Make a dataset of the suite, or say what it refuses."""
+    """Return a dataset of the suite; raise ValueError for what it refuses."""
     factory = import_extra("reasoning_gym.factory", _PACKAGE)
     if task not in factory.DATASETS:
         near = nearest(task, factory.DATASETS)
@@ -144,49 +126,21 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     _, config = factory.DATASETS[task]
     known = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
     for name in settings:
-        if name not in known | {"level"}:
+        if name not in known:
             near = nearest(name, known)
             hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(known)) or 'none'}"
             raise ValueError(f"{task}.{name}: no such setting of this task; {hint}")
-    own = _config(task, settings)
     try:
-        json.dumps(settings)  # rows carry them to the reward
-        return factory.create_dataset(task, **own, size=size, seed=seed)
+        json.dumps(settings)  # rows pass them to the reward
+        return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym refuses {task} with {show(own)} ({type(error).__name__}: {error})") from error
-
-
-def _config(task: str, settings: Json) -> dict[str, Foreign]:
-    """Return the settings of a task's config, with those that a level of its curriculum stands for."""
-    own = dict(settings)
-    level = own.pop("level", None)
-    if level is None:
-        return own
-    factory = import_extra("reasoning_gym.factory", _PACKAGE)
-    if not factory.has_curriculum(task):
-        raise ValueError(f"{task}.level = {show(level)}: the suite has no curriculum of this task; leave it out")
-    curriculum = factory.create_curriculum(task)
-    last = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= last:
-        raise ValueError(f"{task}.level = {show(level)}: its curriculum has the levels 0 to {last}")
-    curriculum.set_global_level(level)
-    made = curriculum.generate_configuration()
-    of_level = {name: getattr(made, name) for name in _set_by(curriculum)}
-    if both := sorted(of_level.keys() & own.keys()):
-        raise ValueError(f"{task}.{both[0]}: the level sets it too; give one of the two")
-    return own | of_level
-
-
-def _set_by(curriculum: Foreign) -> list[str]:
-    """Return the names of the settings that a curriculum sets."""
-    fields = ("field_name", "lower_field_name", "upper_field_name")
-    named = [getattr(attribute, field, None) for attribute in curriculum.attributes.values() for field in fields]
-    return [name for name in named if name is not None]
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reasoning-gym refuses {task} with {show(dict(settings))} ({problem})") from error
 
 
 @functools.lru_cache(256)
 def _verifier(task: str, settings: str) -> Callable[[str | None, Json], float]:
-    """Return `score_answer` of a task; some have settings of their own."""
+    """Return `score_answer` of a task; some tasks' depend on its settings."""
     verifier: Callable[[str | None, Json], float] = _dataset(task, json.loads(settings), 1, 0).score_answer
     return verifier
 
@@ -201,7 +155,7 @@ def _score(
     answer_tag: Sequence[str | None],
     extract: Callable[..., str | None],
 ) -> Scores:
-    """Score completions by the verifiers of the suite; beside them the columns of their rows."""
+    """Score completions by the verifiers of the suite, given the columns of their rows."""
     values, faults = np.full(len(completions), np.nan), Faults()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
     for index, (completion, asked, truth, about, name, own, tag) in enumerate(columns):
@@ -217,14 +171,13 @@ def _score(
 
 @dataclasses.dataclass(frozen=True)
 class _ByTask:
-    """`_score`, here or in a worker, which also logs its mean for each task."""
+    """`_score`, in this process or a worker, which also logs its mean for each task."""
 
     score: Callable[..., Foreign]
     __name__ = "reasoning_gym"
 
     @property
     def reward_arguments(self) -> dict[str, bool]:
-        """Most columns hide behind `**columns`."""
         return arguments_of(self.score)
 
     def __call__(

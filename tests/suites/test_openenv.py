@@ -90,7 +90,7 @@ def test_a_session_by_hand(server):
 def test_what_is_read_and_what_is_done_are_the_environments_fields(server):
     _, opening = begun(server, observation=None)
     assert '"echoed_message": "Echo environment ready!"' in opening
-    with pytest.raises(ValueError, match=r"observation = 'text': the server's have .*echoed_message"):
+    with pytest.raises(ValueError, match=r"observation = 'text': the server's observations have .*echoed_message"):
         begun(server, observation="text")
     wrong, _ = begun(server, action="text")
     with pytest.raises(RuntimeError, match="message"):

@@ -1,6 +1,4 @@
-"""reasoning-gym: rows that are its own items, its own scores, its own composites and curricula."""
-
-import dataclasses
+"""reasoning-gym: rows are its items, scores and composites."""
 
 import pytest
 
@@ -70,23 +68,6 @@ def test_several_tasks_are_the_suites_own_composite():
         assert rewards.metrics[f"reasoning_gym/{task}"] == own_scores
 
 
-def test_a_level_is_that_of_the_suites_curriculum():
-    """The rows of several levels are those of each, at their own places."""
-    own = {}
-    for level in (0, 2):
-        curriculum = gym.factory.create_curriculum("chain_sum")
-        curriculum.set_global_level(level)
-        config = dataclasses.asdict(curriculum.generate_configuration())
-        own[level] = gym.create_dataset("chain_sum", **config | {"size": 9, "seed": 4})
-    suite = reasoning_gym("chain_sum", size=9, seed=4, level=[0, 2])
-    assert [row["question"] for row in suite.rows[:5]] == [own[0][i]["question"] for i in range(5)]
-    assert [row["question"] for row in suite.rows[5:]] == [own[2][i]["question"] for i in range(5, 9)]
-    assert scored(suite, [row["answer"] for row in suite.rows]) == [1.0] * 9
-    assert [row["level"] for row in suite.rows] == [0] * 5 + [2] * 4
-    (hard,) = {str(row["settings"]) for row in reasoning_gym({"chain_sum": {"level": 2}}, size=3).rows}
-    assert hard == str(suite.rows[-1]["settings"]) == "{'level': 2}"
-
-
 def test_an_answer_is_the_whole_completion_or_stands_in_tags():
     plain, tagged = reasoning_gym("chain_sum", size=4), reasoning_gym("chain_sum", size=4, system_prompt="default")
     said = {"role": "system", "content": gym.utils.SYSTEM_PROMPTS["default"]}
@@ -104,10 +85,6 @@ def test_an_answer_is_the_whole_completion_or_stands_in_tags():
     ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
     ({"task": "chain_sum", "max_term": 3}, "chain_sum.max_term: no such setting of this task; did you mean 'max_te"),
     ({"task": "chain_sum", "min_terms": 9}, "refuses chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
-    ({"task": "chain_sum", "level": 11}, "chain_sum.level = 11: its curriculum has the levels 0 to 10"),
-    ({"task": "chain_sum", "level": []}, "level = .*give at least one"),
-    ({"task": "chain_sum", "level": 1, "max_terms": 9}, "chain_sum.max_terms: the level sets it too"),
-    ({"task": "acre", "level": 0}, "acre.level = 0: the suite has no curriculum of this task"),
     ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight = 0: give a positive number"),
     ({"task": {"chain_sum": {}}, "max_terms": 2}, "max_terms: several tasks have their settings behind"),
     ({"task": []}, "give the name of a task, or"),

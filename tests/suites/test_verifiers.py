@@ -55,10 +55,10 @@ def test_rewards_of_one_turn_are_weighed_as_the_task_says():
         ({"taskset": "no_such_tasks"}, "verifiers does not load 'no_such_tasks' .ModuleNotFoundError"),
         ({"taskset": "sums_of_verifiers", "cuont": 3}, "verifiers does not load 'sums_of_verifiers' .ValidationError"),
         ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers has no tasks"),
-        ({"taskset": "sums_of_verifiers", "size": 0}, "size = 0: give the number of tasks"),
+        ({"taskset": "sums_of_verifiers", "size": 0}, "size = 0: give a whole number from 1 up"),
         ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "its tasks need a container"),
-        ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "polite of its tasks rewrites what the policy says"),
-        ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "has the agents .*, and one policy plays one"),
+        ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "polite of its tasks rewrites the turns of the policy"),
+        ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "has the agents .*; one is supported"),
         ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens of its agent"),
         (
             {"taskset": "tools_of_verifiers", "task": {"tools": {"runtime": {"type": "prime"}}}},
@@ -75,7 +75,7 @@ def test_what_is_not_there_or_not_played_is_said(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "turns", "message"),
     [
-        ({"kind": "Changing"}, 0, "the environment changes what was said before"),
+        ({"kind": "Changing"}, 0, "the environment changes earlier messages"),
         ({"kind": "Failing"}, 1, "no score"),
         ({"env": "best-of-n"}, 0, "several conversations in an episode"),
     ],
