@@ -104,11 +104,11 @@ def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
 
 
 def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
-    lengths, generate = [], sample_module.generate
-    spy = lambda *args, **how: lengths.append(args[2].tokens.shape[1]) or generate(*args, **how)
-    monkeypatch.setattr(sample_module, "generate", spy)
+    lengths = []
+    monkeypatch.setattr(sample_module, "generate", lambda *args, **_: lengths.append(args[2].tokens.shape[1]) or 1 / 0)
     for multiple in (32, 5):
-        evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
     assert lengths == [32, 5]
     with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
         evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from grpo_jax.watch.plots import draw_report, find_panels, save_figure, smooth
+from grpo_jax.watch.plots import draw_report, find_panels, save_figure
 
 
 def run(steps=40):
@@ -110,17 +110,3 @@ def test_any_name_of_a_reward_function_is_drawn():
     figure = draw_report(lines, title=" ".join(names), only=["Reward"])
     assert png(figure).startswith(b"\x89PNG")
     assert len(figure.axes[0].get_legend().get_texts()) == 1 + len(names)
-
-
-@pytest.mark.quick
-def test_smoothing_equals_a_weighted_mean():
-    values = np.random.default_rng(0).normal(size=30)
-    values[[3, 4, 29]] = np.nan
-    at = np.arange(30)
-    weights = np.exp(-0.5 * ((at[:, None] - at[None]) / 2.0) ** 2) * np.isfinite(values)
-    weights[np.abs(at[:, None] - at[None]) > 9] = 0
-    expected = weights @ np.nan_to_num(values) / weights.sum(axis=1)
-    expected[np.isnan(values)] = np.nan
-    np.testing.assert_allclose(smooth(values, width=2.0), expected)
-    np.testing.assert_allclose(smooth(values, width=1e-6), values)
-    assert smooth(np.array([2.0]), width=5.0) == [2.0]
