@@ -1,6 +1,4 @@
-"""The keys of a RUN.yaml: its own, and the fields of `GRPOConfig` by their groups."""
-
-from __future__ import annotations
+"""The keys of a RUN.yaml: those of the run itself, and the fields of `GRPOConfig` by group."""
 
 import ast
 import dataclasses
@@ -14,7 +12,7 @@ from typing import Annotated, Literal, get_args, get_origin
 from grpo_jax.config import config, settings
 from grpo_jax.config.config import GRPOConfig
 
-OWN = {
+RUN_KEYS = {
     "model": "a name on the hub, a directory, `module:function` that returns one or a Policy, or for new weights a "
     "mapping of `config` (a mapping or a config.json), `tokenizer` (a name or a directory) and `seed`",
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of rows or of a function "
@@ -29,21 +27,17 @@ OWN = {
     "`{number_reward: answer}` calls it with the arguments that follow, and its result is the reward function; `suite` "
     "stands for the reward functions of the suite of tasks under `data`, and is the default with a suite",
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
-    "sft": "a mapping for the SFT stage: the fields of `SFTConfig`, and its own `data`, `eval_data`, `columns` and "
-    "`prompt`",
+    "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its own `data`, `eval_data`, `columns`, `prompt`",
     "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
     "environment_factory": "a factory of environments, one for each completion, as `module:name`",
     "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}`, with any "
-    "arguments of `engines.vllm`, or `module:name`; evaluations take it from the command line only",
-    "advantage_fn": "a function that computes advantages from rewards, as `module:function`; it replaces "
-    "`advantage_estimator`",
-    "surrogate": "a function that computes the loss of each token, as `module:function`; it replaces `loss_type`",
+    "arguments of `engines.vllm`, or `module:name`; evaluations use it only if it is given on the command line",
+    "advantage_fn": "`module:function` that computes advantages from rewards; it replaces `advantage_estimator`",
+    "surrogate": "`module:function` that computes the loss of each token; it replaces `loss_type`",
     "teacher": "a teacher, weighted by `distillation_coef`: a name on the hub, a directory, `module:name` of a Policy "
-    "or a scorer, a mapping of one of these as `model` and of `quantize`, a server as "
-    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; with a teacher `rewards` may "
-    "be []",
-    "lora": "train adapters instead of all weights: their rank, or a mapping of `rank`, `alpha`, `targets` and "
-    "`dropout`",
+    "or a scorer, a mapping of one of these as `model` and of `quantize`, or a server "
+    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; `rewards` may then be []",
+    "lora": "train adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "how the base under `lora` is stored: `nf4` or `int8` (default: not quantized)",
     "quantize_embeddings": "whether its embedding and head are quantized too",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
@@ -52,7 +46,7 @@ OWN = {
 }
 """Key of a run that is not a field of its config → its meaning."""
 
-ELSEWHERE = {
+RENAMED = {
     "model_name_or_path": "use model",
     "dataset_name": "use data",
     "dataset": "use data",
@@ -64,11 +58,9 @@ ELSEWHERE = {
     "use_peft": "use lora",
     "config": "write its fields next to model, data and rewards",
 }
-"""Name from another library → what to use here."""
-
+"""Name from Python or another library → the key to use."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-"""The fields of `GRPOConfig` by name, in their order."""
 
 
 def _read_source() -> tuple[dict[str, str], dict[str, str]]:
@@ -87,24 +79,24 @@ def _read_source() -> tuple[dict[str, str], dict[str, str]]:
 
 
 _GROUPS, _DOCS = _read_source()
-GROUPS = dict.fromkeys(OWN, "The run") | _GROUPS
-"""Every key → the title of its group, in their order."""
+GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _GROUPS
+"""Every key → the title of its group."""
 
 
-def choices(kind: object) -> tuple[str, ...]:
+def _choices(kind: object) -> tuple[str, ...]:
     """Return the values that an annotation names."""
     if kind is bool:
         return ("true", "false")
     if get_origin(kind) is Literal:
         return tuple(str(value) for value in get_args(kind))
     options = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
-    return tuple(value for option in options for value in choices(option))
+    return tuple(value for option in options for value in _choices(option))
 
 
 def explain(name: str) -> str:
     """Return the help of one key: its default, its choices and its documentation."""
-    if name in OWN:
-        return f"{name}\n{textwrap.indent(textwrap.fill(OWN[name], 90), '  ')}"
-    named = choices(FIELDS[name].type)
-    one_of = f", one of {', '.join(named)}" if named else ""
+    if name in RUN_KEYS:
+        return f"{name}\n{textwrap.indent(textwrap.fill(RUN_KEYS[name], 90), '  ')}"
+    choices = _choices(FIELDS[name].type)
+    one_of = f", one of {', '.join(choices)}" if choices else ""
     return f"{name} (default {FIELDS[name].default!r}{one_of})\n{textwrap.indent(_DOCS[name], '  ')}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
-from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN
+from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
 from grpo_jax.cli.named import (
     config_of,
     find,
@@ -189,7 +189,7 @@ def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
     """Yield an error line for each unknown, missing or wrong plain key."""
     for name in values:
         if name not in GROUPS:
-            yield unknown_field(name, set(GROUPS), hints() | ELSEWHERE).replace("no such field", "no such key", 1)
+            yield unknown_field(name, set(GROUPS), hints() | RENAMED).replace("no such field", "no such key", 1)
     for name, kind in _KINDS.items():
         if values.get(name) is not None and (fault := read(kind, values[name])[1]):
             yield f"{name} = {show(values[name])}: {fault}"
@@ -202,7 +202,7 @@ def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
     )
     for name in wanted:
         if values.get(name) in (None, []) and not (name == "rewards" and optional):
-            yield f"{name}: is missing; give {OWN[name]}"
+            yield f"{name}: is missing; give {RUN_KEYS[name]}"
 
 
 def _read_stages(stated: Json) -> tuple[str, ...]:

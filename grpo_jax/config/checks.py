@@ -53,7 +53,7 @@ def position_problems(longest_prompt: int, max_completion_length: int, context_l
     """Yield the error line of prompts and completions that need more positions than the model has."""
     left = context_length - longest_prompt
     if max_completion_length > left:
-        mend = (
+        fix = (
             f"use {left} or less, or shorter prompts"
             if left > 0
             else "the prompts alone fill them: shorten the prompts, drop long ones (max_prompt_length with"
@@ -61,7 +61,7 @@ def position_problems(longest_prompt: int, max_completion_length: int, context_l
         )
         yield (
             f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens this"
-            f" exceeds the {context_length} positions of the model; {mend}"
+            f" exceeds the {context_length} positions of the model; {fix}"
         )
 
 

@@ -164,7 +164,7 @@ def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
     """Yield an error line for each contradiction between fields of the config that are not in `wrong`."""
     right = SimpleNamespace()
     vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
-    for names, holds, mend in _CONTRADICTIONS:
+    for names, holds, fix in _CONTRADICTIONS:
         fields = names.split()
         if vars(right).keys() >= {*fields} and holds(right):
-            yield f"{shown(config, fields[0])}: {mend}"
+            yield f"{shown(config, fields[0])}: {fix}"

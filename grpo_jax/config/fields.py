@@ -1,6 +1,6 @@
 """How the fields of a settings class are read and checked by their annotations.
 
-An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", mend)]`, a union of such, or `Annotated[...,
+An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of such, or `Annotated[...,
 reader]` with a function that reads the value.
 """
 
@@ -22,7 +22,7 @@ class In:
     """Bounds of a number, written as an interval such as `"(0, 1]"`, and what to do when it lies outside."""
 
     interval: str
-    mend: str
+    fix: str
 
     def fault(self, value: float) -> str:
         """Return the error of a value outside the interval, else ""."""
@@ -32,7 +32,7 @@ class In:
             return ""
         bounds = [f"{'at least' if with_low else 'above'} {low:.12g}"]
         bounds += [f"{'at most' if with_high else 'below'} {high:.12g}"] * math.isfinite(high)
-        return f"must be {' and '.join(bounds)}; {self.mend}"
+        return f"must be {' and '.join(bounds)}; {self.fix}"
 
 
 Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
@@ -55,8 +55,8 @@ def setting(default: _Default, *, resume: Resume | None = None, hash: bool | Non
 def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
     """Return the error line of an unknown field; `elsewhere` maps names of other libraries to advice."""
     close = nearest(name, known)
-    mend = elsewhere.get(name) or (f"did you mean {close}?" if close else "leave it out")
-    return f"{name}: no such field; {mend}"
+    fix = elsewhere.get(name) or (f"did you mean {close}?" if close else "leave it out")
+    return f"{name}: no such field; {fix}"
 
 
 def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:

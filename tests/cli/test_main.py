@@ -11,7 +11,7 @@ import pytest
 from cli_files import run, write_run
 
 from grpo_jax.cli import commands
-from grpo_jax.cli.keys import ELSEWHERE, FIELDS, GROUPS, OWN, explain
+from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS, explain
 from grpo_jax.cli.main import COMMANDS, KEYS, main, make_parsers, parse
 from grpo_jax.cli.named import find
 from grpo_jax.rewards import compute_rewards
@@ -62,7 +62,7 @@ def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(comm
         assert f"```text\n{shown}\n```" in page, f"put the output of grpo-jax {command} --help there"
     else:
         assert all(about in text for about in COMMANDS.values())
-        assert all(f"| `{name}` | {about} |" in page for name, about in OWN.items())
+        assert all(f"| `{name}` | {about} |" in page for name, about in RUN_KEYS.items())
 
 
 def test_help_of_a_key_or_a_command(capsys, monkeypatch):
@@ -111,8 +111,8 @@ def test_keys_may_have_hyphens_and_negative_values():
 
 
 def test_every_key_has_a_group_and_an_explanation():
-    assert GROUPS.keys() == OWN.keys() | FIELDS.keys()
-    assert not ELSEWHERE.keys() & GROUPS.keys()
+    assert GROUPS.keys() == RUN_KEYS.keys() | FIELDS.keys()
+    assert not RENAMED.keys() & GROUPS.keys()
     groups = {"model": "The run", "num_generations": "Sampling", "seed": "Batches"}
     assert groups.items() <= GROUPS.items()
     for name, field in FIELDS.items():
