@@ -67,8 +67,8 @@ class Policy:
       config: the content of config.json, as it came.
       generation_config: the content of generation_config.json, {} where there is none.
       files: the tokenizer's files, name to bytes, as they came; written unless `tokenizer` was replaced or changed.
-      beside: the tensors of the checkpoint that are none of the language model's, such as a picture tower, by name;
-        memory-mapped, and written as they came.
+      extra_tensors: tensors of the checkpoint outside of the language model, such as a vision tower, by name;
+        memory-mapped, and written unchanged.
       stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
       loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
     """
@@ -79,7 +79,7 @@ class Policy:
     config: Json = dataclasses.field(default_factory=dict)
     generation_config: Json = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
-    beside: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+    extra_tensors: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     stacked_experts: bool = False
     loaded_tokenizer: Any = dataclasses.field(default=None, repr=False)
 

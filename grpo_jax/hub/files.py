@@ -18,38 +18,20 @@ from grpo_jax.messages import one_line, show, some
 from grpo_jax.types import Json, Tokenizer
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 """Files of a tokenizer, kept byte for byte."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a vision-language model's processor, kept byte for byte."""
 
 STORED = {
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": jnp.bfloat16,
-        "F64": np.float64,
-        "F8_E4M3": jnp.float8_e4m3fn,
-        "F8_E5M2": jnp.float8_e5m2,
-        "I64": np.int64,
-        "I32": np.int32,
-        "I16": np.int16,
-        "I8": np.int8,
-        "U8": np.uint8,
-        "BOOL": np.bool_,
-    }.items()
-}
+    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
+    "F64": np.dtype(np.float64), "F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
 """Dtypes of stored tensors, as a safetensors header names them."""
 
 FLOAT32 = STORED["F32"]
@@ -150,7 +132,7 @@ class StoredTensor:
 def computed(
     file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = FLOAT32
 ) -> StoredTensor:
-    """Return a tensor whose rows are made by `rows(first, count)` from those of others in a file."""
+    """Return a tensor whose rows are computed by `rows(first, count)` from other tensors of a file."""
     width = math.prod(shape[1:])
     return StoredTensor(file, shape, dtype, lambda start, count: rows(start // width, count // width).ravel())
 

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp writes them, read as a `Checkpoint` by the package `gguf`.
 
 `gguf_header` makes config.json and the tokenizer from the header. This module finds a file by name, and gives its
-tensors the names and the order of Hugging Face: llama.cpp reorders some, whose rows are put back as they are read.
+tensors the names and the order of Hugging Face: llama.cpp reorders rows of some, which is undone while reading.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _find_tensors(
         found[tensor.name] = stored
     problems += [f"{each} is not known" for each in files if each not in used and not _is_spare(each, config)]
     if problems:
-        raise ValueError(f"the tensors of the GGUF file are not those of {name!r}: {some(problems)}.")
+        raise ValueError(f"the tensors of the GGUF file do not fit {name!r}: {some(problems)}.")
     return found
 
 
@@ -235,15 +235,10 @@ def _is_spare(name: str, config: TransformerConfig) -> bool:
 
 
 _ENDINGS = {
-    ".dt_bias": (".dt_proj", ".bias"),
-    ".A_log": (".A_log", ""),
-    "_proj_bias": ("_proj", ".bias"),
-    ".bias": ("", ".bias"),
-    ".router.scale": (".router.proj", ".scale"),
-    "_scale": ("", ".scale"),
-    ".weight": ("", ".weight"),
-    "": ("", ".weight"),
-}
+    ".dt_bias": (".dt_proj", ".bias"), ".A_log": (".A_log", ""), "_proj_bias": ("_proj", ".bias"),
+    ".bias": ("", ".bias"), ".router.scale": (".router.proj", ".scale"), "_scale": ("", ".scale"),
+    ".weight": ("", ".weight"), "": ("", ".weight"),
+}  # fmt: skip
 """Endings of Hugging Face's names: the ending of the module to look up, and of the tensor in the file."""
 
 
@@ -263,7 +258,7 @@ def _names_of(name: str, find: Callable[[str], str | None]) -> list[str]:
 
 
 def _in_order(tensor: Tensor, files: list[StoredTensor], row: Architecture, config: TransformerConfig) -> StoredTensor:
-    """Return a tensor in Hugging Face's order, from those of the file."""
+    """Return a tensor in Hugging Face's order, from the tensors of the file."""
     name, shape, file, delta = tensor.name, tensor.shape, files[0], config.delta
     if ".experts." in name:
         return _of_experts(name, files)
@@ -281,7 +276,7 @@ def _in_order(tensor: Tensor, files: list[StoredTensor], row: Architecture, conf
 
 
 def _of_experts(name: str, files: list[StoredTensor]) -> StoredTensor:
-    """Return one expert's tensor from that of all experts; or gpt-oss's, whose matrices are stored transposed."""
+    """Return one expert's tensor from the tensor of all experts, or gpt-oss's, which is stored transposed."""
     file = files[0]
     if (found := re.search(r"\.experts\.(\d+)\.", name)) and len(file.shape) == 3:
         (experts, height, width), expert = file.shape, int(found[1])

@@ -132,7 +132,7 @@ def from_pretrained(
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
-    beside = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
+    extra = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
     return Policy(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
@@ -140,7 +140,7 @@ def from_pretrained(
         config=without_mxfp4(raw),
         generation_config=found.generation_config,
         files=found.files,
-        beside={name: x.mapped() for name in beside if isinstance(x := stored[name], StoredTensor) and x.offset},
+        extra_tensors={name: x.mapped() for name in extra if isinstance(x := stored[name], StoredTensor) and x.offset},
         stacked_experts=stacked,
         loaded_tokenizer=state_of(found.tokenizer),
     )
@@ -231,7 +231,7 @@ def save_pretrained(
     _check_plain(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    layout = layout_of(policy.beside)
+    layout = layout_of(policy.extra_tensors)
     plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
     leaves = flatten_dict(policy.params)
     check_params(plan, leaves)
@@ -242,7 +242,7 @@ def save_pretrained(
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
     tensors = {tensor.name: tensor for tensor in plan}
     split = split_state_dict_into_shards_factory(
-        {**tensors, **policy.beside},
+        {**tensors, **policy.extra_tensors},
         get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -253,7 +253,7 @@ def save_pretrained(
                 arrays = {
                     name: stored_array(tensors[name], leaves).astype(stored, copy=False)
                     if name in tensors
-                    else policy.beside[name]
+                    else policy.extra_tensors[name]
                     for name in names
                 }
                 save_file(arrays, scratch / filename, metadata={"format": "pt"})
@@ -282,8 +282,8 @@ def _check_plain(policy: Policy) -> None:
             "policy.params are quantized, and checkpoints are written plain: train adapters by `add_lora`, and write"
             " them by `save_lora`, or all weights after `merge_lora(policy)`."
         )
-    if sees(policy.config) and not policy.beside:
-        raise ValueError("policy.beside is empty: load a vision-language model by `from_pretrained`.")
+    if sees(policy.config) and not policy.extra_tensors:
+        raise ValueError("policy.extra_tensors is empty: load a vision-language model by `from_pretrained`.")
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:

@@ -1,4 +1,4 @@
-"""The keys of a config.json that several families read in the same way, and the language models inside others."""
+"""Keys of a config.json that several families read in the same way, and the text models of vision-language models."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ class Keys:
         return self.raw["architectures"][0]
 
     def refuse(self, key: str, value: object, supported: str) -> ValueError:
-        """The error for a value that the decoder has no switch for."""
+        """Return the error for a value that is not supported."""
         return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
 
     def refuse_quantized(self, methods: Collection[str]) -> None:
-        """Raise for weights that are stored quantized by another method than those that are read."""
-        for key in ("quantization_config", "compression_config"):  # compressed-tensors had the second one
+        """Raise ValueError for weights that are stored in a quantization that is not read."""
+        for key in ("quantization_config", "compression_config"):  # the second one in older compressed-tensors
             stored = self.raw.get(key) or {}
             method = stored.get("quant_method")
             if stored and method not in methods:
                 raise ValueError(
                     f"config key {key!r} is {show(stored)}: its weights are stored quantized"
-                    f" ({'with no quant_method said' if method is None else method}), and of such only NF4 of"
-                    " bitsandbytes is read, and gpt-oss's MXFP4. Give the checkpoint in bfloat16 that this one was made"
-                    " from; from_pretrained(..., quantize='nf4' or 'int8') holds that quantized beside adapters."
+                    f" ({'without a quant_method' if method is None else method}); only bitsandbytes' NF4 and MXFP4 of"
+                    " gpt-oss are read. Load the bfloat16 checkpoint that this one was made from, with"
+                    " from_pretrained(..., quantize='nf4' or 'int8') for a quantized base of adapters."
                 )
 
 
@@ -90,15 +90,15 @@ class Family:
 
     Attributes:
       model_type: as in config.json.
-      fields: from the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
+      fields: maps the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
       defaults: values of config keys that the family's files may omit.
-      only: config keys with the one value (beside its absence) that is supported.
-      fused: a projection stored as one tensor, and the parameters that it holds, in order of its rows.
-      renamed: modules that the family's files call by other names than the decoder does.
-      stacked: where the experts of a layer are one tensor of each kind, how gate and up lie in it: "columns", in turns,
-        or "halves", the rows of gate first; "" where each expert has its own.
+      only: config keys with the only supported value; a file may omit them.
+      fused: projections stored as one tensor: its name, and its parameters in order of rows.
+      renamed: decoder's name of a module → its name in the family's files.
+      stacked: how gate and up of all experts are stored in one tensor: "columns" (alternating), "halves" (the rows of
+        gate first), or "" if each expert has tensors of its own.
       quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
-      spare: regular expressions for tensors that its files may hold beside the decoder, and that are left there.
+      spare: regular expressions of tensors that its files may contain and that are not read.
     """
 
     model_type: str
@@ -120,7 +120,7 @@ def check_window(keys: Keys) -> int:
 
 
 def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """The window of each layer: `layer_types` if the config lists them, else where `sliding(layer)` says so."""
+    """Return the window of each layer: by `layer_types` if the config has them, else by `sliding(layer)`."""
     layers, types = keys["num_hidden_layers"], keys["layer_types"]
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
@@ -133,7 +133,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
 
 
 def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """One window for every layer, None for full attention."""
+    """Return the same window for every layer; None for full attention."""
     if keys["sliding_window"] is None:
         return None
     return (check_window(keys),) * keys["num_hidden_layers"]
@@ -150,11 +150,11 @@ def activation_of(keys: Keys, key: str) -> str:
 
 
 def rope_of(keys: Keys, rotary: Json) -> Rope:
-    """A rotary embedding from `rope_parameters`, or from the older `rope_theta` beside `rope_scaling`."""
+    """Return a rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
-        kind = "longrope"  # What early Phi-3 files called it.
+        kind = "longrope"  # its name in early Phi-3 files
     if kind not in ROPE_NUMBERS:
         raise keys.refuse(f"{where}.rope_type", kind, ", ".join(ROPE_NUMBERS))
     numbers = {}
@@ -167,12 +167,12 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
     if kind in ("dynamic", "longrope", "yarn"):
         numbers["max_position_embeddings"] = keys["max_position_embeddings"]
     if kind in ("llama3", "yarn", "longrope"):
-        # Phi-3 keeps the number beside the scaling, the others in it; either may be left out.
+        # Phi-3 has the number outside of the scaling, others in it; both are optional.
         original = keys["original_max_position_embeddings"] or rotary.get("original_max_position_embeddings")
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = rotary.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
-    if kind == "proportional":  # of the frequencies, and not of the head
+    if kind == "proportional":  # a part of the frequencies, not of the head
         numbers["partial_rotary_factor"], fraction = fraction, 1.0
     if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
         # transformers would ignore it in the other families.
@@ -183,7 +183,7 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
-    """The rotary embeddings of full attention, where a scaling applies, and of the layers with a window."""
+    """Return the rotary embeddings of full attention, which a scaling applies to, and of layers with a window."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
         raise keys.refuse("rope_parameters", ropes, "one entry each for 'full_attention' and 'sliding_attention'")
@@ -211,19 +211,19 @@ SEEING: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Models that also see: the architecture of their language model by its `model_type`, and defaults of its config.
+"""Vision-language models: the architecture of the text model by its `model_type`, and defaults of its config.
 
-Of such a model the language model is loaded; what is beside it goes from the checkpoint into an export as it came."""
+Only the text model is loaded; all other tensors of the checkpoint are copied into an export."""
 
 
 def sees(raw: Json) -> bool:
-    """Whether a config.json is that of a model with a language model inside."""
+    """Whether a config.json describes a vision-language model."""
     names = raw.get("architectures") or []
     return len(names) == 1 and names[0] in SEEING
 
 
 def text_config(raw: Json) -> Json:
-    """The config of the language model alone: `text_config` of a model that sees, else the config as it is."""
+    """Return the config of the text model: `text_config` of a vision-language model, else the config itself."""
     if not sees(raw):
         return raw
     architectures, defaults = SEEING[raw["architectures"][0]]
@@ -234,7 +234,7 @@ def text_config(raw: Json) -> Json:
             f"config key 'text_config.model_type' is {inner['model_type']!r}, which is not supported; "
             f"supported: {supported}."
         )
-    # What is said of the whole model counts for the language model too.
+    # Keys of the whole model that also apply to the text model.
     of_all = ("tie_word_embeddings", "quantization_config", "compression_config")
     whole = {key: raw[key] for key in of_all if raw.get(key) is not None}
     return {**inner, **whole, "architectures": [architectures[inner["model_type"]]]}

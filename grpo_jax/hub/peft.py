@@ -1,4 +1,4 @@
-"""Adapters on a policy: made fresh, merged into it, and read and written in PEFT's format."""
+"""LoRA adapters of a policy: made, merged, and read and written in PEFT's format."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ def add_lora(
     dropout: float = 0.0,
     init: Literal["uniform", "gaussian"] = "uniform",
 ) -> Policy:
-    """Freeze a policy and give it fresh low-rank adapters to train.
+    """Freeze a policy and add trainable low-rank adapters.
 
     Args:
-      policy: with a `Transformer` for model; its projections may be quantized (`from_pretrained`'s `quantize`).
+      policy: from `from_pretrained` or `init_policy`; its projections may be quantized.
       key: typed PRNG key, consumed.
       rank: of the adapters.
       alpha: the adapters' output is scaled by alpha / rank.
       targets: regular expression for the paths of the projections to adapt.
       dropout: rate in [0, 1) on the input of the adapters.
-      init: how their A is drawn: "uniform" in ±in^(−1/2), or "gaussian" with the standard deviation 1 / rank.
+      init: distribution of A: "uniform" in ±in^(−1/2), or "gaussian" with standard deviation 1 / rank.
 
     Returns:
-      A `Policy` whose params are the adapters and whose model holds the base; it computes what `policy` did.
+      A `Policy` with the same outputs. Its params are the adapters; its model holds the base.
 
     Raises:
-      ValueError: a rank below 1, a dropout outside [0, 1), another init, targets without a match, a policy that has
-        adapters already.
+      ValueError: an argument out of range, targets without a match, or a policy that has adapters already.
 
     References:
       LoRA (arXiv:2106.09685), section 4.1.
@@ -78,15 +77,14 @@ def add_lora(
 
 
 def merge_lora(policy: Policy) -> Policy:
-    """The policy without adapters that computes the same, for `save_pretrained` or further training of all weights.
+    """Add the adapters to the weights, for `save_pretrained` or further training of all weights.
 
     Args:
       policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
 
     Returns:
-      A `Policy` like the one that the adapters were added to, W + alpha / rank · A·B in the place of W. Of a quantized
-      base, W is what its codes stand for, and all projections are plain arrays on the host: no adapter takes back what
-      the rounding of the base has taken away.
+      A `Policy` with the projections W + alpha / rank · A·B. A quantized base is dequantized to plain arrays on the
+      host, and keeps its rounding error.
 
     Raises:
       ValueError: a policy without adapters.
@@ -105,17 +103,17 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write adapters in PEFT's format, float32, and the tokenizer; the directory appears when it is complete.
+    """Write adapters in PEFT's format, float32, with the tokenizer.
 
-    Projections that the base stores as one tensor (Phi-3) become one adapter of the summed rank, B block by block.
+    Projections that the base stores as one tensor (Phi-3) become one adapter with the sum of their ranks.
 
     Args:
-      directory: where to.
+      directory: path to write to, as in `save_pretrained`.
       policy: from `add_lora` or `load_lora`.
       base_name: name or directory of the base, for PEFT to find it.
 
     Raises:
-      FileExistsError: `directory` exists and holds files that are no checkpoint's.
+      FileExistsError: `directory` exists and holds files that do not belong to a checkpoint.
       ValueError: a policy without adapters.
 
     Example:
@@ -184,18 +182,17 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
 
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write a policy in Hugging Face's layout, one with adapters in PEFT's (with the name of its base); all processes
-    of a run call it together."""
+    """Write a policy by `save_pretrained`, or its adapters by `save_lora`; all processes of a run call this."""
     if not isinstance(policy.model, LoraModel):
         return save_pretrained(directory, policy)
     whole = policy.replace(params=fetch(policy.params))
     if jax.process_index() == 0:
         save_lora(directory, whole, base_name=base_name)
-    gather_objects(None)  # the others wait until all is there
+    gather_objects(None)  # a barrier: the directory is complete
 
 
 def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: str | None = None) -> Policy:
-    """Give a policy the adapters of a directory in PEFT's format.
+    """Add adapters in PEFT's format to a policy.
 
     Args:
       directory: with adapter_config.json and adapter_model.safetensors, or the name of such a repository on the hub.
@@ -206,9 +203,9 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
       A `Policy` as from `add_lora`, with the stored adapters.
 
     Raises:
-      FileNotFoundError: no adapter there.
-      ValueError: a kind of adapter that is not supported, naming the key; adapters that do not fit the policy; a
-        revision of a directory.
+      FileNotFoundError: no adapter in the directory.
+      ValueError: a kind of adapter that is not supported, adapters that do not fit the policy, or a revision of a
+        directory.
 
     Example:
       >>> import tempfile
@@ -248,7 +245,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
                 f"directory {str(path)!r}: the adapter of {module} is {fan_in} → {rank} → {fan_out}, and the policy's "
                 f"projection is {tensor.shape[1]} → {tensor.shape[0]}; it belongs to another base."
             )
-        # One scale for the model: what an adapter's own rank and alpha differ by goes into its B.
+        # The model has one scale; an adapter with another rank or alpha has the difference in its B.
         own = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"]) / rank**power
         a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)
         row = 0
@@ -259,26 +256,26 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             row += part.rows
     if stored or not adapters:
         raise ValueError(
-            f"directory {str(path)!r} has adapters for what the policy has no projection: {some(sorted(stored))}."
+            f"directory {str(path)!r} has adapters for projections that the policy lacks: {some(sorted(stored))}."
         )
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a PEFT config that asks for more than plain low-rank adapters."""
+    """Raise ValueError for a PEFT config of other than plain low-rank adapters."""
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
     for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
         if config.get(key):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: none of it.")
+            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; remove it.")
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
         most = 1 if key in dropout else math.inf
         if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key == "r"):
-            raise ValueError(f"config key {key!r} is {show(value)}, which is not a number that it may be.")
+            raise ValueError(f"config key {key!r} is {show(value)}, which is out of range.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:
@@ -288,7 +285,7 @@ def _lora_model(policy: Policy) -> LoraModel:
 
 
 def _pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """PEFT's per-module override: its keys match the end of a module's name."""
+    """Return PEFT's per-module override; its keys match the end of a module's name."""
     for key, value in (pattern or {}).items():
         if re.search(rf"(^|\.)({key})$", module):
             return value

@@ -179,13 +179,10 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 def with_settings(
     model: Model, config: Config, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Return the model with the config's compute dtype and recomputation, and attention for the devices.
-
-    A user's own model is returned unchanged.
-    """
+    """Return the model with the config's compute dtype and recomputation, and attention for the devices."""
     if not isinstance(model, Transformer | LoraModel):
         return model
-    return _with_shape(
+    return with_shape(
         model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
@@ -199,19 +196,15 @@ def with_settings(
     )
 
 
-def with_checkpointing(model: Model, *, recompute: bool) -> Model:
-    """Return the model with or without recomputation of its layers; a user's own model is returned unchanged."""
-    return _with_shape(model, remat=recompute)
-
-
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     """Return the policy with its params and a frozen base on a mesh, by `sharding.TABLE`; unchanged without a mesh."""
-    model = policy.model if mesh is None else _with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
+    model = policy.model if mesh is None else with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
     frozen = not jax.tree_util.all_leaves([model])
     return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
-def _with_shape(model: Model, **changes: Any) -> Model:
+def with_shape(model: Model, **changes: Any) -> Model:
+    """Return the model with other fields of its `TransformerConfig`; a user's own model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))
@@ -221,13 +214,9 @@ def _with_shape(model: Model, **changes: Any) -> Model:
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
     """Import transformers without its message that PyTorch was not found."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before

@@ -354,7 +354,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
 
 def _with_head(policy: Policy) -> Policy:
     """A policy whose tied head is also stored under the name of an untied one."""
-    config, layout = policy.model.config, layout_of(policy.beside)
+    config, layout = policy.model.config, layout_of(policy.extra_tensors)
     if not config.tie_word_embeddings:
         return policy
     tied, untied = (
@@ -362,7 +362,9 @@ def _with_head(policy: Policy) -> Policy:
         for one in (config, dataclasses.replace(config, tie_word_embeddings=False))
     )
     (head,) = untied - tied
-    return policy.replace(beside={**policy.beside, head: fetch(policy.params["embed_tokens"]["embedding"])})
+    return policy.replace(
+        extra_tensors={**policy.extra_tensors, head: fetch(policy.params["embed_tokens"]["embedding"])}
+    )
 
 
 def probe_ids(policy: Policy) -> list[int]:

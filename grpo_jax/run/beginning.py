@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.hub.policy import with_checkpointing
+from grpo_jax.hub.policy import with_shape
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import (
     device_bytes,
@@ -76,7 +76,7 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
 
 def _with_recomputation(run: Run, *, recompute: bool) -> Run:
     config = dataclasses.replace(run.config, gradient_checkpointing=recompute)
-    policy = run.policy.replace(model=with_checkpointing(run.policy.model, recompute=recompute))
+    policy = run.policy.replace(model=with_shape(run.policy.model, remat=recompute))
     updater = dataclasses.replace(run.updater, model=as_argument(policy.model), config=config)
     return dataclasses.replace(run, config=config, policy=policy, updater=updater)
 

@@ -34,7 +34,7 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
     Nothing is written if a `run.yaml` says it, without a directory, and for the caller's own model, adapters or towers.
     """
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
-    if known or policy.beside or not policy.config or not isinstance(policy.model, Transformer):
+    if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return
     folder = Path(str(run_dir)) / POLICY
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""How chat templates write tool calls: one table, `FORMATS`; each entry reads calls back out of what the policy wrote.
+"""Formats of tool calls, in the table `FORMATS`: how each is recognised in a chat template, and its parser.
 
-A turn is text that nobody vouches for: cut off, nested, repeated, hostile. Reading it never raises and takes time in
-proportion to its length; a call that cannot be read becomes a text in `Parsed.problems`, for the policy to learn from.
+A turn is untrusted text. Parsing it never raises and takes linear time; a malformed call becomes a message to the
+policy in `Parsed.problems`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from grpo_jax.text.calls import Format, Parsed, ToolCall, Unreadable, call_of, p
 from grpo_jax.types import Json
 
 MOST_CALLS = 64
-"""Calls that are read in one turn: a turn of a thousand openings is read to its end no more than this often."""
+"""Calls that are parsed in one turn, so that a turn of a thousand openings takes linear time."""
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 
-# --- <tool_call> … </tool_call>, of which there may be several: with JSON inside (Hermes, Qwen 2.5 and 3), or with tags
-# (Qwen3-Coder, Qwen 3.5).
+# --- <tool_call> … </tool_call>, with JSON inside (Hermes, Qwen 2.5 and 3) or tags (Qwen3-Coder, Qwen 3.5).
 
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
@@ -44,7 +43,7 @@ def _parse_xml(text: str, *, schemas: Mapping[str, Json] | None = None, thinking
 def _parse_tagged(
     text: str, schemas: Mapping[str, Json], thinking: bool, read: Callable[[str, int], tuple[ToolCall, int]], form: str
 ) -> Parsed:
-    """Read every call outside of thoughts; `read` takes where a call's inside begins and returns where it all ends."""
+    """Parse every call outside of thoughts; `read(text, start)` parses one after its tag and returns its end."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     kept: list[str] = []
@@ -84,7 +83,7 @@ def _missed_call(
     schemas: Mapping[str, Json],
     read: Callable[[str, int], tuple[ToolCall, int]],
 ) -> str:
-    """Return why a turn without a call and without an answer calls nothing; "" if it means no call, or answers."""
+    """Return why a turn without an answer has no call; "" if it does not mean to call or answers."""
     ends, begins = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
     said = "".join(text[end:start] for end, start in zip(ends, begins, strict=True)).strip()
     if said:
@@ -99,7 +98,7 @@ def _missed_call(
 
 
 def _name_in(text: str) -> str | None:
-    """Return the name of the tool that the JSON of a call has; None if it is none."""
+    """Return the tool's name in the JSON of a call; None if it is not a call."""
     try:
         return call_of(text).name
     except Unreadable:
@@ -107,13 +106,13 @@ def _name_in(text: str) -> str | None:
 
 
 def _end_of(text: str, tag: str, start: int) -> int:
-    """Return where the next `tag` ends; the end of the text if there is none."""
+    """Return the end of the next `tag`, or of the text."""
     found = text.find(tag, start)
     return len(text) if found < 0 else found + len(tag)
 
 
 def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
-    """Read JSON and its closing tag; the JSON ends where it says, so that a tag within its strings closes nothing."""
+    """Parse JSON and its closing tag; a tag within the JSON's strings does not close it."""
     start = _skip(text, start)
     try:
         _, end = _DECODER.raw_decode(text, start)
@@ -135,13 +134,13 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 
 def _skip(text: str, start: int) -> int:
-    """Return where the blank space at `start` ends."""
+    """Return the end of the white space at `start`."""
     found = _BLANK.match(text, start)
     return found.end() if found else start
 
 
 def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
-    """Read one function and its parameters."""
+    """Parse one function and its parameters."""
     function = _FUNCTION.match(text, start)
     if not function:
         raise Unreadable("there is no <function=...> after <tool_call>")
@@ -164,18 +163,18 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
 
 
 def _properties(schema: Json | None) -> Json:
-    """Return the schemas of a tool's arguments, by their names."""
+    """Return the schemas of a tool's arguments by name."""
     if not schema:
         return {}
     return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
 
 
 def _value(text: str, schema: Json | None) -> Any:
-    """Return what the text of a parameter stands for: text if the schema says so, else JSON where it is JSON."""
+    """Return the value of a parameter: text if the schema says so, else JSON if it is JSON."""
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
     kind = (schema or {}).get("type")
-    # Templates write a truth value and None as Python does.
+    # Templates write booleans and None as Python does.
     if kind == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     if (schema or {}).get("nullable") and text.strip() in ("None", "null"):
@@ -188,7 +187,7 @@ def _value(text: str, schema: Json | None) -> Any:
         return text
 
 
-# --- Llama 3: a whole message that is one JSON object, with or without <|python_tag|> before it.
+# --- Llama 3: a message that is one JSON object, with or without <|python_tag|> before it.
 
 _LLAMA_FORM = '{"name": "tool", "parameters": {"argument": value}} and nothing else'
 _TAG = "<|python_tag|>"
@@ -213,7 +212,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
 
 
 def _is_called(written: str) -> bool:
-    """Return whether a message means to be a call, with the name of a tool under one key or another."""
+    """Whether a message is meant as a call: JSON with a name and arguments under one of their usual keys."""
     named = '"name"' in written or '"function"' in written
     return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
 
@@ -223,7 +222,7 @@ def _plain(text: str) -> str:
     return _SPECIAL.sub("", text)
 
 
-# --- gpt-oss's harmony: messages of their own, whose headers name a channel and a recipient.
+# --- gpt-oss's harmony: messages whose headers name a channel and a recipient.
 
 _HARMONY_FORM = '<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{"argument": value}<|call|>'
 _BODY_END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -268,9 +267,9 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _addressed(recipient: str, body: str, end: str) -> ToolCall:
-    """Return the call that a message with a recipient stands for."""
-    room, _, name = recipient.partition(".")
-    if room != "functions" or not name:
+    """Return the call of a message with a recipient."""
+    namespace, _, name = recipient.partition(".")
+    if namespace != "functions" or not name:
         raise Unreadable(f"there is no recipient {recipient!r}: tools are addressed as functions.tool")
     if end != "<|call|>":
         raise Unreadable("it is not closed by <|call|>")
@@ -280,7 +279,7 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
         raise Unreadable(str(error)) from None
 
 
-# --- The table. A template is asked in this order: harmony and the tags are also in templates that know JSON.
+# --- The table, in the order in which a template is matched: templates with harmony or tags may also mention JSON.
 
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _ALL = (
@@ -294,21 +293,11 @@ _ALL = (
     Format("llama3", lambda template: _TAG in template or bool(_LLAMA_CALL.search(template)), _parse_llama, True),
 )
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
-"""Every known way to write tool calls, by its name."""
+"""Every known format of tool calls, by name."""
 
 
 def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return how a chat template writes tool calls; None if it mentions none, or writes them in no known way.
-
-    Args:
-      chat_template: a tokenizer's; of several under names, the one for tools, as transformers chooses.
-
-    Example:
-      >>> format_of('{{ "<tool_call>" }}{"name": "...", "arguments": {{ call.arguments | tojson }} }').name
-      'hermes'
-      >>> format_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
-      True
-    """
+    """Return the format of a chat template's tool calls, of the template for tools among several; None if unknown."""
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("tool_use") or chat_template.get("default")
     if not chat_template:

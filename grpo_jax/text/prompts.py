@@ -68,19 +68,15 @@ def make_prompts(
     return Prompts(tokens=array(tokens), lengths=array(lengths))
 
 
-def _id_array(ids: Any, where: str) -> np.ndarray:
+def _id_array(ids: object, where: str) -> np.ndarray:
     """Return the ids of one prompt as an array; ValueError if they are not token ids."""
-    if isinstance(ids, str):
-        raise ValueError(f"{where} is text, {show(ids)}: make_prompts takes token ids; encode_prompts takes text")
     array = np.asarray(ids)
-    if array.ndim != 1:
-        raise ValueError(f"{where} is {show(ids)}: give a list of lists of token ids, one list for each prompt")
-    if array.size == 0:
-        raise ValueError(f"{where} is empty: a prompt needs at least one token (a BOS, for instance)")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{where} holds {array.dtype} values, {show(ids)}: token ids are integers")
-    if array.min() < 0 or array.max() >= 2**31:
-        raise ValueError(f"{where} holds ids from {array.min()} to {array.max()}: token ids are in 0..2³¹−1")
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(
+            f"{where} is {show(ids)}: give a list of token ids with at least one (encode_prompts takes text)"
+        )
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 2**31:
+        raise ValueError(f"{where} is {show(ids)}: token ids are integers in 0..2³¹−1")
     return array
 
 

@@ -161,12 +161,7 @@ def _message_fault(message: object) -> str:
 
 
 def is_conversation(prompt: str | Messages) -> bool:
-    """Whether a prompt is a list of messages rather than text.
-
-    Example:
-      >>> is_conversation([{"role": "user", "content": "Hi"}]), is_conversation("Hi")
-      (True, False)
-    """
+    """Whether a prompt is a list of messages rather than text."""
     return not isinstance(prompt, str)
 
 

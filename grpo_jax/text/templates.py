@@ -119,20 +119,6 @@ def observation_ids(
 
     Raises:
       ValueError: the template refuses the messages or does not fit (`check_template` finds this before a run).
-
-    Example:
-      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-      >>> from transformers import PreTrainedTokenizerFast
-      >>> vocab = {t: i for i, t in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-      >>> bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-      >>> bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
-      >>> tokenizer.chat_template = (
-      ...     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\\n{% endfor %}"
-      ...     "{% if add_generation_prompt %}assistant: {% endif %}"
-      ... )
-      >>> tokenizer.decode(observation_ids(tokenizer, [{"role": "user", "content": "higher"}]))
-      '\\nuser: higher<eos>\\nassistant: '
     """
     if not messages:
         raise ValueError("messages is empty: give at least one message of a tool or a user")

@@ -11,6 +11,7 @@ import tokenizers
 from test_families import write_checkpoint
 
 from grpo_jax.hub import huggingface, weights
+from grpo_jax.hub.files import appearing, check_replaceable
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
@@ -80,9 +81,9 @@ def rewrite_config(directory, **changes):
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_a_fresh_policy_makes_the_round_trip(policy, tmp_path):
-    save_pretrained(tmp_path / "model", policy)
-    loaded = from_pretrained(tmp_path / "model")
+def test_a_fresh_policy_and_its_files_make_the_round_trip(policy, tmp_path):
+    save_pretrained(tmp_path / "a", policy)
+    loaded = from_pretrained(tmp_path / "a")
     assert equal(loaded.params, policy.params)
     assert loaded.model.config == policy.model.config
     assert dict(loaded.config) == dict(policy.config)
@@ -93,10 +94,6 @@ def test_a_fresh_policy_makes_the_round_trip(policy, tmp_path):
     assert loaded.tokenizer.decode(ids) == TEXT[0]
     assert loaded.tokenizer.chat_template == policy.tokenizer.chat_template
     assert (loaded.eos_token_ids, loaded.pad_token_id) == ((2,), 0)
-
-
-def test_tokenizer_and_generation_files_are_kept_as_they_came(policy, tmp_path):
-    save_pretrained(tmp_path / "a", policy)
     odd = b'{"eos_token_id": [2, 5], "temperature":0.6,  "top_p": 0.95}'
     (tmp_path / "a" / "generation_config.json").write_bytes(odd)
     (tmp_path / "a" / "chat_template.jinja").write_bytes(b"{{ messages[0]['content'] }}  \n")
@@ -367,3 +364,30 @@ def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
     assert from_pretrained("owner/model").config["vocab_size"] == 96
     assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
     assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
+
+
+@pytest.mark.quick
+def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
+    target = tmp_path / "a" / "b"
+    for content in ("old", "new"):
+        with appearing(target) as scratch:
+            (scratch / "file").write_text(content)
+            (scratch / "file").chmod(0o600)  # as safetensors leaves it
+            assert not target.exists() or (target / "file").read_text() == "old"
+        assert (target / "file").read_text() == content
+        assert (target / "file").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in target.parent.iterdir()] == ["b"]
+
+
+@pytest.mark.quick
+def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
+    check_replaceable(tmp_path / "new")
+    for name in ("config.json", "model-1.safetensors", "tokenizer.json", "adapter_config.json"):
+        (tmp_path / name).touch()
+    check_replaceable(tmp_path)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(FileExistsError, match=r"holds files that do not belong to a checkpoint \(notes\)"):
+        check_replaceable(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match=r"is not a directory"):
+        check_replaceable(tmp_path / "thesis.tex")

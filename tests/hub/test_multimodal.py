@@ -95,7 +95,7 @@ def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout
     directory = write(tmp_path / "model", name, layout=layout, tie_word_embeddings=False)
     before = bytes_of(directory)
     policy = from_pretrained(directory)
-    assert len(policy.beside) == len(TOWER)
+    assert len(policy.extra_tensors) == len(TOWER)
     save_pretrained(tmp_path / "half", policy, dtype="bfloat16", max_shard_size="10KB")
     save_pretrained(directory, policy, max_shard_size="10KB")
     assert bytes_of(directory) == before
@@ -104,7 +104,7 @@ def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout
     half = bytes_of(tmp_path / "half")
     prefix = LAYOUTS[layout][0]
     assert {len(before[n]) // len(half[n]) for n in before if n.startswith(prefix)} == {2}
-    assert all(half[n] == before[n] for n in policy.beside)
+    assert all(half[n] == before[n] for n in policy.extra_tensors)
 
 
 def test_stacked_experts_are_read_and_written_as_they_are_stored(tmp_path):
@@ -161,6 +161,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
 
 @pytest.mark.quick
 def test_what_cannot_be_is_named(tmp_path):
+    assert {architecture for architecture, _ in TEXT.values()} == set(SEEING), "each has its case"
     raw = raw_of("gemma3")
     with pytest.raises(ValueError, match=r"'text_config.model_type' is 'llama'.*'gemma3_text'"):
         read_config({**raw, "text_config": {**raw["text_config"], "model_type": "llama"}})
@@ -174,7 +175,7 @@ def test_what_cannot_be_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"unexpected: language_model.model.layers.9"):
         from_pretrained(write(tmp_path / "stray", "gemma3", tower=stray))
     alone = from_pretrained(write_checkpoint(tmp_path / "text", raw_config("gemma3")))
-    with pytest.raises(ValueError, match="beside is empty"):
+    with pytest.raises(ValueError, match="extra_tensors is empty"):
         save_pretrained(tmp_path / "out", alone.replace(config=raw))
 
 
@@ -208,8 +209,3 @@ def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
     before, after = model.state_dict(), kind.from_pretrained(tmp_path / "ours").state_dict()
     assert before.keys() == after.keys()
     assert all(x.numpy().tobytes() == after[path].numpy().tobytes() for path, x in before.items())
-
-
-@pytest.mark.quick
-def test_each_model_that_sees_has_its_case():
-    assert {architecture for architecture, _ in TEXT.values()} == set(SEEING)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny_tokenizer
 
-from grpo_jax import GRPOConfig, add_lora, evaluate, from_nnx, save_pretrained, train
+from grpo_jax import GRPOConfig, SFTConfig, add_lora, evaluate, from_nnx, save_pretrained, sft, train
 from grpo_jax.policy import Policy
 
 nnx = pytest.importorskip("flax.nnx", reason="this flax's nnx does not run on this jax")
@@ -42,7 +42,8 @@ def ends(completions):
 
 
 def test_a_module_is_trained_and_its_run_resumes(tmp_path):
-    """A module of flax.nnx is a policy: its logits are the module's own without dropout, and a run of it resumes."""
+    """A module of flax.nnx is a policy: its logits are the module's own without dropout; it is trained, resumed,
+    evaluated, and taught by examples."""
     module = Decoder(nnx.Rngs(0))
     policy = from_nnx(module, tiny_tokenizer())
     module.eval()
@@ -59,6 +60,15 @@ def test_a_module_is_trained_and_its_run_resumes(tmp_path):
     assert "seen" not in moved["layers"]["10"], "statistics are constants"
     nnx.update(module, policy.model.state(state.params))
     np.testing.assert_array_equal(module.embed.embedding[...], state.params["embed"]["embedding"])
+    metrics, completions = evaluate(policy, ROWS, ends, params=state.params, max_completion_length=4)
+    assert metrics["reward"] == np.mean([len(row["completion"]) for row in completions])
+    taught = sft(policy, [{"text": "abc"}], SFTConfig(max_steps=20, learning_rate=3e-2, per_device_train_batch_size=1))
+    loss = [
+        -jax.nn.log_softmax(policy.model.apply({"params": params}, tokens)[0, :3])[[0, 1, 2], tokens[0, 1:4]].mean()
+        for tokens in [np.array([policy.tokenizer("abc<eos>")["input_ids"]])]
+        for params in (policy.params, taught.params)
+    ]
+    assert loss[1] < loss[0] / 2
 
 
 class WithDropout:

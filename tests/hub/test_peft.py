@@ -118,7 +118,7 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
     [
         *(({key: value}, f"config key '{key}' is .*, which is not supported") for key, value in (("peft_type", "IA3"),
             ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]))),
-        ({"r": None}, "config key 'r' is None, which is no"),
+        ({"r": None}, "config key 'r' is None, which is out"),
         ({"lora_alpha": "6"}, "config key 'lora_alpha' is '6'"),
         ({"lora_dropout": 1.0}, "config key 'lora_dropout' is 1.0"),
         ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is \[\]"),
@@ -149,5 +149,5 @@ def test_adapters_of_another_base_are_refused(tmp_path):
     wide, short = base_policy(intermediate_size=40), base_policy(num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"mlp\.down_proj is 48 → 3 → 32, .* is 40 → 32; it belongs to another base"):
         load_lora(tmp_path / "a", wide)
-    with pytest.raises(ValueError, match=r"has adapters for what the policy has no projection: .*layers\.1"):
+    with pytest.raises(ValueError, match=r"has adapters for projections that the policy lacks: .*layers\.1"):
         load_lora(tmp_path / "a", short)

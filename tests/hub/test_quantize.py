@@ -1,4 +1,4 @@
-"""Bases in four and eight bits: how they are made and read, what refuses them, and that adapters train on them."""
+"""Bases in four and eight bits: quantized while they are read, stored in NF4 or MXFP4, and trained with adapters."""
 
 import base64
 import json
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_families import write_checkpoint
+from test_families import raw_config, write_checkpoint
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.hub import weights
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.policy import place_policy
-from grpo_jax.hub.quantize import Source, dynamic_levels, quantized_shape, read_quantized
+from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, read_quantized
 from grpo_jax.hub.tensors import Part
 from grpo_jax.models.lora import LoraModel, merge_adapters
 from grpo_jax.models.quantized import NF4, Quantized, is_quantized
@@ -122,17 +122,6 @@ def test_int8_rounds_each_row_to_127_steps_and_keeps_zeros():
     assert np.abs(np.asarray(w.matrix()) - x).max() <= np.abs(x).max() / 254 * 1.001
     assert not np.asarray(w.matrix())[:, 2].any()
     assert not np.asarray(quantized(np.zeros((64, 3), np.float32), "nf4").matrix()).any()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("method", ["nf4", "int8"])
-@pytest.mark.parametrize("fan_in", [128, 40])
-def test_the_shape_is_known_before_anything_is_read(method, fan_in):
-    made = quantized(np.ones((fan_in, 6), np.float32), method)
-    said = quantized_shape((fan_in, 6), method, "float32", jax.ShapeDtypeStruct)
-    assert jax.tree.structure(said) == jax.tree.structure(made)
-    sizes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-    assert sizes(said) == sizes(made)
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
@@ -313,3 +302,51 @@ def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path):
     ours = jax.jit(lambda model, params: model.apply({"params": params}, TOKENS))(held.model, held.params)
     plain = jax.jit(policy.model.model.apply)({"params": merge_lora(held).params}, TOKENS)
     np.testing.assert_allclose(ours, plain, atol=1e-4)
+
+
+# MXFP4
+
+
+@pytest.mark.quick
+def test_the_sixteen_values_of_the_format():
+    """Table 5 of the OCP Microscaling specification 1.0 (E2M1), the lower four bits of a byte first."""
+    blocks = np.array([[i | (i + 1) << 4 for i in range(0, 16, 2)] * 2], np.uint8)
+    expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    for scale in (127, 125, 130):
+        weights = dequantize_mxfp4(blocks, np.array([scale], np.uint8))
+        assert weights.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(weights.astype(np.float32), np.array(expected * 2) * 2.0 ** (scale - 127))
+
+
+def test_a_checkpoint_in_mxfp4_is_read_and_saved_as_bfloat16(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    rng, (experts, d, width) = np.random.default_rng(0), (4, 64, 32)  # in whole blocks of 32
+    raw = raw_config("gpt_oss") | {"hidden_size": d, "intermediate_size": width, "num_hidden_layers": 1}
+    raw |= {"num_local_experts": experts, "layer_types": None}
+    directory = write_checkpoint(tmp_path / "model", raw)
+    tensors = load_file(directory / "model.safetensors")
+    stem = "model.layers.0.mlp.experts."
+    expected = {}
+    for name, shape in {"gate_up_proj": (experts, 2 * width, d), "down_proj": (experts, d, width)}.items():
+        blocks = rng.integers(0, 256, (*shape[:2], shape[2] // 32, 16), np.uint8)
+        scales = rng.integers(119, 124, blocks.shape[:-1], np.uint8)
+        assert tensors.pop(stem + name).shape == (experts, shape[2], shape[1])
+        tensors |= {f"{stem}{name}_blocks": blocks, f"{stem}{name}_scales": scales}
+        expected[name] = dequantize_mxfp4(blocks, scales).swapaxes(1, 2)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+    policy = from_pretrained(directory, dtype="bfloat16")
+    held = policy.params["layers_0"]["mlp"]["experts"]
+    np.testing.assert_array_equal(held["gate_proj"], expected["gate_up_proj"][..., ::2])
+    np.testing.assert_array_equal(held["up_proj"], expected["gate_up_proj"][..., 1::2])
+    np.testing.assert_array_equal(held["down_proj"], expected["down_proj"])
+    save_pretrained(tmp_path / "saved", policy)
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = from_pretrained(tmp_path / "saved", dtype="bfloat16").params["layers_0"]["mlp"]["experts"]
+    np.testing.assert_array_equal(again["gate_proj"], held["gate_proj"])
+
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=r"'quantization_config' is \{'quant_method': 'fp8'\}"):
+        from_pretrained(directory)
