@@ -1,11 +1,13 @@
-"""The tools and environments that answer a policy, checked before anything is sampled, and their rewards."""
+"""Tools and environments of a run, checked before sampling; their rewards, and the records of their episodes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from grpo_jax.messages import raise_all, show
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
@@ -15,32 +17,32 @@ from grpo_jax.text.formats import FORMATS, format_of
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import check_template, opens_thinking, template_of
-from grpo_jax.types import EnvironmentFactory, Environments, Json, RewardFn, Row, Tokenizer
+from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")
-"""Arguments of reward functions that only completions of several turns have."""
+"""Further arguments of reward functions in a run with environments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interaction:
-    """Who answers the policy between its turns, and how.
+    """The tools and environments of a run, and how turns are read and answered.
 
     Attributes:
       tokenizer: decodes turns and encodes observations.
-      factories: value of the column `environment` → what makes an environment; under None for all rows. {}: there are
-        only tools.
-      kinds: the class of the environments that each factory makes.
+      factories: value of the column `environment` → makes an environment; the key None is for all rows. {} for a run
+        with only tools.
+      kinds: the class of each factory's environments.
       own_tools: the tools of each such class, its public methods.
-      tools: functions that the policy may call beside these.
-      format: the form of calls in the chat template; None where nothing can be called.
-      hidden: special tokens left out of the text that is parsed, if others mark calls (`calls.hidden_ids`).
-      thinking: True if the generation prompt opens a thought, in the middle of which a turn then begins.
+      tools: the run's own functions that the policy may call.
+      format: of tool calls in the chat template; None without tools.
+      thinking: True if the generation prompt opens a thought, so that a turn begins inside it.
       template_kwargs: further keywords of the chat template.
       eos_token_ids: ids that end a turn.
-      most_calls: limit of turns that call tools, in each completion; None: no limit.
-      seconds: limit of one call; None: no limit.
-      on_error: "raise" or "end", if an environment fails.
-      ends: what ends a turn beside the ids.
+      hidden: special tokens to leave out of the text that is parsed (`calls.hidden_ids`).
+      most_calls: the most turns of a completion that call tools; None for no limit.
+      seconds: time limit of one call; None for no limit.
+      on_error: "raise" or "end", after an error of an environment.
+      ends: further ends of a turn.
     """
 
     tokenizer: Tokenizer
@@ -68,14 +70,14 @@ class Interaction:
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
-    """Return the schemas of tools, as the chat template takes them; None where there are no tools."""
+    """Return the schemas of tools for the chat template; None without tools."""
     return [tool.schema for tool in tools.values()] or None
 
 
 class EnvironmentReward:
-    """`get_reward` of each completion's environment, as a reward function named after the environments' class.
+    """A reward function with the rewards of environments of one class, whose name it has.
 
-    `factories` are the keys of its factories and its subclasses'; None where one factory makes all.
+    `factories` are the keys of the class's factories, subclasses included; None if one factory makes all environments.
     """
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
@@ -84,7 +86,7 @@ class EnvironmentReward:
     def __call__(
         self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
     ) -> list[float | list[float] | None]:
-        """Return the rewards that were asked for when the episodes ended; None for environments of another class."""
+        """Return the rewards of the episodes; None for environments of another class."""
         if self._factories is None:
             return list(environment_rewards)
         pairs = zip(environment, environment_rewards, strict=True)
@@ -104,9 +106,9 @@ def make_interaction(
     on_error: str = "raise",
     ends: TurnEnds = BY_EOS,
 ) -> Interaction | None:
-    """Make the `Interaction` of a run, which has its arguments' names; None without tools and environments.
+    """Make the `Interaction` of a run from `train`'s arguments; None without tools and environments.
 
-    Each factory is called once. A `ValueError` lists all that cannot be used, or not with these rows or chat template.
+    Each factory is called once. A `ValueError` lists all problems, also with these rows and this chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -115,7 +117,7 @@ def make_interaction(
     made = {name: _made(name, factory) for name, factory in factories.items()}
     own = {name: environment_tools(environment) for name, environment in made.items()}
     problems = _row_problems(rows, factories) + [
-        f"the dataset has a column {name!r}, which the trainer itself gives: rename it"
+        f"the dataset has a column {name!r}, which the trainer itself passes: rename it"
         for name in _GIVEN
         if rows and name in rows[0]
     ]
@@ -129,14 +131,14 @@ def make_interaction(
             " (or an environment with a method respond(text), and no other public methods)"
         )
     kwargs = dict(chat_template_kwargs or {})
-    # With `tool_use` beside `default`, rows with tools and rows without have different templates.
+    # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools have different ones.
     shown = [schemas_of({**functions, **of_rows}) for of_rows in own.values()] or [schemas_of(functions)]
     schemas = next((some for some in shown if some), None)
     template = template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) if talks else None
     form = format_of(template) if called else None
     if called and talks and form is None:
         problems.append(
-            "the chat template of policy.tokenizer writes no tool calls in a form that is known here"
+            "the chat template of policy.tokenizer writes no tool calls in a known form"
             f" ({', '.join(FORMATS)}): use a checkpoint whose template has tools"
         )
     if talks:
@@ -171,7 +173,7 @@ def _template_problems(
     eos_token_ids: Sequence[int],
     roles: Sequence[str],
 ) -> list[str]:
-    """Return why a chat template cannot carry messages of these roles and calls of these tools."""
+    """Return problems of a chat template with messages of these roles and calls of these tools."""
     try:
         check_template(
             tokenizer, roles=roles, chat_template_kwargs=chat_template_kwargs, tools=tools, eos_token_ids=eos_token_ids
@@ -187,7 +189,7 @@ def _template_problems(
 
 
 def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
-    """Return reward functions, and one more for each class of environments that has `get_reward`."""
+    """Return the reward functions, and one more for each class of environments with `get_reward`."""
     kinds = {} if interaction is None else interaction.kinds
     own = [
         EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
@@ -198,13 +200,13 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Return the weights of reward functions, with a 1 for each of the environments' where these are left out."""
+    """Return the weights of reward functions, with 1 for each `EnvironmentReward` if there are none for these."""
     own = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
 
 
 def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> list[str]:
-    """Return the names of all columns that reward functions may ask for."""
+    """Return the names of all columns that reward functions may take."""
     return [*columns, *(() if interaction is None else _GIVEN)]
 
 
@@ -218,7 +220,7 @@ def encode_rows(
     chat_template_kwargs: Json | None = None,
     argument: str = "dataset",
 ) -> EncodedPrompts:
-    """`encode_prompts`, where each row's prompt shows the tools that its completions have."""
+    """`encode_prompts`, with the schemas of each row's tools in its prompt."""
     shown = interaction is not None and interaction.format is not None
     return encode_prompts(
         rows,
@@ -232,7 +234,7 @@ def encode_rows(
 
 
 def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]:
-    """Return `environment_factory` as a table, in which one factory for all rows stands under None."""
+    """Return `environment_factory` as a table; a single factory has the key None."""
     if given is None:
         return {}
     table: dict[Hashable, EnvironmentFactory] = dict(given.items()) if isinstance(given, Mapping) else {None: given}
@@ -244,23 +246,23 @@ def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]
 
 
 def _where(name: Hashable) -> str:
-    """Return how messages name a factory."""
+    """Return a factory's name in messages."""
     return "environment_factory" if name is None else f"environment_factory[{name!r}]"
 
 
 def _made(name: Hashable, factory: EnvironmentFactory) -> object:
-    """Make an environment, to look at."""
+    """Make an environment, to check it."""
     try:
         return factory()
     except Exception as error:
         raise ValueError(
             f"{_where(name)} raised {type(error).__name__}: {error}: it is called without arguments, once for each"
-            " completion (what differs between rows comes to its method reset)"
+            " completion (pass what differs between rows by its method reset)"
         ) from error
 
 
 def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentFactory]) -> list[str]:
-    """Return what is wrong with the column `environment`."""
+    """Return problems of the column `environment`."""
     if None in factories or not factories:
         return []
     known = ", ".join(map(repr, factories))
@@ -273,12 +275,12 @@ def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentF
 def _environment_problems(
     name: Hashable, environment: object, own: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
 ) -> list[str]:
-    """Return what is wrong with an environment, beside its tools."""
+    """Return problems of an environment, except for its tools."""
     kind, problems = type(environment).__name__, list[str]()
     if not own and not tools and not hasattr(environment, "respond"):
         problems.append(
-            f"{kind} has no public method that the policy could call, and no respond(text): no completion would ever"
-            " have a second turn"
+            f"{kind} has no public method that the policy could call, and no respond(text): every completion would have"
+            " a single turn"
         )
     problems += [f"{kind} and tools both have {twice!r}: rename one of them" for twice in own.keys() & tools.keys()]
     if own and tools and hasattr(environment, "answer_calls"):
@@ -294,8 +296,85 @@ def _environment_problems(
     except TypeError as error:
         problems.append(
             f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(columns)}):"
-            f" {error}; add **kwargs for those that it does not use"
+            f" {error}; add **kwargs for the columns that it does not use"
         )
     except ValueError:
         pass  # a builtin without a signature
     return problems
+
+
+@dataclasses.dataclass
+class EpisodeCounts:
+    """Counts of one episode.
+
+    Attributes:
+      turns: of the policy.
+      calls, failures: of tools.
+      errors: of the environment.
+      seconds: in tools and environment.
+      clipped: 1 if the last turn called a tool after the limit of calls.
+      cut_short: turns that were cut at `max_turn_length`; None without that limit.
+    """
+
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    clipped: int = 0
+    cut_short: int | None = None
+
+
+class Played(NamedTuple):
+    """The record of an episode, which JSON can hold.
+
+    Attributes:
+      turns: (True if the policy wrote it, text) of each turn and observation.
+      messages: the same as messages, if the prompt is a conversation.
+      reward: of `get_reward` and `respond`, or a list with one for each turn; None for "not scored".
+      counts: of its events.
+      lengths: tokens of each turn of the policy; () in records of older versions.
+    """
+
+    turns: list[tuple[bool, str]]
+    messages: Messages
+    reward: float | list[float] | str | None
+    counts: EpisodeCounts
+    lengths: Sequence[int] = ()
+
+    def to_json(self) -> list[object]:
+        """Return it as lists and dicts."""
+        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), [*self.lengths]]
+
+    @classmethod
+    def from_json(cls, kept: Sequence[Any]) -> Played:
+        """Return the record of a `to_json`."""
+        turns, messages, reward, counts, *lengths = kept
+        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts), *lengths)
+
+
+def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
+    """Return [B·G, T] int32, the turn that each drawn token belongs to, from 0; −1 for tokens that were not drawn.
+
+    It counts lengths of turns, since an observation between two turns may have no token.
+    """
+    ids = np.full(drawn.shape, -1, np.int32)
+    for row, own, one in zip(ids, drawn, played, strict=True):
+        row[own] = np.searchsorted(np.cumsum(one.lengths, dtype=int)[:-1], np.arange(own.sum()), side="right")
+    return ids
+
+
+def metrics_of(played: Sequence[Played]) -> dict[str, float]:
+    """Return the metrics of a rollout's episodes."""
+    counts = [one.counts for one in played]
+    turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
+    return {
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": float(max(turns)),
+        "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
+        **({"turns/cut_short": float(sum(cut_short))} if cut_short else {}),
+        "tools/calls": float(sum(one.calls for one in counts)),
+        "tools/failures": float(sum(one.failures for one in counts)),
+        "environment/errors": float(sum(one.errors for one in counts)),
+        "environment/seconds": float(sum(one.seconds for one in counts)),
+    }

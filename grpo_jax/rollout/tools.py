@@ -1,9 +1,9 @@
-"""Tools: functions that the policy may call, described by their own signatures; their arguments and what they return.
+"""Tools: functions that the policy may call, described by their signatures and docstrings.
 
 ```
 functions, an environment's methods ── read_tools, environment_tools ──► Tool(name, function, schema)
-a parsed call's arguments ── bind_arguments ──► keywords, or a text that says what is wrong
-what the function returned ── as_text ──► an observation
+arguments of a parsed call          ── bind_arguments ──► keywords, or an error for the policy
+result of the function              ── as_text ──► an observation
 ```
 """
 
@@ -27,7 +27,7 @@ from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
 
 CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
-"""Methods that an environment may have, and that are no tools."""
+"""Methods of an environment that are not tools."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TYPES: dict[str, tuple[Any, str]] = {
@@ -38,7 +38,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "array": (list, "a list"),
     "object": (dict, "an object"),
 }
-"""A type of JSON schema → its type in Python, and its name in messages."""
+"""A type of JSON schema → its Python type, and its name in messages."""
 _NO_HINTS = "give every argument a type hint, such as `x: int`"
 _NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
 
@@ -48,10 +48,9 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-      name: what the policy calls it.
-      function: what is called, with keywords; sync or async. A method of an environment that was given as a class is
-        not bound: such a tool is good for its schema only.
-      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it.
+      name: in calls.
+      function: called with keywords; sync or async. Of an environment's class, an unbound method.
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}, for chat templates.
     """
 
     name: str
@@ -63,17 +62,12 @@ def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") 
     """Return functions as tools, by their names.
 
     Args:
-      tools: functions or bound methods, sync or async, each with a docstring that describes every argument in an
-        'Args:' section, and with a type hint for every argument; both become the schema that the policy reads.
-      argument: what the caller calls them, for the messages.
+      tools: functions or bound methods, sync or async. Every argument needs a type hint, and a description in the
+        docstring's 'Args:' section, as in TRL; transformers' `get_json_schema` makes the schema of them.
+      argument: name of the caller's argument, for messages.
 
     Raises:
-      ValueError: one error with a line for each problem: something that is no function or has no name, no docstring,
-        an argument without a type hint or description, positional-only or variadic arguments, two of one name, a hint
-        that has no JSON schema.
-
-    References:
-      What TRL asks of its `tools` (1.16), and transformers' `get_json_schema` for the schema.
+      ValueError: one error with a line for each problem.
 
     Example:
       >>> def add(a: int, b: int = 1) -> int:
@@ -107,9 +101,9 @@ def environment_tools(environment: object) -> dict[str, Tool]:
     """Return the public methods of an environment as tools, by their names.
 
     Args:
-      environment: an object, or a class, whose methods are then not bound. `reset`, `get_reward`, `respond`, names that
-        begin with an underscore and attributes that are no methods are left out; inherited methods are not. An object
-        with `answer_calls` has the tools that its `tool_schemas` describe instead, and is told of whole turns.
+      environment: an object or a class. `reset`, `get_reward`, `respond` and names that begin with an underscore are
+        left out; inherited methods are not. An object with `answer_calls`, which receives whole turns, has the tools of
+        its `tool_schemas` instead.
 
     Raises:
       ValueError: as `read_tools`, for the methods.
@@ -141,10 +135,10 @@ def environment_tools(environment: object) -> dict[str, Tool]:
         if not isinstance(member, (types.FunctionType, staticmethod, classmethod)):
             continue
         function = getattr(environment, name)
-        # Of a class, the method is described as an object would have it: without its first parameter.
+        # A class's method is described without its first parameter, as an object's method.
         bound = types.MethodType(member, kind) if function is member else function
         tool, faults = _read(function, bound, f"{kind.__name__}.{name}", name)
-        problems += [f"{fault} (or begin its name with '_', if it is no tool)" for fault in faults]
+        problems += [f"{fault} (or begin its name with '_', if it is not a tool)" for fault in faults]
         if tool is not None:
             methods[name] = tool
     raise_all(f"environment {kind.__name__}", problems)
@@ -154,12 +148,12 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 def _read(
     function: Callable[..., Any], described: Callable[..., Any], where: str, name: str | None = None
 ) -> tuple[Tool | None, list[str]]:
-    """Return a function as a tool, or what keeps it from being one; `described` is what its schema is made from."""
+    """Return a function as a tool, and its problems; the schema is made of `described`."""
     if not callable(function):
         return None, [f"{where} is {show(function)}, which cannot be called: give a function"]
     name = name or getattr(function, "__name__", "")
     if isinstance(function, type) or not str(name).isidentifier():
-        return None, [f"{where} is {show(function)}, which is no named function: wrap it in a `def`"]
+        return None, [f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"]
     where = where if where.endswith(f".{name}") else f"{where}, {name!r}"
     try:
         parameters = list(inspect.signature(described).parameters.values())
@@ -170,25 +164,25 @@ def _read(
     if not faults:
         try:
             schema = _schema(described, str(name), parameters)
-        except Exception as error:  # transformers' own two, and whatever resolving a hint raises
-            advice = " If you need a more complex"  # transformers would take a schema in place of the function
+        except Exception as error:  # resolving a hint may raise anything
+            advice = " If you need a more complex"  # transformers suggests to pass a schema
             faults = [f"its schema cannot be made: {str(error).partition(advice)[0]}"]
     return (None if faults else Tool(str(name), function, schema)), [f"{where}: {fault}" for fault in faults]
 
 
 def _faults_of(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> list[str]:
-    """Return what is wrong with the signature and docstring of a function."""
+    """Return problems of the signature and docstring of a function."""
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     faults = []
     docstring = inspect.getdoc(function)
     if not docstring:
-        faults.append("it has no docstring: say in one what it does, since that is all the policy learns of it")
+        faults.append("it has no docstring: describe what it does, for the policy")
     described = (docstring and parse_google_format_docstring(docstring.strip())[1]) or {}
     for parameter in parameters:
         which = f"argument {parameter.name!r}"
         if parameter.kind in _VARIADIC:
-            faults.append(f"{which} takes any number of values, which no schema can say: name each argument")
+            faults.append(f"{which} takes any number of values, which a schema cannot describe: name each argument")
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             faults.append(f"{which} is positional-only: calls give arguments by name")
@@ -200,23 +194,23 @@ def _faults_of(function: Callable[..., Any], parameters: Sequence[inspect.Parame
 
 
 def _schema(function: Callable[..., Any], name: str, parameters: Sequence[inspect.Parameter]) -> Json:
-    """Return the schema of a function, made from a stand-in that has its face and no `self`."""
+    """Return the schema of a function, made of a copy of its signature without `self`."""
     from transformers.utils import get_json_schema
 
-    def face(**arguments: Any) -> None:
+    def copy(**arguments: object) -> None:
         """Replaced."""
 
     hints = get_type_hints(function)
     kept = {*(parameter.name for parameter in parameters), "return"}
-    face.__name__, face.__doc__ = name, inspect.getdoc(function)
-    face.__annotations__ = {key: hint for key, hint in hints.items() if key in kept}
-    described: Any = face
+    copy.__name__, copy.__doc__ = name, inspect.getdoc(function)
+    copy.__annotations__ = {key: hint for key, hint in hints.items() if key in kept}
+    described: Any = copy
     described.__signature__ = inspect.Signature(parameters)
-    return get_json_schema(face)
+    return get_json_schema(copy)
 
 
 def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
-    """Return the columns to call `reset` with: of prompt and name of the environment only what its signature takes."""
+    """Return the columns to call `reset` with; `prompt` and `environment` only if its signature has them."""
     try:
         parameters = inspect.signature(reset).parameters
     except ValueError:  # a builtin without a signature
@@ -227,9 +221,9 @@ def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
 
 
 def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
-    """Return the keywords to call a tool with, or a text for the policy that says what is wrong with them.
+    """Return the keywords to call a tool with, or an error for the policy.
 
-    Names, required arguments and types are checked by the schema; "3" for an integer or 3 for text are converted.
+    Names, required arguments and types are checked by the schema; "3" for an integer and 3 for text are converted.
     `arguments` are a dict, JSON text of an object, or None; the result shares nothing with them.
     """
     if isinstance(arguments, str):
@@ -257,9 +251,9 @@ def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
 
 
 def _fitted(value: Any, schema: Json) -> tuple[Any, str | None]:
-    """Return a value of the type that a schema names, or the value as it is and what would fit.
+    """Return a value converted to the type of a schema, or the unchanged value and the name of the type.
 
-    None, and a value whose schema has several types or none, are the tool's own affair.
+    None is not checked, nor are values whose schema has several types or none.
     """
     kind = schema.get("type")
     known, wanted = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
@@ -279,24 +273,24 @@ def _fitted(value: Any, schema: Json) -> tuple[Any, str | None]:
 
 
 def _suggested(name: object, known: Sequence[str]) -> str:
-    """Return an unknown name with the nearest known one, or all known ones if none is near."""
+    """Return an unknown name with the nearest known one, or with all known ones."""
     near = nearest(name, known)
     hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(known) or 'none'}"
     return f"{show(name)} ({hint})"
 
 
 def _kind(value: object) -> str:
-    """Return what a value of JSON is called, with its article."""
+    """Return the name of a JSON value's type, with an article."""
     names = {bool: "a truth value", list: "a list", int: "a number", float: "a number", str: "text"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def call_within(seconds: float | None, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call a function, sync or async, and wait at most `seconds` (None: no limit) for its result.
+    """Call a function, sync or async, and wait at most `seconds` (None for no limit) for its result.
 
-    A sync function runs in its own thread, which cannot be ended: its late result is dropped. An async one runs on the
-    loop of async rewards, and is cancelled. Raises a `TimeoutError`, or what the function raises, `SystemExit`
-    included.
+    A sync function runs in its own thread, which cannot be stopped: its late result is dropped. An async one runs on
+    the event loop of async rewards, and is cancelled. Raises a `TimeoutError`, or what the function raises, including
+    `SystemExit`.
     """
     outcome: list[Any] = []
 
@@ -307,7 +301,7 @@ def call_within(seconds: float | None, function: Callable[..., Any], *args: Any,
                 promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
                 if not concurrent.futures.wait([promise], seconds).done:
                     promise.cancel()
-                    return  # no outcome: it took longer, however soon the caller sees that
+                    return  # no outcome
                 value = promise.result()
             outcome.append((value, None))
         except BaseException as error:
@@ -332,16 +326,15 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Return what a tool or an environment returned as text for the policy; never raises.
+    """Return the result of a tool or an environment as text for the policy; never raises.
 
-    Bytes are decoded, None is no text, JSON values become JSON, and all else is `str`; what is not Unicode is replaced.
-    After `limit` characters a note says how many were left out.
+    Bytes are decoded, None is "", JSON values become JSON, and anything else is `str`; invalid Unicode is replaced.
+    After `limit` characters a note counts the rest.
     """
     try:
         text = _text(value)
-        # Encoded by `str` itself, whatever a subclass of it makes of its own methods: what comes back is a plain str.
         text = str.encode(text, "utf-8", "replace").decode("utf-8")
-    except (Exception, SystemExit) as error:  # a value can do anything while it is written
+    except (Exception, SystemExit) as error:  # from a `__str__` of the user's
         return f"[{type(value).__name__} that cannot be written as text: {type(error).__name__}]"
     if len(text) <= limit:
         return text
@@ -359,6 +352,6 @@ def _text(value: object) -> str:
     if isinstance(value, (dict, list, tuple, bool, int, float)):
         try:
             return json.dumps(value, ensure_ascii=False, default=str)
-        except Exception:  # a circle, a key that JSON has none for: `str` may have an answer
+        except Exception:  # a cycle, or a key that JSON does not allow
             return str(value)
     return str(value)

@@ -11,8 +11,7 @@ import numpy as np
 
 from grpo_jax.rollout.episodes import Episodes
 from grpo_jax.rollout.generate import generate
-from grpo_jax.rollout.interaction import Interaction, encode_rows
-from grpo_jax.rollout.played import Played, metrics_of, turn_ids
+from grpo_jax.rollout.interaction import Interaction, Played, encode_rows, metrics_of, turn_ids
 from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.sampler import Request, completions_by, with_old_log_probs
 from grpo_jax.text.prompts import EncodedPrompts, make_prompts

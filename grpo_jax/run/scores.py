@@ -15,7 +15,7 @@ from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import Rewards, compute_rewards, mean_of_scored, reward_stats, total_rewards
 from grpo_jax.rewards.contract import TrainerState, own_copy, reward_names
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.played import Played
+from grpo_jax.rollout.interaction import Played
 from grpo_jax.run.sample import Sampled
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation

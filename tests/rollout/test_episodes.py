@@ -10,8 +10,15 @@ from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
 from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
-from grpo_jax.rollout.interaction import encode_rows, make_interaction, with_environments
-from grpo_jax.rollout.played import EpisodeCounts, Played, metrics_of, turn_ids
+from grpo_jax.rollout.interaction import (
+    EpisodeCounts,
+    Played,
+    encode_rows,
+    make_interaction,
+    metrics_of,
+    turn_ids,
+    with_environments,
+)
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import Texts, before_of
 from grpo_jax.text.prompts import encode_prompts, make_prompts
@@ -430,7 +437,7 @@ class Untold(Sums):
         ),
         (
             {"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
-            "writes no tool calls in a form that is known here|without tool support",
+            "writes no tool calls in a known form|without tool support",
         ),
     ],
 )

@@ -124,8 +124,8 @@ def test_every_problem_is_named_in_one_error():
         r"'careless': argument 'more' takes any number of values",
         r"'positional': argument 'a' is positional-only",
         r"'strange': its schema cannot be made: .*Decimal",
-        r"tools\[5\] is <function .*, which is no named function",
-        r"tools\[6\] is <class .*World'>, which is no named function",
+        r"tools\[5\] is <function .*, which is not a named function",
+        r"tools\[6\] is <class .*World'>, which is not a named function",
         r"tools\[8\]: there is another tool 'now'",
     ]:
         assert re.search(part, said), part

@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.played import EpisodeCounts, Played
+from grpo_jax.rollout.interaction import EpisodeCounts, Played
 from grpo_jax.run import scores as scoring
 from grpo_jax.run.sample import Sampled
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
