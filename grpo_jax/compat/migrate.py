@@ -251,7 +251,7 @@ def _translate_server(moved: Migration, values: Json) -> None:
 
 # TRL's script ---------------------------------------------------------------------------------------------------------
 
-# Arguments of TRL's script and of its ModelConfig that are translated below.
+# Arguments of TRL's script and of its ModelConfig: those that are translated below, and notes on the others.
 _TRANSLATED = (
     "reward_funcs dataset_name dataset_config dataset_train_split dataset_test_split model_name_or_path torch_dtype"
     " dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_8bit load_in_4bit bnb_4bit_quant_type"
@@ -260,24 +260,24 @@ _NOT_NEEDED = {
     "attn_implementation": "attention is chosen by the device",
     "trust_remote_code": "the families of checkpoints are implemented here",
     "lora_task_type": "there is one task",
-    "use_bnb_nested_quant": "the scales of NF4 are quantized too",
+    "use_bnb_nested_quant": "the scales of NF4 are also quantized",
     "bnb_4bit_quant_storage": "4 bits are stored as such",
-    "ignore_bias_buffers": "params are an argument; a model has no buffers",
+    "ignore_bias_buffers": "models have no buffers",
 }
 _MISSING = {
     "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/rewards.md has one",
-    "lora_modules_to_save": "only the adapters are trained",
-    "use_rslora": "give alpha times the root of the rank",
-    "use_dora": "plain low-rank adapters only",
+    "lora_modules_to_save": "only adapters are trained",
+    "use_rslora": "multiply alpha by the square root of the rank",
+    "use_dora": "only plain low-rank adapters are supported",
     "lora_target_parameters": "adapters are on projections; name those in lora_target_modules",
     "model_revision": "download that revision, and give its directory",
-    "dataset_streaming": "the rows are read to their end before the run",
-    "datasets": "a mixture of datasets is a function that returns rows: data: module:function",
+    "dataset_streaming": "all rows are read before the run",
+    "datasets": "write a function that returns the rows of all: data: module:function",
 }
 _NUMBERS = {"number_reward": "solution"}
-_REWARDS: dict[str, dict[str, Any]] = {
+_REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    # With the values of TRL's script.
+    # The values of TRL's script.
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },
@@ -290,34 +290,30 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
     """Translate the YAML config of TRL's GRPO script into the keys of a RUN.yaml.
 
     The values are arguments of the script, of its `ModelConfig` and of `GRPOConfig`. The notes of the `Migration` cover
-    all of them; unknown names and values that are not accepted are a ValueError.
+    all of them. Raises ValueError for unknown names and values that are not accepted.
     """
-    # PyYAML, by which TRL reads files, takes an unquoted no for False.
-    values = {name: "no" if name == "eval_strategy" and value is False else value for name, value in values.items()}
+    values = dict(values)
+    if values.get("eval_strategy") is False:  # PyYAML, which TRL uses, reads an unquoted no as False
+        values["eval_strategy"] = "no"
     of_script = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
-    script = {name: value for name, value in values.items() if name in of_script}
-    moved = from_trl({name: value for name, value in values.items() if name not in script})
-    for name, value in script.items():
-        if value not in (None, False, "", []):
-            moved.missing |= {name: _MISSING[name]} if name in _MISSING else {}
-            moved.left_out |= {name: _NOT_NEEDED[name]} if name in _NOT_NEEDED else {}
-    run: dict[str, Any] = {}
-    if "model_name_or_path" in script:
-        run["model"] = script["model_name_or_path"]
-    run |= _data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no")
-    if script.get("reward_funcs"):
-        run["rewards"] = _rewards(script["reward_funcs"], moved.missing)
-    if script.get("use_peft"):
-        run["lora"] = _lora(script, moved.missing)
-    run |= _quantized(script, moved.missing)
+    script = {name: values.pop(name) for name in list(values) if name in of_script}
+    moved = from_trl(values)
+    set_names = {name for name, value in script.items() if value not in (None, False, "", [])}
+    moved.missing |= {name: note for name, note in _MISSING.items() if name in set_names}
+    moved.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in set_names}
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
-    if dtype in ("bfloat16", "float16"):
-        run["param_dtype"] = "bfloat16"
-    if moved.run_dir is not None:
-        run["run_dir"] = moved.run_dir
-    run |= {} if moved.sampler is None else {"sampler": {"vllm": moved.sampler._asdict()}}
+    run: dict[str, Any] = {
+        "model": script.get("model_name_or_path"),
+        **_data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no"),
+        "rewards": _rewards(script["reward_funcs"], moved.missing) if script.get("reward_funcs") else None,
+        "lora": _lora(script, moved.missing) if script.get("use_peft") else None,
+        "quantize": _quantized(script, moved.missing),
+        "param_dtype": "bfloat16" if dtype in ("bfloat16", "float16") else None,
+        "run_dir": moved.run_dir,
+        "sampler": None if moved.sampler is None else {"vllm": moved.sampler._asdict()},
+    }
     config = moved.config().to_dict()
-    return run | {name: config[name] for name in moved.values}, moved
+    return {name: x for name, x in run.items() if x is not None} | {name: config[name] for name in moved.values}, moved
 
 
 def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
@@ -331,39 +327,38 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     elif "dataset_test_split" in script:
-        left_out["dataset_test_split"] = "eval_strategy is 'no', as it is by default: nothing is evaluated"
+        left_out["dataset_test_split"] = "there is no evaluation, since eval_strategy is 'no' by default"
     return data
 
 
-def _rewards(names: str | list[str], missing: dict[str, str]) -> list[Any]:
-    """Return entries of `rewards` for names of TRL's, and for functions by their dotted paths."""
-    entries: list[Any] = []
+def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json]:
+    """Return entries of `rewards` for TRL's names, and for functions by their dotted paths."""
+    entries: list[str | Json] = []
     for name in [names] if isinstance(names, str) else names:
         if name in _REWARDS:
             entries.append(_REWARDS[name])
         elif "." in name:
             entries.append(":".join(name.rsplit(".", 1)))
         else:
-            missing[f"reward_funcs, {name}"] = "name a function of your own, as module:function"
+            missing[f"reward_funcs, {name}"] = "give a function as module:function"
         if _REWARDS.get(name) is _NUMBERS:
-            missing[f"reward_funcs, {name}"] = (
-                "TRL's verifies LaTeX by math_verify; number_reward, which replaces it, compares numbers"
-            )
+            note = "TRL's verifies LaTeX by math_verify; number_reward, which replaces it, compares numbers"
+            missing[f"reward_funcs, {name}"] = note
     return entries
 
 
-def _quantized(script: Json, missing: dict[str, str]) -> dict[str, Any]:
+def _quantized(script: Json, missing: dict[str, str]) -> str | None:
     """Return how the base under adapters is quantized."""
     bits = next((name for name in ("load_in_4bit", "load_in_8bit") if script.get(name)), None)
     if bits is None:
-        return {}
+        return None
     if not script.get("use_peft"):
         missing[bits] = "quantized weights are not trained: with use_peft adapters are trained on them"
-        return {}
+        return None
     kind = script.get("bnb_4bit_quant_type", "nf4")
     if bits == "load_in_4bit" and kind != "nf4":
-        missing["bnb_4bit_quant_type"] = f"{kind!r}: 4 bits are held as nf4"
-    return {"quantize": "nf4" if bits == "load_in_4bit" else "int8"}
+        missing["bnb_4bit_quant_type"] = f"{kind!r}: 4 bits are stored as nf4"
+    return "nf4" if bits == "load_in_4bit" else "int8"
 
 
 def _lora(script: Json, missing: dict[str, str]) -> dict[str, Any]:
@@ -375,7 +370,6 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, Any]:
     if targets and targets != ["all-linear"]:
         lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
     elif targets is None:
-        missing["lora_target_modules"] = (
-            "PEFT chooses projections by the family of the model, and here all are adapted; name them to be sure"
-        )
+        note = "PEFT chooses projections by the family of the model, and here all are adapted; name them to be sure"
+        missing["lora_target_modules"] = note
     return lora

@@ -1,4 +1,4 @@
-"""Every field of TRL 1.16's `GRPOConfig`, with what to do about those that are not fields here; TRL's names of metrics.
+"""Every field of TRL 1.16's `GRPOConfig`, with advice on the ones that are not fields here; TRL's names of metrics.
 
 One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
 """
@@ -6,7 +6,7 @@ One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 TRL_VERSION = "1.16"
@@ -31,40 +31,39 @@ class Elsewhere(NamedTuple):
     field: str | None = None
 
 
-def _other(default: object, advice: str) -> Elsewhere:
-    return Elsewhere(default, "other name", advice)
+_Fields = dict[str, Elsewhere]
 
 
-def _renamed(default: object, field: str, more: str = "") -> Elsewhere:
-    return Elsewhere(default, "other name", f"use {field}{more}", field)
+def _other(advice: str, **defaults: object) -> _Fields:
+    return {name: Elsewhere(default, "other name", advice) for name, default in defaults.items()}
 
 
-def _outside(default: object, what: str) -> Elsewhere:
-    return Elsewhere(default, "set outside", f"leave it out: {what}")
+def _renamed(field: str, more: str = "", **defaults: object) -> _Fields:
+    return {name: Elsewhere(default, "other name", f"use {field}{more}", field) for name, default in defaults.items()}
 
 
-def _needless(default: object, why: str) -> Elsewhere:
-    return Elsewhere(default, "not needed", f"leave it out: {why}")
+def _outside(what: str, **defaults: object) -> _Fields:
+    return {name: Elsewhere(default, "set outside", f"leave it out: {what}") for name, default in defaults.items()}
 
 
-def _absent(default: object, advice: str) -> Elsewhere:
-    return Elsewhere(default, "not here", advice)
+def _needless(why: str, **defaults: object) -> _Fields:
+    return {name: Elsewhere(default, "not needed", f"leave it out: {why}") for name, default in defaults.items()}
 
 
-def _group(make: Callable[[object, str], Elsewhere], advice: str, **defaults: object) -> dict[str, Elsewhere]:
-    return {name: make(default, advice) for name, default in defaults.items()}
+def _absent(advice: str, **defaults: object) -> _Fields:
+    return {name: Elsewhere(default, "not here", advice) for name, default in defaults.items()}
 
 
-_PYTORCH = "it is a setting of PyTorch"
-_LOADER = "prompts are found by counting, without a data loader"
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
-_VLLM = "whoever starts `vllm serve` gives it there"
-_ENGINE = ", which counts where a sampler of your own is given to train"
-_MESH = "use mesh: there is one process per host, and XLA talks between the devices"
-_CUT = "leave it out: mesh says how params are cut"
-_HUB = "completions.jsonl holds them; huggingface_hub's upload_folder publishes a directory"
+_ENGINE = ", which has an effect with a sampler passed to train"
+_OPTIMIZER = "pass optimizer to train, an optax transformation"
+_DECODED = "completions that have ended are not decoded further"
+_VLLM = "it is an option of `vllm serve`"
 _TRACKIO = "call trackio.init(space_id=...) and pass its log to train, in callbacks"
-_EVAL_ONCE = "evaluation generates and scores; there are no logits to gather"
+_EVALUATION = "evaluation generates and scores; there are no logits to gather"
+_LOADER = "prompts are found by index, without a data loader"
+_MESH = "use mesh: there is one process per host, and XLA communicates between devices"
+_SHARDED = "leave it out: mesh determines how params are sharded"
 
 _UNNOTED = (
     "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
@@ -81,176 +80,169 @@ _UNNOTED = (
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
     "per_device_train_batch_size": "completions, as in TRL; a micro-batch may be a part of a group",
-    "num_train_epochs": "batches run on over the end of an epoch, so that no row is left out",
-    "seed": "other streams: the same seed draws other samples than in TRL",
-    "scale_rewards": "True and False are taken too",
+    "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is left out",
+    "seed": "the same seed gives other samples than in TRL",
+    "scale_rewards": "True and False are accepted too",
     "importance_sampling_level": '"trajectory" is ours',
-    "epsilon_high": 'with `loss_type="cispo"` it has to be given: unset, TRL scales on-policy gradients by 0.2',
+    "epsilon_high": 'required with `loss_type="cispo"`: if it is unset, TRL scales on-policy gradients by 0.2',
     "delta": "caps the first term of the min only, as in TRL",
-    "router_aux_loss_coef": "over the completions' tokens; TRL counts a prompt's tokens too, once for each completion",
-    "beta": "at 0 no reference is kept, as in TRL",
-    "use_bias_correction_kl": "as in TRL, but at the sequence level by the token's ratio, which leaves no bias; TRL's "
-    'value: `kl_correction_level="importance_sampling_level"`. That, `kl_estimator` and `kl_placement` are ours',
-    "sync_ref_model": "refused with `beta = 0`; the mixed reference is in the checkpoints",
-    "ref_model_mixup_alpha": "of adapters the weights A·B are mixed",
+    "router_aux_loss_coef": "over the completions' tokens; TRL also counts a prompt's tokens, once for each completion",
+    "beta": "with 0 there is no reference, as in TRL",
+    "use_bias_correction_kl": "as in TRL, but corrected by the token's ratio at the sequence level too, without bias; "
+    '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement` are ours',
+    "sync_ref_model": "refused with `beta = 0`; checkpoints contain the mixed reference",
+    "ref_model_mixup_alpha": "for adapters, the products A·B are mixed",
     "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
-    "weight_decay": "norms and biases do not decay, embeddings and LoRA's factors do",
-    "gradient_checkpointing": "TRL's default is True; here None, on where activations would not fit into memory",
+    "weight_decay": "not applied to norms and biases; applied to embeddings and LoRA's factors",
+    "gradient_checkpointing": "TRL's default is True; here None: on if activations would not fit into memory",
     "eval_steps": "a whole number or None; there is always an evaluation before the first step and after the last",
-    "num_generations_eval": "1 where evaluation is greedy (`temperature_eval`, ours)",
-    "logging_steps": "a whole number; no ratio below 1",
+    "num_generations_eval": "1 if evaluation is greedy (`temperature_eval`, ours)",
+    "logging_steps": "a whole number; ratios below 1 are not supported",
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
-    "logging_first_step": "True unless it is set: a curve has a beginning",
+    "logging_first_step": "default True",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
-    "metrics of training count too; no loss is evaluated",
-    "load_best_model_at_end": "where no `metric_for_best_model` is named, the trainer of `compat` takes `eval/reward`; "
-    "the checkpoints keep the last policy too",
+    "metrics of training are accepted too; there is no evaluation loss",
+    "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` takes `eval/reward`; "
+    "the last policy is kept in the checkpoints too",
     "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5; transformers 4 reported to all",
-    "project": "wandb's too, unless WANDB_PROJECT is set",
-    "push_to_hub": "pushed from the directory `hub` of the run directory, with a model card made from the run",
-    "hub_strategy": "checkpoints themselves are not pushed",
+    "project": "also for wandb, unless WANDB_PROJECT is set",
+    "push_to_hub": "pushes the directory `hub` of the run directory, with a model card of the run",
+    "hub_strategy": "checkpoints are not pushed",
 }
-"""TRL's fields that are fields here, with the same meaning and default, and what to know of them."""
+"""TRL's fields that are fields here, with the same meaning and default, and notes on them."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
-    "model_init_kwargs": _other(None, "pass dtype to from_pretrained"),
-    "trust_remote_code": _absent(False, "the families of checkpoints are implemented here; no code is fetched"),
-    "disable_dropout": _needless(False, "no model here has dropout; GRPOTrainer then leaves that of adapters out too"),
-    "cast_lm_head_to_fp32": _needless(False, "logits are float32 always"),
-    "bf16": _other(None, 'use compute_dtype="bfloat16"'),
-    "fp16": _other(False, 'use compute_dtype="auto": there is no float16 with loss scaling'),
-    "tf32": _outside(None, "JAX_DEFAULT_MATMUL_PRECISION is JAX's switch"),
-    **_group(
-        _needless, "evaluation computes in compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False
-    ),
+    **_other("pass dtype to from_pretrained", model_init_kwargs=None),
+    **_absent("the families of checkpoints are implemented here; no code is downloaded", trust_remote_code=False),
+    **_needless("models have no dropout; GRPOTrainer then also disables that of adapters", disable_dropout=False),
+    **_needless("logits are always float32", cast_lm_head_to_fp32=False),
+    **_other('use compute_dtype="bfloat16"', bf16=None),
+    **_other('use compute_dtype="auto": there is no float16 with loss scaling', fp16=False),
+    **_outside("JAX_DEFAULT_MATMUL_PRECISION is JAX's switch", tf32=None),
+    **_needless("evaluation computes in compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.
-    "generation_kwargs": _other(
-        None,
-        "its stop_strings (vLLM: stop) and stop_token_ids are stop and stop_token_ids; the sampler takes temperature,"
-        " top_k, top_p and min_p beside them",
+    **_other(
+        "its stop_strings (vLLM: stop) and stop_token_ids are stop and stop_token_ids; the sampler also takes"
+        " temperature, top_k, top_p and min_p",
+        generation_kwargs=None,
     ),
-    "repetition_penalty": _absent(
-        1.0,
-        "leave it out: the sampler has no such penalty, which the log-probs of the loss would need too (TRL's lack it);"
-        " there is get_repetition_penalty_reward",
+    **_absent(
+        "leave it out: the sampler does not have this penalty, which the log-probs of the loss would need too (TRL's"
+        " lack it); there is get_repetition_penalty_reward",
+        repetition_penalty=1.0,
     ),
-    "cache_implementation": _needless(None, "the cache is built in"),
-    **_group(_needless, "ended completions leave the decode by themselves", use_transformers_continuous_batching=False),
-    **_group(
-        _needless, "ended completions leave the decode by themselves", transformers_continuous_batching_config=None
-    ),
-    **_group(_needless, "ended completions leave the decode by themselves", use_transformers_paged=False),
-    "ds3_gather_for_generation": _needless(True, "there is no DeepSpeed"),
-    "use_vllm": _needless(
-        False,
+    **_needless("the cache is built in", cache_implementation=None),
+    **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
+    **_needless(_DECODED, use_transformers_paged=False),
+    **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
+    **_needless(
         "the sampler is built in; a running vLLM server is sampler=engines.vllm(base_url), in a TRL script"
         ' vllm_mode="server"',
+        use_vllm=False,
     ),
-    "vllm_mode": _other("colocate", _SERVER + "; in one process with the trainer there is the built-in sampler"),
-    **_group(_needless, _VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
-    **_group(_needless, _VLLM, vllm_tensor_parallel_size=1),
-    "vllm_enable_sleep_mode": _needless(False, "no vLLM shares the trainer's devices"),
-    "vllm_structured_outputs_regex": _absent(None, "the sampler knows no grammars; reward the format instead"),
-    **_group(_other, _SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
-    "vllm_server_timeout": _other(240.0, _SERVER + ", its patience"),
-    "vllm_group_port": _needless(51216, "weights go to the server by files that both sides see"),
-    "vllm_importance_sampling_correction": _other(True, "use sampler_correction, None for False" + _ENGINE),
-    "vllm_importance_sampling_mode": _renamed("sequence_mask", "sampler_correction", _ENGINE),
-    "vllm_importance_sampling_clip_max": _renamed(3.0, "sampler_correction_max", _ENGINE),
-    "vllm_importance_sampling_clip_min": _renamed(None, "sampler_correction_min", _ENGINE),
-    "vllm_importance_sampling_cap": _renamed(None, "sampler_correction_max", _ENGINE),
+    **_other(_SERVER + "; in one process with the trainer there is the built-in sampler", vllm_mode="colocate"),
+    **_needless(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
+    **_needless(_VLLM, vllm_tensor_parallel_size=1),
+    **_needless("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
+    **_absent("the sampler does not support grammars; reward the format instead", vllm_structured_outputs_regex=None),
+    **_other(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
+    **_other(_SERVER + ", its patience", vllm_server_timeout=240.0),
+    **_needless("the server reads weights from files that both sides can access", vllm_group_port=51216),
+    **_other("use sampler_correction, None for False" + _ENGINE, vllm_importance_sampling_correction=True),
+    **_renamed("sampler_correction", _ENGINE, vllm_importance_sampling_mode="sequence_mask"),
+    **_renamed("sampler_correction_max", _ENGINE, vllm_importance_sampling_clip_max=3.0),
+    **_renamed("sampler_correction_min", _ENGINE, vllm_importance_sampling_clip_min=None),
+    **_renamed("sampler_correction_max", _ENGINE, vllm_importance_sampling_cap=None),
     # Optimizer.
-    "lr_scheduler_kwargs": _absent(
-        None, "pass optimizer to train, an optax transformation with a schedule of your own"
-    ),
-    "optim": _other("adamw_torch_fused", "leave it out: it is AdamW; for another, pass optimizer to train"),
-    "optim_args": _absent(None, "pass optimizer to train, an optax transformation"),
-    "optim_target_modules": _absent(None, "pass optimizer to train, with optax.masked"),
-    "average_tokens_across_devices": _needless(True, "the loss does not depend on how a batch is cut"),
-    "label_smoothing_factor": _absent(0.0, "no loss here has labels"),
-    "neftune_noise_alpha": _absent(None, "no noise is added to embeddings"),
-    "auto_find_batch_size": _absent(False, "halving a batch would cut groups: lower per_device_train_batch_size"),
+    **_absent(_OPTIMIZER + " with its own schedule", lr_scheduler_kwargs=None),
+    **_other("leave it out: it is AdamW; for another, pass optimizer to train", optim="adamw_torch_fused"),
+    **_absent(_OPTIMIZER, optim_args=None),
+    **_absent("pass optimizer to train, with optax.masked", optim_target_modules=None),
+    **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
+    **_absent("there are no labels", label_smoothing_factor=0.0),
+    **_absent("noise is not added to embeddings", neftune_noise_alpha=None),
+    **_absent("half a batch could split groups: lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
-    "activation_checkpointing": _renamed(None, "gradient_checkpointing"),
-    "activation_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    "gradient_checkpointing_kwargs": _needless(None, "a layer is recomputed as a whole"),
-    **_group(
-        _needless, "everything is compiled", torch_compile=False, torch_compile_backend=None, torch_compile_mode=None
+    **_renamed("gradient_checkpointing", activation_checkpointing=None),
+    **_needless(
+        "whole layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None
     ),
-    **_group(_needless, "logits exist for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
-    "use_cache": _needless(False, "the sampler keeps its own cache, training none"),
-    "torch_empty_cache_steps": _needless(None, _PYTORCH),
+    **_needless("everything is compiled", torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
+    **_needless("logits exist for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
+    **_needless("the sampler has its own cache, training needs none", use_cache=False),
+    **_needless("it is a setting of PyTorch", torch_empty_cache_steps=None),
     # Logging.
-    "output_dir": _other(None, "pass run_dir to train"),
-    "logging_strategy": _other("steps", "leave it out: logging_steps says it"),
-    "log_on_each_node": _needless(True, "one process writes"),
-    "logging_nan_inf_filter": _needless(True, "what is not finite is left out of means and counted where it arises"),
-    "include_num_input_tokens_seen": _needless("no", "num_tokens and num_prompts are logged always"),
-    "log_level": _outside("passive", "use the levels of logging and the filters of warnings"),
-    "log_level_replica": _needless("warning", "one process writes"),
-    "disable_tqdm": _needless(None, "progress is shown on a terminal and kept from files"),
-    **_group(_absent, _TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
-    "log_multimodal": _absent(True, "prompts are text"),
-    "log_unique_prompts": _needless(False, "completions.jsonl holds them all, and report.html filters them"),
-    "log_completions_hub_repo": _absent(None, _HUB),
+    **_other("pass run_dir to train", output_dir=None),
+    **_other("leave it out: use logging_steps", logging_strategy="steps"),
+    **_needless("one process writes", log_on_each_node=True),
+    **_needless("values that are not finite are left out of means and counted", logging_nan_inf_filter=True),
+    **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
+    **_outside("use the levels of logging and the filters of warnings", log_level="passive"),
+    **_needless("one process writes", log_level_replica="warning"),
+    **_needless("progress is shown on a terminal only", disable_tqdm=None),
+    **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
+    **_absent("prompts are text", log_multimodal=True),
+    **_needless("completions.jsonl contains them all, and report.html filters them", log_unique_prompts=False),
+    **_absent(
+        "completions.jsonl contains them; huggingface_hub's upload_folder publishes a directory",
+        log_completions_hub_repo=None,
+    ),
     # Evaluation.
-    "eval_strategy": _other("no", "leave it out: eval_steps says it"),
-    "do_eval": _needless(False, "there is an evaluation where there is an eval_dataset"),
-    "eval_delay": _absent(0, "there is one before the first step, every eval_steps and after the last"),
-    "eval_on_start": _needless(False, "there is an evaluation before the first step always"),
-    **_group(_needless, _EVAL_ONCE, prediction_loss_only=False, eval_do_concat_batches=True),
-    **_group(_needless, _EVAL_ONCE, eval_use_gather_object=False, eval_accumulation_steps=None),
-    **_group(_needless, _EVAL_ONCE, include_for_metrics=[], batch_eval_metrics=False),
-    "do_predict": _needless(False, "it is a script's own flag, which no trainer reads; call evaluate"),
+    **_other("leave it out: use eval_steps", eval_strategy="no"),
+    **_needless("there is an evaluation if eval_dataset is given", do_eval=False),
+    **_absent("evaluations come before the first step, every eval_steps and after the last", eval_delay=0),
+    **_needless("there is always an evaluation before the first step", eval_on_start=False),
+    **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
+    **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
+    **_needless("it is an option of scripts, which trainers do not read; call evaluate", do_predict=False),
     # Checkpoints.
-    "save_strategy": _other("steps", "leave it out: save_steps says it (None: at the end only)"),
-    "save_only_model": _absent(
-        False, "a checkpoint holds all that a run needs to go on; save_pretrained writes the model"
+    **_other("leave it out: use save_steps (None: at the end only)", save_strategy="steps"),
+    **_absent(
+        "a checkpoint contains everything that a run needs to resume; save_pretrained writes the model",
+        save_only_model=False,
     ),
-    "save_on_each_node": _absent(False, "all processes write one checkpoint, to one place that all of them see"),
-    "enable_jit_checkpoint": _needless(False, "SIGTERM saves a checkpoint always"),
-    "restore_callback_states_from_checkpoint": _absent(False, "callbacks are functions without a state of the run's"),
-    "resume_from_checkpoint": _other(None, "call train again with the same run_dir: it goes on where it stopped"),
-    "ignore_data_skip": _needless(False, "a resumed run goes on with the next prompt, at no cost"),
-    "hub_token": _absent(None, "log in by `hf auth login` or set HF_TOKEN: a config is written into the run directory"),
-    "hub_always_push": _absent(
-        False, "a push that is due while one is under way is left out; that of the end never is"
-    ),
+    **_absent("all processes write one checkpoint, to a place that all can access", save_on_each_node=False),
+    **_needless("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
+    **_absent("the state of callbacks is not saved", restore_callback_states_from_checkpoint=False),
+    **_other("call train again with the same run_dir: it resumes", resume_from_checkpoint=None),
+    **_needless("a resumed run continues with the next prompt, at no cost", ignore_data_skip=False),
+    **_absent("log in by `hf auth login` or set HF_TOKEN: a config is written into the run directory", hub_token=None),
+    **_absent("a push is skipped while another is under way, except the last", hub_always_push=False),
     # Data.
-    "data_seed": _other(None, "use seed: it decides the order of the prompts too"),
-    "full_determinism": _outside(
-        False, "on a CPU the same seed gives the same run; for a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    **_other("use seed: it also determines the order of the prompts", data_seed=None),
+    **_outside(
+        "on a CPU the same seed gives the same run; for a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
+        full_determinism=False,
     ),
-    **_group(_needless, _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
-    **_group(_needless, _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
-    **_group(_needless, _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
-    **_group(_needless, _LOADER, length_column_name="length"),
-    "remove_unused_columns": _needless(False, "reward functions get the columns that they name"),
-    "label_names": _needless(None, "no loss here has labels"),
-    "train_sampling_strategy": _other("random", "use shuffle_dataset"),
+    **_needless(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
+    **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
+    **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
+    **_needless(_LOADER, length_column_name="length"),
+    **_needless("reward functions get the columns that they name", remove_unused_columns=False),
+    **_needless("there are no labels", label_names=None),
+    **_other("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
-    "use_cpu": _outside(False, "JAX_PLATFORMS=cpu says it"),
-    **_group(_needless, _MESH, accelerator_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
-    **_group(_needless, _MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
-    **_group(_needless, _MESH, local_rank=-1),
-    "parallelism_config": _other(None, _MESH),
-    **_group(_other, _CUT, fsdp=None, fsdp_config=None, deepspeed=None),
+    **_outside("set JAX_PLATFORMS=cpu", use_cpu=False),
+    **_needless(_MESH, accelerator_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
+    **_needless(_MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
+    **_needless(_MESH, local_rank=-1),
+    **_other(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging.
-    "debug": _needless("", "an update that is not finite is always skipped and counted, and its cause is named"),
-    "skip_memory_metrics": _needless(True, "`rehearse` prints what a run takes"),
-    "do_train": _needless(False, "it is a script's own flag, which no trainer reads; call train"),
+    **_needless("an update that is not finite is always skipped and counted, with its cause", debug=""),
+    **_needless("`rehearse` prints the memory of a run", skip_memory_metrics=True),
+    **_needless("it is an option of scripts, which trainers do not read; call train", do_train=False),
 }
-"""TRL's fields that are none here, in the order of the page."""
+"""TRL's fields that are not fields here, in the order of the page."""
 
 HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
-"""Name → what to do, for the message of `GRPOConfig` that it has no such field."""
+"""Name → advice, for error messages of `GRPOConfig`."""
 
 
 def trl_names(
     metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return the numbers of a line of metrics, except its step, by TRL's names; `parts`: of several eval_datasets.
+    """Return the metrics of a line, except its step, by TRL's names; `parts` are the names of several eval_datasets.
 
     Example:
       >>> trl_names({"eval/right": 1.0, "eval/mean_length": 3.0, "eval/reward": 1.0}, ["right"])
