@@ -73,39 +73,26 @@ class Panel(NamedTuple):
     curves: list[Curve]
 
 
+# fmt: off
 _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] = (
     ("Reward", "mean over completions", None, {"reward": ("weighted sum", "policy"), "rewards/(.+)/mean": ("", "")}),
     ("Reward standard deviation", "within a group", 0.0, {"reward_std": ("mean over groups", "policy")}),
     ("Loss", "nats per token", 0.0, {"loss": ("training", "policy"), "held out: loss": ("held out", "reward0")}),
     ("Held-out prompts", "mean score", None, {"held out: (?!loss$)(.+)": ("", "")}),
-    (
-        "KL divergence",
-        "nats per token",
-        None,
-        {"kl": ("to the reference", "reference"), "kl_initial": ("to the initial policy", "start")},
-    ),
+    ("KL divergence", "nats per token", None,
+     {"kl": ("to the reference", "reference"), "kl_initial": ("to the initial policy", "start")}),
     ("Entropy", "nats per token", 0.0, {"entropy": ("policy", "policy")}),
-    (
-        "Completion length",
-        "tokens",
-        0.0,
-        {
-            "completions/mean_length": ("mean", "policy"),
-            "completions/max_length": ("longest", "high"),
-            "completions/min_length": ("shortest", "low"),
-        },
-    ),
+    ("Completion length", "tokens", 0.0,
+     {"completions/mean_length": ("mean", "policy"), "completions/max_length": ("longest", "high"),
+      "completions/min_length": ("shortest", "low")}),
     ("Truncated completions", "share of completions", 0.0, {"completions/clipped_ratio": ("truncated", "high")}),
     ("Zero-signal groups", "share of groups", 0.0, {"frac_reward_zero_std": ("equal rewards", "nothing")}),
-    (
-        "Clip fraction",
-        "share of tokens",
-        0.0,
-        {"clip_fraction_low": ("below the range", "low"), "clip_fraction_high": ("above the range", "high")},
-    ),
+    ("Clip fraction", "share of tokens", 0.0,
+     {"clip_fraction_low": ("below the range", "low"), "clip_fraction_high": ("above the range", "high")}),
     ("Gradient norm", "before clipping", 0.0, {"grad_norm": ("all parameters", "policy")}),
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
+# fmt: on
 """(title, unit, lower end, pattern of a metric's name → label and colour). An empty label is group 1 of the pattern, an
 empty colour is the colour of the reward function or held-out score of this label."""
 
@@ -196,32 +183,16 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
 _COLUMNS, _LETTERS = 3, 62
 """Panels of a row, and letters in a line of a legend."""
 
+# fmt: off
 _STYLE: Any = {  # matplotlib types its keys one by one
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.labelcolor": LIGHT.grey,
-    "axes.labelsize": 9,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.edgecolor": LIGHT.grid,
-    "axes.titlecolor": LIGHT.ink,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.xmargin": 0.01,
-    "grid.color": LIGHT.grid,
-    "legend.borderaxespad": 0.2,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "legend.labelcolor": LIGHT.ink,
-    "xtick.color": LIGHT.grey,
-    "xtick.labelsize": 8,
-    "xtick.major.size": 0,
-    "ytick.color": LIGHT.grey,
-    "ytick.labelsize": 8,
-    "ytick.major.size": 0,
+    "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
+    "axes.labelcolor": LIGHT.grey, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",
+    "axes.titlesize": 11, "axes.titleweight": "bold", "legend.borderaxespad": 0.2, "legend.fontsize": 8,
+    "legend.frameon": False, "legend.labelcolor": LIGHT.ink, "xtick.color": LIGHT.grey, "xtick.labelsize": 8,
+    "xtick.major.size": 0, "ytick.color": LIGHT.grey, "ytick.labelsize": 8, "ytick.major.size": 0,
 }
+# fmt: on
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
