@@ -278,6 +278,7 @@ def test_each_field_is_harmless_or_refused_by_its_name():
             assert line.startswith(f"{name} = {present['config'][name]!r}: the run has {old!r}")
 
 
+WARM = {"lr_scheduler_type": "constant_with_warmup"}
 DIFFERENCES = [
     ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
     ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts, or their order, differ from the run's"]),
@@ -296,12 +297,9 @@ DIFFERENCES = [
     ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model differs from the run's"]),
     ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)}, ["policy: rms_norm_eps = 1e-05, the run has 1e-06"]),
     ({"model": shaped()}, {"model": shaped(dtype="bfloat16", remat=True)}, []),
-    ({}, {"max_steps": 20, "steps": 20}, []),
     ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
-    ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, {"lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 3, "max_steps": 20, "steps": 20}, []),
-    ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, {"lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 0.1, "max_steps": 20, "steps": 20},
+    (WARM | {"warmup_steps": 3}, WARM | {"warmup_steps": 3, "max_steps": 20, "steps": 20}, []),
+    (WARM | {"warmup_steps": 0.1}, WARM | {"warmup_steps": 0.1, "max_steps": 20, "steps": 20},
         ["max_steps = 20: the run has -1, and the learning rate of every step depends on the number of steps"
         " (lr_scheduler_type = 'constant_with_warmup'); one that is constant from the start does not"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),

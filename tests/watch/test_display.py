@@ -99,18 +99,17 @@ def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
 
 
 def rows():
-    rewards = [{"accuracy": float(i == 1), "judge": None} for i in range(3)]
-    group = {"prompt": "[b]3 1 2"}
-    return [
-        group
-        | {
-            "completion": f"<answer>{i}[/b]</answer>",
-            "rewards": rewards[i],
-            "advantage": 0.7 * (-1) ** i,
-            "ended": i != 2,
-        }
-        for i in range(3)
-    ] + [{"prompt": [{"role": "user", "content": "hi"}], "completion": "ho", "rewards": {}, "advantage": float("nan")}]
+    unscored = {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "completion": "ho",
+        "rewards": {},
+        "advantage": float("nan"),
+    }
+    found = [unscored]
+    for i in (2, 1, 0):
+        row = {"completion": f"<answer>{i}[/b]</answer>", "rewards": {"accuracy": float(i == 1), "judge": None}}
+        found.insert(0, row | {"prompt": "[b]3 1 2", "advantage": 0.7 * (-1) ** i, "ended": i != 2})
+    return found
 
 
 def test_completions_are_shown_unchanged_side_by_side():

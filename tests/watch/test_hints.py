@@ -37,16 +37,9 @@ def rewards(right, style, std=0.4):
 
 def played(**changed):
     """Lines of a run of several turns that goes well, except for values that are changed from line 20 on."""
-    usual = {
-        "turns/mean": 3.0,
-        "turns/clipped_ratio": 0.1,
-        "tools/calls": 16.0,
-        "tools/failures": 4.0,
-        "completions/clipped_ratio": 0.1,
-        "completions/mean_length": 50.0,
-        "completions/observation_tokens": 20.0,
-        "environment/errors": 0.0,
-    }
+    usual = {"turns/mean": 3.0, "turns/clipped_ratio": 0.1, "tools/calls": 16.0, "tools/failures": 4.0}
+    usual |= {"completions/clipped_ratio": 0.1, "completions/mean_length": 50.0, "environment/errors": 0.0}
+    usual |= {"completions/observation_tokens": 20.0}
     changed = {name.replace("__", "/"): value for name, value in changed.items()}
     assert changed.keys() <= usual.keys()
     return [{"num_tokens": i, **usual, **(changed if i >= 20 else {})} for i in range(40)]
