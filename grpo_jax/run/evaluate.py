@@ -302,8 +302,8 @@ def _evaluate_part(
 def pass_at_k(right: npt.ArrayLike, k: int) -> float:
     """Probability that at least one of k completions of a prompt is right, averaged over prompts.
 
-    Of n samples of which c are right, 1 − C(n−c, k) / C(n, k) is unbiased: it is the share of the subsets of k samples
-    that hold a right one.
+    With c right ones among n samples, 1 − C(n−c, k) / C(n, k) is unbiased: the share of subsets of k samples that
+    contain a right one.
 
     Args:
       right: [N, n], 1 or True for a right completion; `evaluate`'s rows are in this order.

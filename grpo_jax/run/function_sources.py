@@ -1,4 +1,4 @@
-"""Hashes of the source of the user's functions, by which a resumed run knows that they are the same."""
+"""Hashes of the source of the caller's functions, by which a resumed run finds out whether they have changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_jax.types import RewardFn
 
 
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
-    """Return for each argument of `train`, by name, a hash of the source of each function that decides the rewards."""
+    """Return argument of `train` → name → hash of the source, for the functions that decide the rewards."""
     found = {
         "reward_fns": {name: sources_of(fn) for name, fn in zip(reward_names(reward_fns), reward_fns, strict=True)}
     }
@@ -35,7 +35,7 @@ def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | No
 
 
 def source_of(function: Callable[..., object]) -> dict[str, str | None]:
-    """Return the name of a function and the hash of its source without comments, None where there is no source.
+    """Return the name of a function and the hash of its source without comments (None if the source is unavailable).
 
     Bound arguments of a partial and fields of a dataclass count as their reprs; closures and globals are not followed.
     """
@@ -46,9 +46,9 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
         bound, function = bound + (repr(function) if dataclasses.is_dataclass(function) else ""), type(function)
     try:
         source = inspect.getsource(function)
-        with contextlib.suppress(SyntaxError):  # of a lambda in the middle of a line
+        with contextlib.suppress(SyntaxError):  # a lambda in the middle of a line
             source = ast.unparse(ast.parse(textwrap.dedent(source)))
-        bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # an address, which is of this process alone
+        bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # addresses differ between processes
         found = hashlib.sha256((source + bound).encode()).hexdigest()
     except (OSError, TypeError):
         found = None
@@ -58,8 +58,9 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 def sources_of(function: Any, seen: set[int] | None = None) -> str:
     """Return a hash of the source of a reward function, tool or environment, and of the functions that it uses.
 
-    These are in a partial, in attributes, in a closure, or globals of its module. Values and base classes are not
-    compared. Functions of this package count by name and settings, since their source changes with the version.
+    Such functions are found in a partial, in attributes, in the closure and among the globals of its module. Values and
+    base classes are not compared. Functions of this package count by name and settings, since their source changes with
+    the version.
     """
     seen = set() if seen is None else seen
     seen.add(id(function))

@@ -73,7 +73,7 @@ def push_to_hub(
     Raises:
       ValueError: a malformed repo_id, or a model that cannot be written as a checkpoint.
       FileNotFoundError: run_dir is not the directory of a run.
-      PermissionError: there is no login. This and the above are raised before anything is sent or written.
+      PermissionError: not logged in. This and the above are raised before anything is sent or written.
       OSError: the repository cannot be created.
 
     Example:

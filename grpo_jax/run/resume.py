@@ -234,7 +234,7 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
         if name in ({*_REMOVED} | _REMOVED_UNREAD) - {*new}:
             if name in _REMOVED and old[name] != _REMOVED[name]:
                 yield (
-                    f"{name}: this version has no such setting, and the run has {show(old[name])}; resume it with the"
+                    f"{name}: this version lacks the setting, and the run has {show(old[name])}; resume it with the"
                     " version that began it"
                 )
             continue

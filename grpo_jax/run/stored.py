@@ -36,7 +36,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
       The step and the params.
 
     Raises:
-      ValueError: there is no such checkpoint, or it belongs to another model.
+      ValueError: the checkpoint does not exist, or belongs to another model.
     """
     from orbax.checkpoint import v1 as ocp
 

@@ -87,7 +87,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 def headline(lines: Sequence[Line]) -> str:
     """Return the result of a run in one line: its first held-out score, or else its reward, and the number of steps.
 
-    The line has no full stop; it is "" if nothing was logged.
+    Without a full stop; "" if nothing was logged.
     """
     if not lines:
         return ""

@@ -395,7 +395,7 @@ def test_settings_that_only_one_version_has_resume_with_their_defaults():
     assert differences(saved, about(), step=4) == []
     saved["config"] |= {"prompt_selection": "beta", "max_kl_old": 0.5}
     assert differences(saved, about(), step=4) == [
-        f"{name}: this version has no such setting, and the run has {value}; resume it with the version that began it"
+        f"{name}: this version lacks the setting, and the run has {value}; resume it with the version that began it"
         for name, value in (("max_kl_old", 0.5), ("prompt_selection", "'beta'"))
     ]
     # When the ratio of the KL's correction could not be chosen, it was that of the level.
