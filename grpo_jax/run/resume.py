@@ -37,21 +37,6 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
-_REMOVED: dict[str, object] = {
-    "prompt_selection": "uniform", "prompt_success": None, "prompt_decay": 0.5, "prompt_groups": 32,
-    "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0,
-    "max_kl_old": None, "max_refills": 4, "turn_gamma": 1.0, "turn_baseline": "turn", "master_params": True,
-    "gradient_checkpointing_policy": "nothing_saveable", "distillation_weighting": "uniform",
-    "distillation_routing": "all",
-}  # fmt: skip
-"""Fields of earlier versions and their defaults, with which a run resumes."""
-
-_REMOVED_UNREAD = {
-    *("keep_programs", "profile_steps", "success_reward_threshold"),
-    *("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"),
-}
-"""Fields of earlier versions without effect on the params, except by a teacher, which is compared by its kind."""
-
 
 def describe(
     config: Config,
@@ -126,7 +111,7 @@ def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
 def differences(saved: Json, present: Json, step: int) -> list[str]:
     """Return a line for each reason why a run cannot resume from its checkpoint of `step`.
 
-    `saved` and `present` are from `describe`; parts that an earlier version did not store are not compared.
+    `saved` and `present` are from `describe`.
     """
     kinds = [config_class(which["config"]).__name__ for which in (present, saved)]
     if kinds[0] != kinds[1]:
@@ -142,30 +127,29 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
         lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
     if saved["frozen"] != present["frozen"]:
         lines.append("policy: the frozen base model differs from the run's")
-    old, new = saved.get("policy", {}), present["policy"]
-    for name in (name for name in _changed(old, new) if name in old and name in new):
+    old, new = saved["policy"], present["policy"]
+    for name in (name for name in _changed(old, new) if name in old and name in new):  # versions may have others
         lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
-    for name, usual in (("optimizer", None), ("sampler", "generate")):
-        if saved.get(name, usual) != present[name]:
-            lines.append(f"{name}: {present[name]}, the run has {saved.get(name, usual)}")
-    old, new = saved.get("functions", {}), present["functions"]
+    for name in ("optimizer", "sampler"):
+        if saved[name] != present[name]:
+            lines.append(f"{name}: {present[name]}, the run has {saved[name]}")
+    old, new = saved["functions"], present["functions"]
     for name in _changed(old, new):
         ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))
         source = "; its source or what it is bound to has changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, the run has {theirs}{source}")
-    lines += _of_teacher(saved.get("teacher"), present["teacher"])
+    lines += _of_teacher(saved["teacher"], present["teacher"])
     # The arrays of the state follow from the above, so they are compared only if nothing else differs.
     return lines or list(_of_state(saved["state"], present["state"]))
 
 
 def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> list[str]:
     """Return a line for each reward function, tool or environment whose source has changed; `accept` warns instead."""
-    known = saved.get("sources", {})
     names = [
         f"{argument}: the source of {name}"
         for argument, sources in present["sources"].items()
         for name, source in sources.items()
-        if known.get(argument, {}).get(name, source) != source
+        if saved["sources"].get(argument, {}).get(name, source) != source
     ]
     if accept and names:
         warnings.warn(f"the run continues with changed functions ({'; '.join(names)})", stacklevel=2)
@@ -179,22 +163,18 @@ def warn_of_changes(saved: Json, present: Json) -> None:
         ("dataset", "dataset", "columns"),
         ("eval_dataset", "evaluation", "eval_columns"),
     ):
-        names = _changed(saved.get(columns, present[columns]), present[columns])
+        names = _changed(saved[columns], present[columns])
         if names and saved[prompts].get("prompts") == present[prompts].get("prompts"):
             warnings.warn(
                 f"{argument}: its prompts are the run's, and other values are in {', '.join(names)}: rewards that read"
                 " them may change from here on",
                 stacklevel=2,
             )
-    if "not_decayed" not in saved and present["config"]["weight_decay"] and present["optimizer"] == "the config's":
-        warnings.warn(
-            "weight_decay: so far it applied to norms and biases too; from here on it does not, as in transformers",
-            stacklevel=2,
-        )
-    machine = {name: present["machine"].get(name) for name in saved.get("machine", {})}
     cuts = [name for name, rule in _RULES.items() if rule == "rounding"]
-    old = saved["versions"] | saved.get("machine", {}) | {name: saved["config"].get(name) for name in cuts}
-    new = present["versions"] | machine | {name: present["config"].get(name) for name in cuts}
+    old, new = (
+        which["versions"] | which["machine"] | {name: which["config"].get(name) for name in cuts}
+        for which in (saved, present)
+    )
 
     def shown(value: object) -> str:
         return value if isinstance(value, str) else show(value)
@@ -228,20 +208,14 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
     """Yield a line for each setting that differs and may not."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class(present["config"]))}
     old, new = ({**defaults, **which["config"]} for which in (saved, present))
-    if "kl_correction_level" not in saved["config"] and old.get("importance_sampling_level") == "sequence":
-        old["kl_correction_level"] = "importance_sampling_level"  # before there was a choice
     for name in sorted({*old, *new}):
-        if name in ({*_REMOVED} | _REMOVED_UNREAD) - {*new}:
-            if name in _REMOVED and old[name] != _REMOVED[name]:
-                yield (
-                    f"{name}: this version lacks the setting, and the run has {show(old[name])}; resume it with the"
-                    " version that began it"
-                )
+        if name not in new:
+            yield f"{name}: this version lacks the setting, and the run has {show(old[name])}"
             continue
         rule = _RULES.get(name)
         if old.get(name) == new.get(name) or rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
-        if rule == "rounding" and saved.get("sizes") == present["sizes"]:
+        if rule == "rounding" and saved["sizes"] == present["sizes"]:
             continue
         line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
         if rule != "length":
@@ -266,8 +240,6 @@ def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
         return
     if old.get("scorer") != new.get("scorer"):
         yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
-    if old.get("prompt") is not None:
-        yield f"teacher: it reads the policy's prompts; in the run it reads the column {show(old['prompt'])}"
     if old.get("params") != new.get("params"):
         yield "teacher: its params differ from the run's"
 
@@ -275,7 +247,7 @@ def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
 def _of_turns(saved: Json, present: Json) -> Iterator[str]:
     """Yield a line for each kind of tools and environments that differs."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
-        old, new = saved.get(kind, present[kind]), present[kind]
+        old, new = saved[kind], present[kind]
         if old.keys() != new.keys():
             yield f"{argument}: {some(sorted(new), 9) or 'none'}, the run has {some(sorted(old), 9) or 'none'}"
         elif names := _changed(old, new):
@@ -287,7 +259,7 @@ def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
     name = present["config"]["metric_for_best_model"]
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
-    old, new = saved.get("evaluation", present["evaluation"]), present["evaluation"]
+    old, new = saved["evaluation"], present["evaluation"]
     compared = f"and metric_for_best_model = {show(name)} compares all evaluations of the run"
     for setting in ("num_generations_eval", "temperature_eval"):
         if old[setting] != new[setting]:

@@ -343,12 +343,7 @@ ANSWERS_AND_BEST = [
 @pytest.mark.parametrize(("saved", "present", "lines"), ANSWERS_AND_BEST)
 def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, lines):
     """A run is not resumed with other tools, environments or evaluations of the best."""
-    saved, present = about(**saved), about(**present)
-    assert differences(saved, present, step=4) == lines
-    for name in ("tools", "environments", "methods", "evaluation", "eval_columns", "machine"):
-        del saved[name]  # of an earlier version, which did not note them
-    assert not any("the run has" in line for line in differences(saved, present, step=4))
-    warn_of_changes(saved, present)
+    assert differences(about(**saved), about(**present), step=4) == lines
 
 
 def right(completions):
@@ -379,8 +374,6 @@ def test_a_changed_source_of_rewards_and_environments_is_named():
     ]  # fmt: skip
     with pytest.warns(UserWarning, match="continues with changed functions .*source of right; .*source of Game"):
         assert changed_functions(saved, present, accept=True) == []
-    del saved["sources"]  # of an earlier version
-    assert changed_functions(saved, present) == []
 
 
 @pytest.mark.quick
@@ -389,26 +382,9 @@ def test_settings_that_only_one_version_has_resume_with_their_defaults():
     del saved["config"]["delta"]
     assert differences(saved, about(), step=4) == []
     assert differences(saved, about(delta=2.0), step=4) == ["delta = 2.0: the run has None"]
-    saved = about()
-    saved["config"] |= {"prompt_selection": "uniform", "max_kl_old": None, "turn_gamma": 1.0, "keep_programs": False}
-    saved["config"] |= {"teacher_update_rate": 0.3, "distillation_routing": "all"}
-    assert differences(saved, about(), step=4) == []
-    saved["config"] |= {"prompt_selection": "beta", "max_kl_old": 0.5}
-    assert differences(saved, about(), step=4) == [
-        f"{name}: this version lacks the setting, and the run has {value}; resume it with the version that began it"
-        for name, value in (("max_kl_old", 0.5), ("prompt_selection", "'beta'"))
-    ]
-    # When the ratio of the KL's correction could not be chosen, it was that of the level.
-    line = "kl_correction_level = 'token': the run has 'importance_sampling_level'"
-    for level, lines in (("token", []), ("sequence", [line])):
-        saved = about(importance_sampling_level=level)
-        del saved["config"]["kl_correction_level"]
-        assert differences(saved, about(importance_sampling_level=level), step=4) == lines
-    teacher = {"kind": "policy", "params": "a"}
-    line = "teacher: it reads the policy's prompts; in the run it reads the column 'hint'"
-    for prompt, lines in ((None, []), ("hint", [line])):
-        saved = {**about(), "teacher": {**teacher, "prompt": prompt}}
-        assert differences(saved, {**about(), "teacher": teacher}, step=4) == lines
+    saved["config"]["max_kl_old"] = 0.5
+    line = "max_kl_old: this version lacks the setting, and the run has 0.5"
+    assert line in differences(saved, about(), step=4)
 
 
 @pytest.mark.quick
@@ -423,9 +399,6 @@ def test_other_columns_of_the_same_prompts_are_a_warning():
     evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
     with pytest.warns(UserWarning, match="eval_dataset: its prompts are the run's, and other values are in answer"):
         warn_of_changes(evaluated(1), evaluated(2))
-    del saved["columns"], saved["policy"]  # of an earlier version
-    assert differences(saved, about(), step=4) == []
-    warn_of_changes(saved, about())
 
 
 @pytest.mark.quick
@@ -442,9 +415,3 @@ def test_other_versions_devices_and_weight_decay_are_a_warning():
     with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
         warn_of_no_rollout(about(steps=10), about(steps=20))
     warn_of_no_rollout(about(), about())
-    saved = about(weight_decay=0.1)
-    del saved["not_decayed"]  # of an earlier version
-    assert differences(saved, about(weight_decay=0.1), step=4) == []
-    with pytest.warns(UserWarning, match="weight_decay: so far it applied to norms and biases too; from here on it"):
-        warn_of_changes(saved, about(weight_decay=0.1))
-    warn_of_changes(saved, about(weight_decay=0.1, optimizer=optax.sgd(0.1)))
