@@ -51,9 +51,9 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
-from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.combine import from_row
+from grpo_jax.run.placement import place_policy
 
 LONGEST_EXPRESSION = 100
 """Characters; six numbers of three digits with all their brackets need about 50."""

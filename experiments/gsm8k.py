@@ -57,11 +57,11 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward
 from grpo_jax.run.evaluate import pass_at_k
+from grpo_jax.run.placement import place_policy
 from grpo_jax.watch.monitor import Callback
 
 GROUP = 8

@@ -46,8 +46,8 @@ from grpo_jax import (
     sft,
     train,
 )
-from grpo_jax.hub.policy import place_policy
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.run.placement import place_policy
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.summary import short_number
 

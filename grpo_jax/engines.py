@@ -22,7 +22,7 @@ from grpo_jax.rollout.engine_client import (
     wait_until_alive,
 )
 from grpo_jax.rollout.engine_server import VLLM
-from grpo_jax.types import Completions, Prompts, Tokenizer, Told
+from grpo_jax.types import Completions, Prompts, TeacherLogProbs, Tokenizer
 
 __all__ = ["Engine", "EngineError", "EngineScorer", "vllm", "vllm_scorer"]
 
@@ -156,7 +156,7 @@ class EngineScorer:
         raise_all("teacher", problems)
         self._score_all([[1, 2, 3]])  # tokens of any vocabulary
 
-    def score(self, prompts: Prompts, completions: Completions) -> Told:
+    def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs:
         """The server's log-probs of completions [B, G, T] after prompts [B, P], as described by `run.teacher.Scorer`.
 
         Raises:
@@ -177,8 +177,8 @@ class EngineScorer:
                     ids[i, at] = sorted(place, key=place.__getitem__, reverse=True)[:k]
                     top[i, at] = [place[token] for token in ids[i, at].tolist()]
         if not k:
-            return Told(log_probs.reshape(b, g, t))
-        return Told(log_probs.reshape(b, g, t), ids.reshape(b, g, t, k), top.reshape(b, g, t, k))
+            return TeacherLogProbs(log_probs.reshape(b, g, t))
+        return TeacherLogProbs(log_probs.reshape(b, g, t), ids.reshape(b, g, t, k), top.reshape(b, g, t, k))
 
     def _score_all(self, texts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
         """For each text, the log-probs by token at every position after the first."""

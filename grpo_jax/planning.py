@@ -21,7 +21,6 @@ import jax
 from grpo_jax.config.sft import Config, SFTConfig, stored_config
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
-from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.hub.weights import Loading
 from grpo_jax.messages import raise_all
@@ -32,7 +31,8 @@ from grpo_jax.models.targets import ENVIRONMENT, ProgramCost, Target, compile_pr
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.programs import copies
-from grpo_jax.run.beginning import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
+from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
+from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft

@@ -86,7 +86,7 @@ class Completions(flax.struct.PyTreeNode):
     old_log_probs: jax.Array | None = None
 
 
-class Told(NamedTuple):
+class TeacherLogProbs(NamedTuple):
     """The log-probs that a teacher tells which is no model here (`run.teacher.Scorer`), arrays on the host.
 
     Attributes:

@@ -12,7 +12,7 @@ from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.weights import Loading
 from grpo_jax.models.targets import Target
 from grpo_jax.planning import AbstractRun, ProgramCost, _answer, programs
-from grpo_jax.run.beginning import compiled_peak_bytes
+from grpo_jax.run.memory import compiled_peak_bytes
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

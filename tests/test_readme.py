@@ -10,7 +10,6 @@ from tiny import chat_checkpoint, tiny_policy
 
 from grpo_jax import from_pretrained, init_policy, save_pretrained
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
 from grpo_jax.watch.writer import read_lines
 
 README = Path(__file__).parent.parent / "README.md"
@@ -74,6 +73,6 @@ def test_several_turns(small_model, tmp_path):
 @pytest.mark.quick
 def test_the_tool_of_the_recipe(small_model, monkeypatch):
     """Its arguments of `train` make a run, which is not started."""
-    monkeypatch.setattr("grpo_jax.train", lambda *given, run_dir, **more: prepare(Arguments(*given, **more)))
+    monkeypatch.setattr("grpo_jax.train", lambda *given, run_dir, **more: prepare(*given, **more))
     names = run_code(TURNS, small_model, "tools=")
     assert names["multiply"](417, 283) == 118011

@@ -25,7 +25,7 @@ from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
-from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.hub.policy import init_policy
 from grpo_jax.messages import some
 from grpo_jax.models.platform import compute_dtype
 from grpo_jax.models.sharding import make_mesh
@@ -34,6 +34,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.run import distributed
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.kept_programs import keep_programs
+from grpo_jax.run.placement import place_policy
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft

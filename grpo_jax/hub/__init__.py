@@ -2,7 +2,7 @@
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.hub.policy import init_policy, place_policy
+from grpo_jax.hub.policy import init_policy
 from grpo_jax.policy import Policy
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "init_policy",
     "load_lora",
     "merge_lora",
-    "place_policy",
     "save_lora",
     "save_pretrained",
 ]

@@ -1,4 +1,4 @@
-"""Policies with fresh weights or of a flax.nnx module, their settings for a run, and their tokenizer's files."""
+"""Policies with fresh weights or of a flax.nnx module, and their tokenizer's files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.config.sft import Config
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.hub.keys import sees, text_config
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.platform import compute_dtype, has_wide_sums, platform_of
-from grpo_jax.models.sharding import place
-from grpo_jax.models.sight import implementation
+from grpo_jax.models.platform import platform_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.types import Json, Model, Params, Tokenizer
+from grpo_jax.types import Json, Params, Tokenizer
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -174,41 +170,6 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]
-
-
-def with_settings(
-    model: Model, config: Config, devices: Sequence[Any] = (), mesh: jax.sharding.Mesh | None = None
-) -> Model:
-    """Return the model with the config's compute dtype and recomputation, and attention for the devices."""
-    if not isinstance(model, Transformer | LoraModel):
-        return model
-    return with_shape(
-        model,
-        dtype=compute_dtype(config.compute_dtype, devices),
-        remat=bool(config.gradient_checkpointing),
-        # On a mesh the layers would wait for a value from another device.
-        remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
-        attention=implementation(model.config.attention, devices),
-        mesh=mesh if mesh is not None and mesh.size > 1 else None,
-        wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
-        # A TPU's compiler takes a second or more for each layer.
-        loop_layers=any(device.platform == "tpu" for device in devices),
-    )
-
-
-def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
-    """Return the policy with its params and a frozen base on a mesh, by `sharding.TABLE`; unchanged without a mesh."""
-    model = policy.model if mesh is None else with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
-    frozen = not jax.tree_util.all_leaves([model])
-    return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
-
-
-def with_shape(model: Model, **changes: Any) -> Model:
-    """Return the model with other fields of its `TransformerConfig`; a user's own model is returned unchanged."""
-    if not isinstance(model, Transformer | LoraModel):
-        return model
-    decoder = Transformer(dataclasses.replace(model.config, **changes))
-    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
 
 
 @contextlib.contextmanager

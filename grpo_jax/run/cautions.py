@@ -13,17 +13,14 @@ from typing import Any
 
 from grpo_jax.config.checks import position_problems
 from grpo_jax.messages import show
-from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.quantized import is_quantized
-from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
-from grpo_jax.text.examples import Examples
+from grpo_jax.run.placement import shape_of, vocab_size
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.templates import closing_token
-from grpo_jax.types import Json, Messages, RewardFn, Row, Tokenizer
+from grpo_jax.types import Json, Messages, Params, RewardFn, Row, Tokenizer
 
 _THINK = "<think>"
 _LAST = 8
@@ -63,9 +60,9 @@ def _with_eos(policy: Policy, token: int) -> str:
     return f"policy.replace(generation_config={{'eos_token_id': {[token, *policy.eos_token_ids]}}})"
 
 
-def shape_of(policy: Policy) -> TransformerConfig | None:
-    """The shape of a policy's decoder; None if the model is not of this package."""
-    return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
+    """Raise a `ValueError` for texts and ids that no turn of a policy can end with."""
+    ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
 def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0) -> None:
@@ -115,7 +112,7 @@ def _messages_in(row: Row) -> Messages:
 def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
     """Warns of texts to which the tokenizer adds a token that they have; a chat template writes its own, once."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
-    examples = isinstance(data, Examples)  # which end with one EOS
+    examples = data.masks is not None  # which end with one EOS
     texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
     ended = [ids for ids in texts if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
     twice = [ids for ids in texts if bos is not None and list(ids[:2]) == [bos, bos]]
@@ -142,7 +139,7 @@ def _endless(
             f"the chat template ends a turn with {name!r} ({token}), which ends no completion (policy.eos_token_ids ="
             f" {list(policy.eos_token_ids)}): {_with_eos(policy, token)}"
         )
-    if not isinstance(data, Examples):
+    if data.masks is None:
         return f"{argument}: {foreign}, or stop_token_ids=[{token}]" if foreign and not ends.stop else None
     for ids, mask in zip(data.token_ids, data.masks, strict=True):
         if not stops.isdisjoint(itertools.compress(ids[1:], mask[1:])):

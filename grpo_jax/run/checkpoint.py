@@ -228,7 +228,7 @@ class Checkpoints:
                 f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
                 " policy of the last step is returned: look for the right name in metrics.jsonl",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         if best is None or best[0] == int(state.step):
             return state

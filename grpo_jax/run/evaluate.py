@@ -5,35 +5,29 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.rollout.interaction import (
-    Interaction,
-    encode_rows,
-    environment_weights,
-    make_interaction,
-    reward_columns,
-    with_environments,
-)
-from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.cautions import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
-from grpo_jax.run.sampler import Request, Sampler, check_ends, check_sampler
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, several
 from grpo_jax.types import Environments, Params, RewardFn
+
+if TYPE_CHECKING:  # optional capabilities
+    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
 """Folded into the key of a seed; a run of the same seed folds in 0 for sampling and 1 for dropout."""
@@ -166,12 +160,15 @@ def evaluate_rows(
     sampler: Sampler | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate` with the settings of a run's config."""
+    from grpo_jax.rollout import interaction as turns
+    from grpo_jax.run.sampler import check_sampler
+
     ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
     check_policy(policy, ends, trained=False)
     check_ends(ends, policy, params)
     by_part = {name: load_rows(some) for name, some in several(dataset).items()}
     rows = [row for some in by_part.values() for row in some]
-    interaction = make_interaction(
+    interaction = turns.make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,
         rows,
@@ -184,7 +181,7 @@ def evaluate_rows(
         ends=ends,
     )
     encoded = {
-        name: encode_rows(
+        name: turns.encode_rows(
             interaction,
             some,
             policy.tokenizer,
@@ -195,12 +192,12 @@ def evaluate_rows(
         for name, some in by_part.items()
     }
     data = join_prompts(encoded)
-    fns = with_environments(as_list(reward_fns), interaction)
+    fns = turns.with_environments(as_list(reward_fns), interaction)
     check_sampler(sampler, interaction, ends)
-    check_reward_fns(fns, reward_columns(data.rows[0], interaction), rows=rows)
+    check_reward_fns(fns, turns.reward_columns(data.rows[0], interaction), rows=rows)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=ends, template_kwargs=template_kwargs)
-    weights = environment_weights(config.reward_weights, fns)
+    weights = turns.environment_weights(config.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
         names = ", ".join(reward_names(fns))
         raise ValueError(f"reward_weights has {len(weights)} weights for {names}: give one for each")
@@ -254,19 +251,6 @@ def _evaluate_part(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate_encoded` of one dataset."""
     count, longest = len(data.rows), max(map(len, data.token_ids))
-    request = Request(
-        num_generations=config.eval_generations,
-        max_completion_length=config.max_completion_length,
-        sampling=Sampling(config.eval_temperature, config.top_k, config.top_p, config.min_p),
-        eos_token_ids=policy.eos_token_ids,
-        pad_token_id=policy.pad_token_id,
-        prompt_length=-(-longest // config.padding) * config.padding,
-        padding=config.padding,
-        interaction=interaction,
-        sampler=sampler,
-        policy=policy,
-        ends=TurnEnds.of(config),
-    )
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     scored, lengths, ended, rows = list[Rewards](), [], [], list[dict[str, Any]]()
     most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
@@ -274,7 +258,15 @@ def _evaluate_part(
     for start in range(0, count, batch_size):
         # The last batch repeats its last prompt, so that it has the shape of the others and needs no compilation.
         at = [min(i, count - 1) for i in range(start, start + batch_size)]
-        sampled = sample(policy.model, params, data, at, key, request, prompt_indices=np.array(at), interrupt=interrupt)
+        sampled = sample(
+            *(policy, params, data, at, key, config),
+            prompt_indices=np.array(at),
+            prompt_length=-(-longest // config.padding) * config.padding,
+            evaluation=True,
+            interaction=interaction,
+            sampler=sampler,
+            interrupt=interrupt,
+        )
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
         own = score_own(

@@ -21,14 +21,15 @@ from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.run.beginning import abstract_batch, new_state, rollout_call
-from grpo_jax.run.collect import Experience, collect
+from grpo_jax.run.collect import collect
+from grpo_jax.run.memory import rollout_call
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments, Run
+from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.sampler import Sampler
+from grpo_jax.run.sources import LocalRollouts
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import AdvantageFn, Environments, RewardFn, as_argument
+from grpo_jax.types import AdvantageFn, Batch, Environments, RewardFn, as_argument
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.programs import kept_bytes, update_calls
 from grpo_jax.update.state import TrainState
@@ -135,21 +136,20 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        arguments = Arguments(
+        run = prepare(
             policy,
             dataset,
             reward_fns,
             config,
-            eval_dataset,
-            optimizer,
-            tools,
-            environment_factory,
-            sampler,
-            advantage_fn,
-            surrogate,
+            eval_dataset=eval_dataset,
+            optimizer=optimizer,
+            tools=tools,
+            environment_factory=environment_factory,
+            sampler=sampler,
+            advantage_fn=advantage_fn,
+            surrogate=surrogate,
             teacher=teacher,
         )
-        run = prepare(arguments)
     config = run.config  # with the mesh that the policy is on, and the dtype of its devices
     with phase("state"):
         state = jax.block_until_ready(committed(new_state(run, donate=donate)))
@@ -169,13 +169,13 @@ def rehearse(
     # All of an update is tried, whatever the rewards of the group are.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
     of_group = dataclasses.replace(run, config=config, updater=updater)
-    experience = collect(of_group, state, 0, count=1, phase=phase)
+    batch, rollout, rows = collect(of_group, state, LocalRollouts(of_group, count=1), phase=phase)
     with phase("update"):
-        after, measured = updater.update(state, experience.batch)
+        after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
-    suspicious = [*_of_the_data(run), *_of_the_group(run, experience, metrics)]
+    suspicious = [*_of_the_data(run), *_of_the_group(run, batch, rollout, rows, metrics)]
     if metrics["update_skipped"]:
-        cause = name_not_finite(updater, after.params, experience.batch, metrics, run.policy.tokenizer)
+        cause = name_not_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
     with phase("memory analysis"):
         memory = {
@@ -184,7 +184,7 @@ def rehearse(
             **_programs(run, after),
         }
     suspicious += _of_the_memory(memory)
-    report = DryRun(sizes, memory, phase.take(), tuple(suspicious), experience.rows, {**experience.metrics, **metrics})
+    report = DryRun(sizes, memory, phase.take(), tuple(suspicious), rows, rollout | metrics)
     print(report)
     return report
 
@@ -206,7 +206,7 @@ def _bytes(tree: Any) -> int:
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
-    batch = abstract_batch(run, state)
+    batch = jax.eval_shape(lambda: run.zero_batch(state))
     programs = {
         "decode": (rollout_call(run, state.params), 0),
         "update": (update_calls(run.updater, state, batch).update, kept_bytes(run.updater, state, batch)),
@@ -241,10 +241,11 @@ def _of_the_data(run: Run) -> Iterator[str]:
             yield f"reward function {name!r} has the weight 0 in reward_weights: it is called and counts nowhere"
 
 
-def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -> Iterator[str]:
+def _of_the_group(
+    run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
+) -> Iterator[str]:
     """Doubtful completions, rewards and updates, a sentence each."""
-    config, rows, rollout = run.config, experience.rows, experience.metrics
-    g = len(rows)
+    config, g = run.config, len(rows)
     if not any(row["ended"] for row in rows):
         yield (
             f"all {g} completions were cut off at max_completion_length = {config.max_completion_length} tokens, none"
@@ -255,8 +256,8 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         yield f"all {g} completions are empty: they end with their first token"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
-    yield from _of_the_rewards(run, experience)
-    if not np.any(experience.batch.advantages) and run.teaching is None:
+    yield from _of_the_rewards(run, rollout, rows)
+    if not np.any(batch.advantages) and run.teaching is None:
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["tokens"] == 0:
         yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"
@@ -271,9 +272,8 @@ def _of_the_group(run: Run, experience: Experience, metrics: dict[str, float]) -
         )
 
 
-def _of_the_rewards(run: Run, experience: Experience) -> Iterator[str]:
+def _of_the_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
     """Reward functions whose scores tell nothing apart, or that fail or are slow, a sentence each."""
-    rows, rollout = experience.rows, experience.metrics
     g = len(rows)
     for name in rows[0]["rewards"]:
         scores = np.array([row["rewards"][name] for row in rows], float)

@@ -27,7 +27,6 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.run.function_sources import reward_sources, source_of
-from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
@@ -65,13 +64,13 @@ def describe(
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": _prompts(data),
-        "columns": {} if isinstance(data, Examples) else _columns(data.rows),
+        "columns": {} if data.masks is not None else _columns(data.rows),
         "evaluation": {
             **({} if eval_data is None else _prompts(eval_data)),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "eval_columns": {} if eval_data is None or isinstance(eval_data, Examples) else _columns(eval_data.rows),
+        "eval_columns": {} if eval_data is None or eval_data.masks is not None else _columns(eval_data.rows),
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
@@ -290,11 +289,10 @@ def _prompts(data: EncodedPrompts) -> Json:
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
-    if isinstance(data, Examples):
-        for mask in data.masks:
-            tokens.update(bytes(mask))
-        for block in data.blocks:
-            tokens.update(array("q", block).tobytes())
+    for mask in data.masks or ():
+        tokens.update(bytes(mask))
+    for block in data.blocks or ():
+        tokens.update(array("q", block).tobytes())
     return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
 
 

@@ -1,71 +1,55 @@
-"""A run as two values: its arguments as they came, and what they come to once they have been checked."""
+"""A run: what `train` and `sft` derive from their arguments once these have been checked, and its first state."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import Sizes
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.maths.surrogates import Surrogate
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import place
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
-from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.run.sampler import Sampler, follows
-from grpo_jax.run.seams import OwnAdvantages
-from grpo_jax.run.teacher import Scorer, Teaching
-from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
-from grpo_jax.text.sources import Dataset
-from grpo_jax.types import AdvantageFn, Environments, RewardFn
+from grpo_jax.types import AdvantageFn, Batch, Prompts, RewardFn
 from grpo_jax.update.packed import Updater
+from grpo_jax.update.state import TrainState, create_state
 
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of `train` that say what is trained and how, as they came; `prepare` checks them."""
-
-    policy: Policy
-    dataset: Dataset
-    reward_fns: RewardFn | Sequence[RewardFn]
-    config: GRPOConfig
-    eval_dataset: Dataset | None = None
-    optimizer: optax.GradientTransformation | None = None
-    tools: Sequence[Callable[..., Any]] | None = None
-    environment_factory: Environments | None = None
-    sampler: Sampler | None = None
-    advantage_fn: AdvantageFn | None = None
-    surrogate: Surrogate | None = None
-    teacher: Policy | Scorer | None = None
+if TYPE_CHECKING:  # optional capabilities
+    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.run.custom import CheckedAdvantageFn
+    from grpo_jax.run.sampler import Sampler
+    from grpo_jax.run.teacher import Teaching
+    from grpo_jax.text.examples import Examples
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseRun:
-    """All that every run needs and never changes. Its arguments have been checked before it is made.
+    """The part of a run that `train` and `sft` share; constant from its start to its end.
 
     Attributes:
-      policy: model, tokenizer and ids; the params are those of its `TrainState`, once there is one.
+      policy: model, tokenizer and token ids; its params are the initial ones, and empty once a `TrainState` has them.
       config: the settings, with the mesh and the dtype that the devices have decided.
       data: the encoded dataset.
-      eval_data: the rows to evaluate on; None for no evaluation.
-      prompt_length: P, one for all batches, so that nothing is compiled twice.
+      prompt_length: P, one for all batches, so that each program is compiled once.
       mesh: where params and batches are; None for one device.
       sizes: prompts, minibatches and micro-batches of an iteration.
       total_steps: optimizer steps.
       optimizer: the transformation of the state's `opt_state`.
-      schedule: its learning rate by step; None where the caller has given an optimizer.
+      schedule: its learning rate by step; None if the caller has given an optimizer.
       updater: scores completions and makes updates.
     """
 
     policy: Policy
     config: Config
     data: EncodedPrompts
-    eval_data: EncodedPrompts | None
     prompt_length: int
     mesh: jax.sharding.Mesh | None
     sizes: Sizes
@@ -79,67 +63,116 @@ class BaseRun:
         """B and G of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
 
+    @property
+    def keeps_old_params(self) -> bool:
+        """Whether the policy that sampled is needed after the first update of an iteration."""
+        return self.sizes.updates > 1
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the run evaluates."""
+        raise NotImplementedError
+
+    def zero_batch(self, state: TrainState) -> Batch:
+        """A minibatch of zeros, with the arrays that an update of `state` reads; under `eval_shape` their shapes."""
+        (b, g), t = self.batch_shape, self.updater.config.max_completion_length
+        return Batch(
+            prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
+            tokens=jnp.zeros((b, g, t), jnp.int32),
+            mask=jnp.zeros((b, g, t), bool),
+            advantages=jnp.zeros((b, g)),
+            sampling_log_probs=jnp.zeros((b, g, t)),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Run(BaseRun):
     """A run of `train`, whose batches are sampled and scored.
 
     Attributes:
+      eval_data: the prompts to evaluate on; None for no evaluation.
       reward_fns: K reward functions, those of environments included.
-      interaction: who answers completions of several turns; None: they have one.
-      sampler: the engine in the place of `generate`; None for that.
-      own_advantages: in the place of `compute_advantages`: the caller's function or that of `turn_credit`; else None.
-      teaching: the teacher; None: there is none.
+      interaction: tools and environments of completions of several turns; None: completions have one turn.
+      sampler: the engine that samples instead of `generate`; None: `generate`.
+      advantage_fn: computes the advantages instead of `compute_advantages`: the caller's function, or `turn_credit`'s.
+      teaching: the teacher, None without one.
     """
 
     config: GRPOConfig
+    eval_data: EncodedPrompts | None
     reward_fns: Sequence[RewardFn]
     interaction: Interaction | None
     sampler: Sampler | None
-    own_advantages: OwnAdvantages | None = None
+    advantage_fn: CheckedAdvantageFn | None = None
     teaching: Teaching | None = None
 
     @property
-    def samples_beside(self) -> bool:
-        """Whether an engine samples the next completions beside the rewards and the updates (`run.beside`).
+    def samples_in_background(self) -> bool:
+        """Whether an engine samples the next completions during the rewards and the updates (`EngineRollouts`).
 
-        Not with several processes, whose threads would have to agree on the order of what they ask of one another.
+        Not with several processes, whose threads would have to agree on the order of their collectives.
         """
-        return self.config.rollout_ahead and follows(self.sampler) and jax.process_count() == 1
+        follows = callable(getattr(self.sampler, "follow", None))
+        return self.config.rollout_ahead and follows and jax.process_count() == 1
 
-    def numbers(self, cursor: int, count: int) -> list[int]:
-        """The rows of the prompts from `cursor` on, by their indices: `count` entries of the epochs."""
+    @property
+    def keeps_old_params(self) -> bool:
+        """Whether the policy that sampled is needed after the first update: by its ratios, or by an engine."""
+        return self.sizes.updates > 1 or self.samples_in_background
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the run evaluates."""
+        return self.eval_data is not None
+
+    @property
+    def callers_advantage_fn(self) -> AdvantageFn | None:
+        """The caller's `advantage_fn`; None for `turn_credit`'s."""
+        return None if self.advantage_fn is None or self.config.turn_credit != "episode" else self.advantage_fn.function
+
+    def rows_at(self, cursor: int, count: int) -> list[int]:
+        """Indices of the rows of `count` prompts from `cursor` on, in the order of the epochs."""
         config, num_rows = self.config, len(self.data.rows)
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
         return [row for _, row in entries]
 
-    @property
-    def per_token(self) -> bool:
-        """Whether each token has an advantage of its own; a plan has no functions, and its config says so."""
-        return self.config.turn_credit != "episode" if self.own_advantages is None else self.own_advantages.per_token
-
-    @property
-    def advantage_fn(self) -> AdvantageFn | None:
-        """The caller's own function in the place of the config's advantages."""
-        own = self.own_advantages
-        return None if own is None or self.config.turn_credit != "episode" else own.function
-
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
-        """The progress that reward functions may know, after so many optimizer steps and sampled prompts."""
+        """The progress that reward functions may read, after `step` optimizer steps and `cursor` sampled prompts."""
         return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
+
+    def zero_batch(self, state: TrainState) -> Batch:
+        """A minibatch of zeros, as in `BaseRun`."""
+        batch, config = super().zero_batch(state), self.config
+        log_probs = batch.sampling_log_probs
+        # A plan has no functions, and its config says so.
+        per_token = config.turn_credit != "episode" if self.advantage_fn is None else self.advantage_fn.per_token
+        batch = batch.replace(
+            advantages=log_probs if per_token else batch.advantages,
+            ref_log_probs=None if state.ref_params is None else log_probs,
+            initial_log_probs=None if state.initial_params is None else log_probs,
+            counted=jnp.zeros(self.batch_shape[0], bool) if config.dynamic_sampling else None,
+            old_log_probs=None if self.sampler is None else log_probs,
+        )
+        if self.teaching is None or config.distillation_mode == "full_logits":
+            return batch
+        if config.distillation_mode == "sampled_token":
+            return batch.replace(teacher_log_probs=log_probs)
+        top = jnp.zeros((*log_probs.shape, config.distillation_topk or 1))
+        return batch.replace(teacher_top_ids=top.astype(jnp.int32), teacher_top_log_probs=top)
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of them.
+    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of examples.
 
     Attributes:
-      num_groups: prompts of a batch, which are all the beginning that the examples share; None: each has its own.
+      eval_data: the examples to evaluate on by name, "" for a single dataset; empty for no evaluation.
+      num_groups: prompts of a batch, if all examples begin with the same tokens; None: each has a prompt of its own.
     """
 
     config: SFTConfig
     data: Examples
-    eval_data: Examples | None
+    eval_data: Mapping[str, Examples]
     num_groups: int | None
 
     @property
@@ -147,3 +180,28 @@ class SFTRun(BaseRun):
         """B and G of an update's batch."""
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the run evaluates."""
+        return bool(self.eval_data)
+
+
+def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
+    """The state at step 0, which holds only what this config reads; with `donate` the params of the run's policy."""
+    config = run.config
+    adapted = isinstance(run.policy.model, LoraModel)
+    state = create_state(
+        run.policy.params,
+        run.optimizer,
+        jax.random.key(config.seed),
+        keep_old=run.keeps_old_params,
+        keep_reference=config.beta > 0,
+        keep_initial=config.sync_ref_model,
+        mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
+        entropy_coef=config.entropy_coef,
+        # The adaptive bonus acts on a measured entropy, and none has been measured yet.
+        entropy_bonus=0.0 if config.use_adaptive_entropy else None,
+        donate=donate,
+    )
+    return place(state, run.mesh)

@@ -10,10 +10,9 @@ engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the sa
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch
@@ -31,7 +29,8 @@ from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
-from grpo_jax.types import Batch, Completions, Model, Params, Prompts, is_cached
+from grpo_jax.run.placement import vocab_size
+from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import correction_of
 from grpo_jax.update.packed import Updater
 
@@ -70,25 +69,12 @@ class Sampler(Protocol):
     With several processes all of them call it, and what the first one's returns is taken.
 
     Two attributes are optional. `follow(policy, params)` takes the params of later calls beforehand: with
-    `rollout_ahead` it is called first, and then the engine with shapes for `params`, while the trainer goes on to its
-    update, which changes the arrays in place (`run.beside`). `measured` is a dict of numbers about the last call, which
-    become metrics of the run.
+    `rollout_ahead` it is called first, and then the engine with shapes for `params`, while the trainer continues with
+    its update, which changes the arrays in place (`run.sources`). `measured` is a dict of numbers about the last call,
+    which become metrics of the run.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...  # to a type checker, of any arguments
-
-
-class Following(Sampler, Protocol):
-    """An engine that takes its params beforehand."""
-
-    def follow(self, policy: Policy, params: Params) -> None:
-        """Take the params of later calls; they may change as soon as this returns."""
-        ...
-
-
-def follows(sampler: Sampler | None) -> TypeGuard[Following]:
-    """Whether an engine takes its params beforehand, by `follow`, so that it can sample while they change."""
-    return callable(getattr(sampler, "follow", None))
 
 
 def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
@@ -128,84 +114,34 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: Tu
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """How completions are asked for, of whichever engine samples them.
-
-    Attributes:
-      num_generations: G.
-      max_completion_length: T.
-      sampling: the distribution that tokens are drawn from.
-      eos_token_ids: token ids that end a completion, or its turn.
-      ends: what ends it too.
-      pad_token_id: stands after the end.
-      prompt_length: P, unless environments make prompts longer.
-      padding: to a multiple of which P is then rounded.
-      batch_size: completions that are decoded at a time; None for all.
-      interaction: who answers the turns; None: completions have one.
-      sampler: the engine in the place of `generate`; None for that.
-      policy: whose completions they are, for the sampler.
-    """
-
-    num_generations: int
-    max_completion_length: int
-    sampling: Sampling
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    prompt_length: int
-    padding: int
-    batch_size: int | None = None
-    interaction: Interaction | None = None
-    sampler: Sampler | None = None
-    policy: Policy | None = None
-    ends: TurnEnds = BY_EOS
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `generate` that the request decides."""
-        return {
-            "num_generations": self.num_generations,
-            "max_completion_length": self.max_completion_length,
-            **self.sampling._asdict(),
-            "eos_token_ids": self.eos_token_ids,
-            **self.ends._asdict(),
-            "tokenizer": None if self.policy is None else self.policy.tokenizer,
-            "pad_token_id": self.pad_token_id,
-            "batch_size": self.batch_size,
-        }
-
-
 def completions_by(
     sampler: Sampler,
-    model: Model,
+    policy: Policy,
     params: Params,
     prompts: Prompts,
     key: jax.Array,
-    request: Request,
-    *,
-    prompt_indices: np.ndarray,
-    interrupt: Callable[[], None],
     answers: Answers | None = None,
+    *,
+    settings: Mapping[str, Any],
 ) -> Completions:
-    """Completions [B, G, T] by an engine, on the host; of several processes all get those of the first.
+    """Completions [B, G, T] by an engine, on the host; all processes return those of the first.
 
-    Raises:
-      ValueError: the engine returned something else than `Sampler` says.
+    `settings` are the keywords of `generate`. Raises a `ValueError` for a result that is not as `Sampler` says.
     """
-    every = {"model": model, "params": params, "prompts": prompts, "key": key, **request.arguments}
-    every |= {"eos_token_ids": (*request.eos_token_ids, *request.ends.stop_token_ids), "answers": answers}
-    every |= {"prompt_indices": prompt_indices, "interrupt": interrupt, "policy": request.policy}
+    ends = TurnEnds(settings["stop"], settings["stop_token_ids"], settings["max_turn_length"])
+    every = {"model": policy.model, "params": params, "prompts": prompts, "key": key, **settings}
+    every |= {"eos_token_ids": (*policy.eos_token_ids, *ends.stop_token_ids), "answers": answers, "policy": policy}
     named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
-    # One that takes all by **kwargs is not surprised by names that it can do without.
-    unasked = FURTHER if request.ends != BY_EOS else (*FURTHER, *BY_EOS._fields, "tokenizer")
+    # A function with **kwargs does not get names that it can do without.
+    unrequested = FURTHER if ends != BY_EOS else (*FURTHER, *BY_EOS._fields, "tokenizer")
     returned = sampler(
-        **{name: value for name, value in every.items() if name in named or (takes_all and name not in unasked)}
+        **{name: value for name, value in every.items() if name in named or (takes_all and name not in unrequested)}
     )
     completions = read_completions(
         returned,
-        (prompts.tokens.shape[0], request.num_generations, request.max_completion_length),
-        vocab_size=_vocab_size(model, params),
-        pad_token_id=request.pad_token_id,
+        (prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]),
+        vocab_size=vocab_size(policy.model, params),
+        pad_token_id=policy.pad_token_id,
         turns=answers is not None,
     )
     if jax.process_count() > 1:
@@ -281,22 +217,6 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
     of_kind: Mapping[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "min": np.min, "max": np.max}
     return {name: float(of_kind[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
-
-
-def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
-    """Raise a `ValueError` for what no turn of a policy could end with."""
-    ends.check(policy.tokenizer, _vocab_size(policy.model, params) if ends.stop_token_ids else None)
-
-
-def _vocab_size(model: Model, params: Params) -> int:
-    """V, of the model's logits."""
-    if is_cached(model):
-        return int(model.config.vocab_size)
-
-    def logits(params: Params) -> jax.Array:
-        return model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32))
-
-    return int(jax.eval_shape(logits, params).shape[-1])
 
 
 def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,17 +15,19 @@ from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import Rewards, compute_rewards, mean_of_scored, reward_stats, total_rewards
 from grpo_jax.rewards.contract import TrainerState, own_copy, reward_names
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.interaction import Played
-from grpo_jax.run.sample import Sampled
+from grpo_jax.run.sample import RolloutResult
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Tokenizer
+from grpo_jax.types import RewardFn, Tokenizer
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.interaction import Played
 
 
 def score_own(
     tokenizer: Tokenizer,
     reward_fns: RewardFn | Sequence[RewardFn],
-    sampled: Sampled,
+    sampled: RolloutResult,
     *,
     on_error: str,
     trainer_state: TrainerState | None = None,
@@ -36,7 +38,7 @@ def score_own(
     """
     rows, tokens, present = sampled.rows, sampled.completions.tokens, sampled.present
     g = np.shape(tokens)[1]
-    part = own_part(len(rows)) if sampled.own is None else sampled.own
+    part = own_part(len(rows)) if sampled.process_rows is None else sampled.process_rows
     own, places = slice(part.start, part.stop), slice(part.start * g, part.stop * g)
     if not part:
         return Rewards(np.zeros((0, g, len(reward_names(reward_fns))), np.float32), {}, [], {}, [], [])
@@ -100,11 +102,11 @@ def of_all_processes(own: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) ->
 
 
 def completion_rows(
-    scores: Rewards, names: Sequence[str], sampled: Sampled, *, weighed: bool = False
+    scores: Rewards, names: Sequence[str], sampled: RolloutResult, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """One dict per completion, in prompt-major order; of one with several turns, who said what.
+    """One dict per completion, in prompt-major order, as a line of `completions.jsonl`.
 
-    Those that will be `weighed` have a place for the advantage.
+    `advantages` are [B, G], or None in an evaluation.
     """
     rows, ended, episodes = sampled.rows, sampled.completions.ended, sampled.episodes
     g = ended.shape[1]
@@ -114,75 +116,50 @@ def completion_rows(
         if not part.of_tokens:
             of_turns.setdefault(part.completion, {})[names[part.function]] = part.values
 
-    def turns_of(episode: Played) -> list[dict[str, str]]:
-        return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
-
     return [
         {
             **scores.columns[i],
             "prompt": own_copy(rows[i // g]["prompt"]),
             "completion": text,
-            **({} if episodes is None else {"turns": turns_of(episodes[i])}),
+            **({} if episodes is None else {"turns": _turn_texts(episodes[i])}),
             "rewards": dict(zip(names, scores.values[i // g, i % g].tolist(), strict=True)),
             **({"turn_rewards": of_turns[i]} if i in of_turns else {}),
-            **({"advantage": None} if weighed else {}),
+            **({} if advantages is None else {"advantage": float(advantages[i // g, i % g])}),
             "ended": bool(ended[i // g, i % g]),
         }
         for i, text in enumerate(scores.completions)
     ]
 
 
+def _turn_texts(episode: Played) -> list[dict[str, str]]:
+    return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
+
+
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
 
-class PlacedParts(NamedTuple):
-    """The turns [B, G, T] int32 of completions, as `Sampled.turns`; rewards [B, G, T, K] by `place_rewards`, or None if
-    not needed; and scores [B, G, K], their sums.
-    """
-
-    turns: np.ndarray
-    rewards: np.ndarray | None
-    scores: np.ndarray
-
-    @property
-    def functions(self) -> int:
-        """K."""
-        return self.scores.shape[2]
-
-    def of(self, batch: Batch, counted: np.ndarray) -> PlacedParts:
-        """Those of a batch, as long as it; groups that are not `counted` [B] have no score."""
-        t = batch.mask.shape[2]
-        if self.rewards is None:
-            return self._replace(turns=self.turns[:, :, :t])
-        rewards = np.where(counted[:, None, None, None], self.rewards[:, :, :t], np.float32(np.nan))
-        return self._replace(turns=self.turns[:, :, :t], rewards=rewards)
+def take_groups(scores: Rewards, groups: np.ndarray) -> Rewards:
+    """The rewards of these groups, in this order; numbers about all groups are unchanged."""
+    g = scores.values.shape[1]
+    old = [b * g + i for b in groups.tolist() for i in range(g)]
+    new = {completion: at for at, completion in enumerate(old)}
+    return scores._replace(
+        completions=[scores.completions[i] for i in old],
+        columns=[scores.columns[i] for i in old],
+        values=scores.values[groups],
+        parts=[part._replace(completion=new[part.completion]) for part in scores.parts if part.completion in new],
+    )
 
 
-class Groups(NamedTuple):
-    """Lists and arrays with B in front."""
-
-    rows: list[list[dict[str, Any]]]  # of each group those of its completions, for `completions.jsonl`
-    prompts: Prompts
-    completions: Completions
-    rewards: np.ndarray  # [B, G, K]
-    parts: PlacedParts | None  # None where nobody asks
-
-    def take(self, groups: np.ndarray) -> Groups:
-        """Only these groups, in this order."""
-        arrays = jax.tree.map(lambda x: np.asarray(x)[groups], self[1:])
-        return Groups([self.rows[b] for b in groups], *arrays)
-
-    def join(self, other: Groups) -> Groups:
-        """These groups and then the others."""
-        mine, theirs = _equally_long(self.prompts, other.prompts)
-        arrays = jax.tree.map(lambda *x: np.concatenate(x), (mine, *self[2:]), (theirs, *other[2:]))
-        return Groups(self.rows + other.rows, *arrays)
-
-
-def _equally_long(*prompts: Prompts) -> list[Prompts]:
-    """Prompts of several rollouts, padded to the longest: environments may have added to some."""
-    longest = max(some.tokens.shape[1] for some in prompts)
-    return [some.replace(tokens=np.pad(some.tokens, ((0, 0), (0, longest - some.tokens.shape[1])))) for some in prompts]
+def join_groups(first: Rewards, other: Rewards) -> Rewards:
+    """The rewards of these groups and then of the others; numbers about all groups are those of the first."""
+    count = len(first.completions)
+    return first._replace(
+        completions=first.completions + other.completions,
+        columns=first.columns + other.columns,
+        values=np.concatenate((first.values, other.values)),
+        parts=[*first.parts, *(part._replace(completion=count + part.completion) for part in other.parts)],
+    )
 
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
@@ -193,18 +170,18 @@ def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
     return np.asarray(found)
 
 
-def rollout_metrics(config: GRPOConfig, groups: Groups, present: np.ndarray) -> dict[str, float]:
-    """Rewards and lengths of a rollout, under TRL's names."""
-    lengths = present.sum(axis=-1)
-    rewards = total_rewards(groups.rewards, config.reward_weights)
+def rollout_metrics(config: GRPOConfig, scores: np.ndarray, sampled: RolloutResult) -> dict[str, float]:
+    """Rewards and lengths of a rollout, under TRL's names; `scores` are the rewards [B, G, K]."""
+    lengths = sampled.present.sum(axis=-1)
+    rewards = total_rewards(scores, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if (~np.isnan(group)).sum() > 1]
     return {
         "reward": mean_of_scored(rewards),
         "reward_std": float(np.mean(spread)) if spread else float("nan"),
-        "frac_reward_zero_std": float(zero_signal(groups.rewards, config).mean()),
+        "frac_reward_zero_std": float(zero_signal(scores, config).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(1 - groups.completions.ended.mean()),
+        "completions/clipped_ratio": float(1 - sampled.completions.ended.mean()),
         "num_tokens": float(lengths.sum()),
     }

@@ -1,31 +1,36 @@
-"""`sft`: supervised fine-tuning, the step before GRPO. It is `train`'s loop and update with another batch and loss."""
+"""`sft`: supervised fine-tuning, the step before GRPO; its loop has examples of a dataset instead of rollouts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
+import numpy as np
 import optax
 
 from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.hub.policy import place_policy, with_settings
 from grpo_jax.messages import Faults
+from grpo_jax.models.packing import evenly, lengths_of
 from grpo_jax.models.platform import compute_dtype
-from grpo_jax.models.sharding import shard_count
+from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.run.cautions import check_policy, check_tokens, shape_of, warn_of_tokens
-from grpo_jax.run.loop import run_loop
-from grpo_jax.run.prepare import check_optimizer, run_mesh
-from grpo_jax.run.run import SFTRun
+from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
+from grpo_jax.run.prepare import check_optimizer
+from grpo_jax.run.resume import describe
+from grpo_jax.run.run import SFTRun, new_state
+from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.prompts import prompt_indices
-from grpo_jax.text.sources import Dataset, is_stream
-from grpo_jax.types import Row, is_cached
+from grpo_jax.text.sources import Dataset, is_stream, several
+from grpo_jax.types import Batch, Json, Params, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
@@ -59,7 +64,7 @@ def sft(
         `input_ids` and `labels` (−100 where nothing is learned): whatever `text.load_examples` reads.
       config: the settings.
       eval_dataset: rows whose loss is measured (`eval/loss`) before the first step, every `eval_steps`, and after the
-        last.
+        last; or a dict of several such datasets by name, whose losses are `eval/<name>/loss`.
       run_dir: where metrics, checkpoints and the picture of the run are written, as in `train`.
       resume: "auto", "must" or "never", as in `train`.
       callbacks: functions called as `callback(step, metrics)` after every logged step.
@@ -94,7 +99,31 @@ def sft(
     """
     refuse_bucket(run_dir)
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
-    return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)
+    check_run_dir(run, run_dir, resume)
+    state = committed(new_state(run, donate=donate))
+    run.policy.empty()
+    description = None if run_dir is None else _describe(run, state)
+    with open_session(run, run_dir, description, callbacks) as session:
+        state = session.start(state, resume).state
+        if donate:
+            policy.empty()
+        progress, monitor = session.progress, session.monitor
+        evaluate = functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt)
+        session.evaluate_if_due(state, evaluate)
+        while session.running():
+            batch, cursor, metrics = next_examples(run, progress.cursor)
+            session.collected(cursor, metrics)
+            with monitor.phase("update"):
+                state, measured = run.updater.update(state, batch)
+                metrics = {name: float(value) for name, value in fetch(measured).items()}
+            session.updated(metrics)
+            session.check_skipped(state, batch, metrics, None)
+            if not session.stopping():
+                session.evaluate_if_due(state, evaluate)
+                session.save_if_due(state)
+        state = session.end(state)
+    session.exit_if_signalled()
+    return state
 
 
 def prepare_sft(
@@ -115,13 +144,14 @@ def prepare_sft(
     faults = Faults()
     faults.of(check_policy, policy)
     faults.of(check_optimizer, optimizer)
-    datasets = {"dataset": dataset} | ({} if eval_dataset is None else {"eval_dataset": eval_dataset})
-    rows = {name: faults.of(_rows, some, config, name) for name, some in datasets.items()}
+    rows = {"dataset": faults.of(_rows, dataset, config, "dataset")}
+    for name, some in several(eval_dataset).items():
+        argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+        rows[argument] = faults.of(_rows, some, config, argument)
     faults.raise_together("this run")
     encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
-    data, eval_data = encoded.get("dataset"), encoded.get("eval_dataset")
-    longest = max((len(ids) for some in (data, eval_data) if some is not None for ids in some.token_ids), default=2)
+    longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
     shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
     num_devices = mesh.size if mesh else math.prod((config.mesh or {}).values())
@@ -134,13 +164,13 @@ def prepare_sft(
         num_experts=0 if shape is None else shape.num_experts,
     )
     faults.raise_together("this run", problems)
-    assert data is not None, "what has no data has faults"
-    for name, some in encoded.items():
-        if some is not None:
-            warn_of_tokens(some, policy, name, template_kwargs=config.chat_template_kwargs)
+    data, *held_out = [examples for examples in encoded.values() if examples is not None]
+    for argument, examples in zip(encoded, (data, *held_out), strict=True):
+        warn_of_tokens(examples, policy, argument, template_kwargs=config.chat_template_kwargs)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
+    eval_data = dict(zip(several(eval_dataset), held_out, strict=True))
     return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
 
 
@@ -148,7 +178,7 @@ def derive_sft(
     policy: Policy,
     config: SFTConfig,
     data: Examples,
-    eval_data: Examples | None = None,
+    eval_data: Mapping[str, Examples] = MappingProxyType({}),
     *,
     mesh: jax.sharding.Mesh | None,
     longest: int,
@@ -162,7 +192,7 @@ def derive_sft(
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # What all examples begin with is their prompt, read once; a model without a cache reads each example whole.
-    shared = min(some.shared for some in (data, eval_data) if some is not None) if is_cached(policy.model) else 0
+    shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
     start = max(1, shared)
     length = -(-(longest - start) // config.padding) * config.padding
     length = length if context is None else min(length, context - start)
@@ -212,3 +242,89 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
     data = encode_examples(rows, policy.tokenizer, config, eos_token_ids=ends, packing=packing, argument=argument)
     check_tokens(policy, data)
     return data
+
+
+def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
+    """The batch of the next update, the cursor (blocks since the start of the run) after it, and its metrics."""
+    config, count = run.config, run.sizes.prompts
+    entries = prompt_indices(
+        cursor,
+        count,
+        num_rows=len(run.data.blocks),
+        seed=config.seed,
+        shuffle=config.train_sampling_strategy == "random",
+    )
+    blocks = [block for _, block in entries]
+    batch = _batch(run, run.data, blocks, run.sizes.prompts_per_update)
+    return batch, cursor + count, {"num_tokens": float(run.data.count_tokens(blocks))}
+
+
+def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) -> Batch:
+    """The examples of some blocks; those that begin alike as completions of one prompt, on each device of a mesh.
+
+    So their beginning is read once, and they are laid end to end: a group alone is padded to whole blocks.
+    """
+    length, groups = run.updater.config.max_completion_length, run.num_groups
+    batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
+    if groups is None:
+        return batch
+    order = evenly(lengths_of(np.asarray(batch.mask))[:, 0], groups)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x[order].reshape(groups, -1, *x.shape[2:])
+
+    return batch.replace(
+        prompts=jax.tree.map(lambda x: np.repeat(x[:1], groups, axis=0), batch.prompts),
+        tokens=grouped(batch.tokens),
+        mask=grouped(batch.mask),
+        advantages=grouped(batch.advantages),
+        sampling_log_probs=grouped(batch.sampling_log_probs),
+    )
+
+
+def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """`loss` of the held-out examples; of several datasets, the name of each is in front."""
+    return {
+        f"{name}/loss" if name else "loss": _mean_loss(run, params, examples, interrupt)
+        for name, examples in run.eval_data.items()
+    }
+
+
+def _mean_loss(run: SFTRun, params: Params, examples: Examples, interrupt: Callable[[], None]) -> float:
+    """The loss by the config's `loss_type`: the mean over all learned tokens of the examples."""
+    rows = run.config.per_device_eval_batch_size * run.config.data_shards()
+    total = tokens = 0.0
+    for start in range(0, len(examples.blocks), rows):
+        interrupt()
+        batch = _batch(run, examples, range(start, min(start + rows, len(examples.blocks))), rows)
+        scores = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
+        l = np.asarray(scores, np.float64)[batch.mask]
+        total += float(-(l if run.config.loss_type == "nll" else np.exp(l) * l).sum())
+        tokens += l.size
+    return total / tokens
+
+
+def _describe(run: SFTRun, state: TrainState) -> Json:
+    """The settings, data and model that decide the run's numbers, as its checkpoints store them."""
+    return describe(
+        run.config,
+        data=run.data,
+        reward_fns=(),
+        model=run.policy.model,
+        state=state,
+        total_steps=run.total_steps,
+        eval_data=join_examples(run.eval_data) if run.eval_data else None,
+        own_optimizer=run.schedule is None,
+        own_functions={"surrogate": run.updater.surrogate},
+    )
+
+
+def join_examples(parts: Mapping[str, Examples]) -> Examples:
+    """Several encoded datasets as one."""
+    token_ids, masks, blocks = list[list[int]](), list[list[bool]](), list[list[int]]()
+    for some in parts.values():
+        blocks += [[len(token_ids) + i for i in block] for block in some.blocks]
+        token_ids += some.token_ids
+        masks += some.masks
+    rows = [row for some in parts.values() for row in some.rows]
+    return Examples(rows, token_ids, [], masks, blocks)

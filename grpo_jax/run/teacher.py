@@ -21,22 +21,22 @@ from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.resume import fingerprint
 from grpo_jax.run.sampler import ROUNDING
-from grpo_jax.types import Batch, Completions, Json, Model, Prompts, Told, as_argument
+from grpo_jax.types import Batch, Completions, Json, Model, Prompts, TeacherLogProbs, as_argument
 from grpo_jax.update.packed import Updater
 from grpo_jax.update.teaching import Teacher
 
 
 class Scorer(Protocol):
-    """A teacher that only tells log-probs, such as an engine with a model that is not here.
+    """A teacher that returns log-probs, such as an engine with a model of its own; `engines.vllm_scorer` makes one.
 
-    `prompts` are [B, P], the completions [B, G, T], both NumPy's.
-    The log-probs are those of the distribution at the run's temperature, of each token given its prompt and the tokens
-    before it: a `Told`, or the array of `log_probs` alone. If it has an attribute `tokenizer`, that has to be the
-    policy's; if not, its tokens are taken to be. If it has a method `check(config)`, that is called before anything is
-    sampled, and raises what stands against a run with these settings. `engines.vllm_scorer` makes one.
+    `prompts` are [B, P], the completions [B, G, T], NumPy's arrays. The log-probs are of each token given its prompt
+    and the tokens before it, at the run's temperature: a `TeacherLogProbs`, or the array of its `log_probs`.
+
+    An attribute `tokenizer`, if there is one, must be the policy's. A method `check(config)`, if there is one, is
+    called before anything is sampled, and raises a `ValueError` for settings that do not go with the teacher.
     """
 
-    def score(self, prompts: Prompts, completions: Completions) -> Told | np.ndarray: ...
+    def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs | np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,25 @@ class Teaching:
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
         return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
+
+    def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
+        """The batch, on the host, with the teacher's log-probs; unchanged if the update reads its distributions.
+
+        `completions` are the batch's; their T may be longer.
+        """
+        if config.distillation_mode == "full_logits":
+            return batch
+        if self.teacher is not None and self.updater is not None:
+            l = self.updater.score(self.teacher.params, batch.prompts, batch.tokens, batch.mask)
+            return batch.replace(teacher_log_probs=fetch(l))
+        assert self.scorer is not None
+        on_host = jax.tree.map(np.asarray, completions)
+        scores = _read_scores(self.scorer.score(batch.prompts, on_host), on_host.mask, config)
+        t = batch.mask.shape[2]
+        log_probs, ids, top = (None if x is None else x[:, :, :t] for x in scores)
+        if config.distillation_mode == "sampled_token":
+            return batch.replace(teacher_log_probs=log_probs)
+        return batch.replace(teacher_top_ids=ids, teacher_top_log_probs=top)
 
 
 def kind_of(teacher: object) -> Literal["policy", "scorer"]:
@@ -150,35 +169,16 @@ def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model
     return None if teacher is None else Teaching(scorer=teacher)
 
 
-def with_teacher(teaching: Teaching, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
-    """The batch, on the host, with the teacher's log-probs; unchanged where the update reads its distributions.
-
-    Args:
-      completions: of the batch; their T may be longer.
-    """
-    if config.distillation_mode == "full_logits":
-        return batch
-    if teaching.teacher is not None and teaching.updater is not None:
-        l = teaching.updater.score(teaching.teacher.params, batch.prompts, batch.tokens, batch.mask)
-        return batch.replace(teacher_log_probs=fetch(l))
-    assert teaching.scorer is not None, "it is one of the two"
-    on_host = jax.tree.map(np.asarray, completions)
-    told = _read_told(teaching.scorer.score(batch.prompts, on_host), on_host.mask, config)
-    t = batch.mask.shape[2]
-    log_probs, ids, top = (None if x is None else x[:, :, :t] for x in told)
-    if config.distillation_mode == "sampled_token":
-        return batch.replace(teacher_log_probs=log_probs)
-    return batch.replace(teacher_top_ids=ids, teacher_top_log_probs=top)
-
-
-def _read_told(told: Told | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> Told:
+def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
     """Check what a scorer returned."""
-    told = Told(*told) if isinstance(told, tuple) else Told(told)
+    scores = TeacherLogProbs(*scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
     k = config.distillation_topk
-    wanted = {"log_probs": mask.shape} | ({} if k is None else dict.fromkeys(Told._fields[1:], (*mask.shape, k)))
+    wanted = {"log_probs": mask.shape} | (
+        {} if k is None else dict.fromkeys(TeacherLogProbs._fields[1:], (*mask.shape, k))
+    )
     arrays: dict[str, np.ndarray] = {}
     for name, shape in wanted.items():
-        x = np.asarray(getattr(told, name))
+        x = np.asarray(getattr(scores, name))
         if x.shape != shape:
             raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(shape)}")
         seen = x[mask]
@@ -191,4 +191,4 @@ def _read_told(told: Told | np.ndarray, mask: np.ndarray, config: GRPOConfig) ->
             raise ValueError(f"teacher.score: its {name} are not all finite and at most 0; they are natural logarithms")
         here = mask.reshape(mask.shape + (1,) * (x.ndim - 3))
         arrays[name] = np.where(here, np.minimum(x, 0), 0).astype(np.float32)
-    return Told(arrays["log_probs"], arrays.get("top_ids"), arrays.get("top_log_probs"))
+    return TeacherLogProbs(arrays["log_probs"], arrays.get("top_ids"), arrays.get("top_log_probs"))

@@ -1,27 +1,48 @@
-"""`train`: GRPO over a dataset of prompts."""
+"""`train`: GRPO over a dataset of prompts. The loop of a run is the body of the function.
+
+```
+prepare ─► state, or checkpoint ─► while there are updates to make:
+                                       collect a batch          (run.collect: rollout, rewards, advantages, log-probs)
+                                       update with a minibatch  (update.packed; the reference sync belongs to it)
+                                       log, evaluate, save      (run.session)
+```
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.settings import Sizes
 from grpo_jax.maths.surrogates import Surrogate
+from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
-from grpo_jax.run.loop import run_loop
+from grpo_jax.run.collect import collect
+from grpo_jax.run.evaluate import evaluate_encoded
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import as_begun
-from grpo_jax.run.run import Arguments
-from grpo_jax.run.sampler import Sampler
-from grpo_jax.run.teacher import Scorer
+from grpo_jax.run.resume import as_begun, describe
+from grpo_jax.run.run import Run, new_state
+from grpo_jax.run.session import Session, check_run_dir, open_session
+from grpo_jax.run.signals import Interrupted
+from grpo_jax.run.sources import rollout_source
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import AdvantageFn, Environments, RewardFn
-from grpo_jax.update.state import TrainState
+from grpo_jax.types import AdvantageFn, Batch, Environments, Json, Params, RewardFn
+from grpo_jax.update.state import TrainState, begin_iteration
+from grpo_jax.watch.hints import Hints
 from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import refuse_bucket
+
+if TYPE_CHECKING:  # optional capabilities
+    from grpo_jax.run.sampler import Sampler
+    from grpo_jax.run.teacher import Scorer
+
+_begin_iteration = jax.jit(begin_iteration, donate_argnames=("state",))
 
 
 def train(
@@ -119,19 +140,98 @@ def train(
       1.0
     """
     refuse_bucket(run_dir)
-    arguments = Arguments(
+    run = prepare(
         policy,
         dataset,
         reward_fns,
         as_begun(config, run_dir),
-        eval_dataset,
-        optimizer,
-        tools,
-        environment_factory,
-        sampler,
-        advantage_fn,
-        surrogate,
+        eval_dataset=eval_dataset,
+        optimizer=optimizer,
+        tools=tools,
+        environment_factory=environment_factory,
+        sampler=sampler,
+        advantage_fn=advantage_fn,
+        surrogate=surrogate,
         teacher=teacher,
     )
-    run = prepare(arguments)
-    return run_loop(run, policy, run_dir=run_dir, resume=resume, callbacks=callbacks, donate=donate)
+    check_run_dir(run, run_dir, resume)
+    state = committed(new_state(run, donate=donate))  # committed as a checkpoint's arrays are: one set of programs
+    run.policy.empty()  # the run's own object; its params may be a copy on a mesh
+    description = None if run_dir is None else _describe(run, state)
+    with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
+        state, _, batch, completions, transcript = session.start(state, resume)
+        if donate:  # only now: a run that was refused has taken nothing
+            policy.empty()
+        progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
+        evaluate = functools.partial(_evaluate, run, session)
+        session.evaluate_if_due(state, evaluate, batch)
+        with rollout_source(run, state, progress, completions, transcript, interrupt=interrupt) as source:
+            while session.running():
+                if batch is None:
+                    try:
+                        source.settle(state)
+                        state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
+                        batch, metrics, rows = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
+                    except Interrupted:  # SIGTERM or SIGINT: the resumed run samples this batch again
+                        break
+                    except Exception:
+                        session.save_after_error(state, source=source)
+                        raise
+                    session.collected(source.cursor, metrics, rows)
+                minibatch = _minibatch(batch, progress.updates_done, run.sizes)
+                with monitor.phase("update"):
+                    state, measured = run.updater.update(state, minibatch)
+                    metrics = {name: float(value) for name, value in fetch(measured).items()}
+                session.updated(metrics)
+                if progress.updates_done == 0:  # the last update of the iteration
+                    batch = None
+                session.check_skipped(state, minibatch, metrics, batch, source)
+                if not session.stopping():
+                    session.evaluate_if_due(state, evaluate, batch, source)
+                    session.save_if_due(state, batch, source)
+            state = session.end(state, batch, source)
+    session.exit_if_signalled()
+    return state
+
+
+def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
+    """The minibatch of an iteration's next update, cut from the batch along B."""
+    if sizes.minibatches == 1:
+        return batch
+    index, count = updates_done % sizes.minibatches, sizes.prompts_per_update
+    return jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
+
+
+def _evaluate(run: Run, session: Session, params: Params) -> dict[str, float]:
+    """The metrics of the held-out prompts, always sampled by `generate`."""
+    assert run.eval_data is not None
+    metrics, _ = evaluate_encoded(
+        run.policy,
+        run.eval_data,
+        run.reward_fns,
+        run.config,
+        params=params,
+        interaction=run.interaction,
+        trainer_state=run.trainer_state(session.progress.step, session.progress.cursor),
+        interrupt=session.signals.interrupt,
+    )
+    return metrics
+
+
+def _describe(run: Run, state: TrainState) -> Json:
+    """The settings, data and model that decide the run's numbers, as its checkpoints store them."""
+    return describe(
+        run.config,
+        data=run.data,
+        reward_fns=run.reward_fns,
+        model=run.policy.model,
+        state=state,
+        total_steps=run.total_steps,
+        eos_token_ids=run.policy.eos_token_ids,
+        eval_data=run.eval_data,
+        interaction=run.interaction,
+        own_optimizer=run.schedule is None,
+        own_sampler=run.sampler is not None,
+        own_functions={"advantage_fn": run.callers_advantage_fn, "surrogate": run.updater.surrogate},
+        teacher=None if run.teaching is None else run.teaching.identity,
+    )

@@ -89,12 +89,16 @@ class EncodedPrompts:
       token_ids: of each row's prompt.
       dropped: indices of the rows that were left out because they are too long.
       parts: of several joined datasets, the number of rows of each by name, in order; empty for one dataset.
+      masks: of examples, the tokens that are learned (`text.examples.Examples`); None for prompts.
+      blocks: of examples, the blocks that a batch counts; None for prompts.
     """
 
     rows: list[Row]
     token_ids: list[list[int]]
     dropped: list[int]
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
+    masks: list[list[bool]] | None = dataclasses.field(default=None, kw_only=True)
+    blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
 
     def by_part(self) -> dict[str, EncodedPrompts]:
         """Return the rows of each joined dataset by name; of a single dataset under ""."""

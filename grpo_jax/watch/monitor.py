@@ -212,7 +212,7 @@ class Monitor:
                 f" starts again from step 0. The old metrics are kept in files whose names end in {ending}; save_steps"
                 " and save_minutes say how often a run is saved",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         kinds = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}

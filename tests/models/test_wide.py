@@ -11,12 +11,12 @@ import pytest
 from test_platform import H100
 
 from grpo_jax import GRPOConfig
-from grpo_jax.hub.policy import with_settings
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.matmul import matmul, matmul_transposed, wide_product, wide_sums
 from grpo_jax.models.platform import has_wide_sums
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.run.placement import with_settings
 
 BF16 = jnp.bfloat16
 SHAPE = TransformerConfig(

@@ -12,7 +12,6 @@ from tiny import tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig
 from grpo_jax.rewards import number_reward
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +31,7 @@ def short(completions):
 def door(policy=None, dataset=ROWS, reward_fns=short, config=None, eval_dataset=None, optimizer=None, **settings):
     policy = tiny_policy() if policy is None else policy
     config = GRPOConfig(**SMALL | settings) if config is None else config
-    return prepare(Arguments(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer))
+    return prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
 
 
 class Frame:

@@ -15,7 +15,6 @@ from grpo_jax.rewards import format_reward, weighted
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.cautions import warn_of_tokens
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
 from grpo_jax.text.prompts import encode_prompts
@@ -170,7 +169,7 @@ def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
 def test_a_run_says_so_before_it_begins():
     policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
     with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
-        prepare(Arguments(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4)))
+        prepare(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4))
 
 
 def by_chat(policy, text):
@@ -178,7 +177,7 @@ def by_chat(policy, text):
 
 
 def by_grpo(policy, text):
-    prepare(Arguments(policy, [{"prompt": text}], [without], GRPOConfig(max_completion_length=4)))
+    prepare(policy, [{"prompt": text}], [without], GRPOConfig(max_completion_length=4))
 
 
 def by_sft(policy, text):

@@ -1,20 +1,23 @@
 """Collection: rewards, advantages and masks land on the right rows; silent groups are refilled and count nowhere."""
 
+import dataclasses
 import itertools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collected as collect
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, compute_advantages
 from grpo_jax.config import settings
-from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
+from grpo_jax.run.sources import PrefetchedRollouts, rollout_source
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
+from grpo_jax.watch.monitor import Progress
 
 # A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
@@ -27,12 +30,11 @@ def length_reward(completion_ids):
 
 
 def run_of(reward_fns=length_reward, rows=ROWS, **settings):
-    return prepare(Arguments(POLICY, rows, reward_fns, GRPOConfig(**SMALL | {"shuffle_dataset": False} | settings)))
+    return prepare(POLICY, rows, reward_fns, GRPOConfig(**SMALL | {"shuffle_dataset": False} | settings))
 
 
 def collected(run, cursor=0, **keep):
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep)
-    return collect(run, state, cursor, count=run.sizes.prompts)
+    return collect(run, create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep), cursor)
 
 
 def test_rows_rewards_and_advantages_belong_together():
@@ -54,8 +56,7 @@ def test_completions_come_from_the_old_policy_where_one_is_kept():
     run = run_of(num_iterations=2)
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
     other = state.replace(params=tiny_policy(seed=1).params)
-    at = {"count": run.sizes.prompts}
-    np.testing.assert_array_equal(collect(run, other, 0, **at).batch.tokens, collect(run, state, 0, **at).batch.tokens)
+    np.testing.assert_array_equal(collect(run, other).batch.tokens, collect(run, state).batch.tokens)
 
 
 @pytest.mark.quick
@@ -138,23 +139,32 @@ def test_the_reference_is_at_work_before_the_rewards_and_all_is_on_the_host(monk
 
 
 @pytest.mark.quick
-def test_completions_sampled_ahead_are_those_of_their_place_in_the_run():
-    """They are taken as they are, of whatever policy, and the next ones come from the present one."""
+def test_prefetched_completions_are_those_of_their_place_in_the_run():
+    """They are used as they were sampled, and a checkpoint stores them; refills use them too."""
     run = run_of()
-    at, state = {"count": 4}, create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
-    first, alone = collect(run, state, 0, look_ahead=True, **at), collect(run, state, 4, **at)
-    second = collect(run, state.replace(params=tiny_policy(seed=1).params), 4, ahead=first.ahead, **at)
-    chex.assert_trees_all_equal(second.batch, alone.batch)
-    assert second.rows == alone.rows
-    assert second.cursor == alone.cursor == 8
-    assert second.ahead is alone.ahead is None
-    # Refills use up what was sampled ahead.
+    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
+    source, alone = PrefetchedRollouts(run), collect(run, state, 4)
+    collect(run, state, source=source)
+    progress = Progress(step=1, cursor=source.cursor)
+    restored = rollout_source(
+        dataclasses.replace(run, config=dataclasses.replace(run.config, rollout_ahead=True)),
+        state,
+        progress,
+        *source.stored(),
+    )
+    changed = state.replace(params=tiny_policy(seed=1).params, step=jnp.int32(3))
+    for again in (source, restored):
+        second = collect(run, changed, source=again)
+        chex.assert_trees_all_equal(second.batch, alone.batch)
+        assert second.rows == alone.rows
+        assert second.cursor == alone.cursor == 8
+        assert again.waiting is None, "the run ends after step 4"
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
-    plain, ahead = collect(run, state, 0, **at), collect(run, state, 0, look_ahead=True, **at)
-    chex.assert_trees_all_equal(plain.batch, ahead.batch)
-    assert ahead.cursor == plain.cursor == 8
-    third = collect(run, state, 8, ahead=ahead.ahead, **at)
-    chex.assert_trees_all_equal(third.batch, collect(run, state, 8, **at).batch)
+    source = PrefetchedRollouts(run)
+    plain, first = collect(run, state), collect(run, state, source=source)
+    chex.assert_trees_all_equal(plain.batch, first.batch)
+    assert first.cursor == plain.cursor == 8
+    chex.assert_trees_all_equal(collect(run, state, source=source).batch, collect(run, state, 8).batch)
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,12 @@ def test_numbers_that_look_wrong(monkeypatch):
         "the update was skipped: the advantage is nan at prompt 0, completion 0 of the batch"
     )
 
-    experience, metrics = seen["what"]
+    batch, rollout, rows, metrics = seen["what"]
     metrics = metrics | {"sampler_gap": 0.1, "grad_norm": 0.0}
     slow = {"rewards/lambda/seconds": 20.0, "completions/max_length": 1.0}
-    row = experience.rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
+    row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
-    experience = experience.__class__(experience.batch, 1, experience.metrics | slow, rows)
-    assert list(_of_the_group(seen["run"], experience, metrics)) == [
+    assert list(_of_the_group(seen["run"], batch, rollout | slow, rows, metrics)) == [
         "all 4 completions are empty: they end with their first token",
         "all 4 completions are the same: ''; raise temperature",
         "reward function 'lambda' would take about 40 s of each iteration: make it async, or give it workers with "
@@ -144,6 +143,5 @@ def test_numbers_that_look_wrong(monkeypatch):
         "and without a cache",
     ]
     engine = dataclasses.replace(seen["run"], sampler=print)
-    experience.metrics["sampler/importance_weight_mean"] = 0.2
-    *_, last = _of_the_group(engine, experience, metrics)
+    *_, last = _of_the_group(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)
     assert last.startswith("the mean importance weight of the sampler's completions is 0.2")

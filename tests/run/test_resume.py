@@ -32,7 +32,7 @@ from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
 
-loop = sys.modules["grpo_jax.run.loop"]
+loop = sys.modules["grpo_jax.run.train"]
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 # μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.
 SETTINGS = {
@@ -151,7 +151,7 @@ def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_
     with pytest.raises(RewardError, match="the service is down"):
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
-    assert "step 6 is saved: once the cause is fixed, the same call goes on from there" in capfd.readouterr().err
+    assert "step 6 is saved: once the cause is fixed, the same call resumes from there" in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"reward_fns: the source of vowels has changed; .* resume=\"changed\""):
         run(tmp_path, **unsaved)
     with pytest.warns(UserWarning, match="the run continues with changed functions"):

@@ -6,20 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collecting import collected
 from test_collect import POLICY, ROWS
 from test_teacher import Pairs
 from tiny import scored, tiny_policy
 
-from grpo_jax import Completions, GRPOConfig, evaluate, generate, train
+from grpo_jax import Completions, GRPOConfig, evaluate, generate, make_prompts, train
 from grpo_jax.maths.correction import sampler_weights
-from grpo_jax.maths.sampling import Sampling
-from grpo_jax.run.beginning import new_state
-from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
-from grpo_jax.run.sample import sample
-from grpo_jax.run.sampler import ARGUMENTS, Request, check_sampler, mismatch, read_completions
-from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.run.run import new_state
+from grpo_jax.run.sampler import ARGUMENTS, check_sampler, mismatch, read_completions, with_old_log_probs
 from grpo_jax.update.packed import choose_updater
 
 G, T = 4, 8
@@ -70,7 +66,7 @@ def test_a_sampler_that_cannot_be_called_is_refused_at_the_door():
         (lambda prompts, /: None, "sampler asks for prompts, which it is not given by name"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(Arguments(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler))
+            prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
 
 
 def test_an_evaluation_by_an_engine():
@@ -169,8 +165,8 @@ def test_an_exact_engine_teaches_what_the_built_in_sampler_does():
 def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     hot = lambda temperature, **asked: generate(temperature=1.6 * temperature, **asked)
     other, settings = tiny_policy(seed=3).params, SMALL | {"num_iterations": 2, "temperature": 0.8}
-    made = prepare(Arguments(POLICY, ROWS, rewards, GRPOConfig(**settings), sampler=hot))
-    experience = collect(made, new_state(made).replace(old_params=other), 0, count=made.sizes.prompts)
+    made = prepare(POLICY, ROWS, rewards, GRPOConfig(**settings), sampler=hot)
+    experience = collected(made, new_state(made).replace(old_params=other))
     batch = experience.batch
     completions = Completions(batch.tokens, batch.mask, batch.sampling_log_probs, batch.mask[..., 0])
     score = lambda temperature: scored(POLICY.model, other, batch.prompts, completions, temperature=temperature)
@@ -190,10 +186,9 @@ def test_old_log_probs_are_padded_where_the_scorer_cuts_them():
     params = {"logits": jax.random.normal(jax.random.key(0), (4, 4))}
     config = GRPOConfig(**SMALL | {"max_completion_length": 32})
     updater = choose_updater(Pairs(), config, micro=(1, G))
-    short = lambda **_: canned(b=1).replace(tokens=np.ones((1, G, 3), int))
-    request = Request(G, 32, Sampling(), eos_token_ids=(), pad_token_id=0, prompt_length=2, padding=1, sampler=short)
-    data, at = EncodedPrompts([{"prompt": ""}], [[1, 2]], []), {"prompt_indices": np.arange(1), "interrupt": int}
-    found = sample(Pairs(), params, data, [0], jax.random.key(0), request, **at, updater=updater).completions
+    short = canned(b=1).replace(tokens=np.ones((1, G, 3), int))
+    whole = read_completions(short, (1, G, 32), vocab_size=4, pad_token_id=0)
+    found = with_old_log_probs(whole, updater, params, make_prompts([[1, 2]], on_host=True))
     assert updater.columns(3) < 32
     assert found.old_log_probs.shape == (1, G, 32)
     l = jax.nn.log_softmax(params["logits"])

@@ -12,7 +12,7 @@ from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.interaction import EpisodeCounts, Played
 from grpo_jax.run import scores as scoring
-from grpo_jax.run.sample import Sampled
+from grpo_jax.run.sample import RolloutResult
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
@@ -49,7 +49,7 @@ def run(monkeypatch, processes, rows, *fns, on_error="raise"):
     for process in range(processes):
         calls.append([])
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        sampled = Sampled(ROWS[:rows], PROMPTS, completions(rows))
+        sampled = RolloutResult(ROWS[:rows], PROMPTS, completions(rows))
         parts.append(score_own(tiny_tokenizer(), fns, sampled, on_error=on_error))
     sent = [json.loads(json.dumps([*part._replace(values=part.values.tolist())])) for part in parts]
     monkeypatch.setattr(scoring, "gather_objects", lambda own: sent)
@@ -115,7 +115,7 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
         found.append([])
         monkeypatch.setattr(jax, "process_index", lambda rows=rows: rows.start // 2)
         there = [i if i // G in rows else None for i in range(4 * G)]
-        sampled = Sampled(ROWS[:4], PROMPTS, completions(4), played, there, rows).first(kept)
+        sampled = RolloutResult(ROWS[:4], PROMPTS, completions(4), played, there, rows).first(kept)
         scores = score_own(tiny_tokenizer(), [own], sampled, on_error="raise")
         assert scores.values.shape == (len(found[-1]) // G, G, 1)
     ends = min(2 * G, kept * G), kept * G
@@ -136,8 +136,8 @@ def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch
 
 def test_no_column_of_the_completions_can_be_replaced():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
-    sampled = Sampled(ROWS[:2], PROMPTS, completions(2), played)
+    sampled = RolloutResult(ROWS[:2], PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
     scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
-    for row in completion_rows(scores, ["length"], sampled, weighed=True):
+    for row in completion_rows(scores, ["length"], sampled, np.zeros((2, G))):
         assert {"step", *row} == {"number", *RUN_COLUMNS}

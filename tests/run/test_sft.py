@@ -19,9 +19,8 @@ from tiny import tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, Policy, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.run.beginning import abstract_batch, new_state
-from grpo_jax.run.examples import evaluate_examples, next_examples
-from grpo_jax.run.sft import prepare_sft
+from grpo_jax.run.run import new_state
+from grpo_jax.run.sft import evaluate_examples, next_examples, prepare_sft
 from grpo_jax.run.stored import load_params
 from grpo_jax.update.step import PaddedUpdater
 from grpo_jax.watch.writer import read_lines
@@ -91,7 +90,7 @@ def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
         run = prepare_sft(tiny_policy(), rows, config)
         batch, *_ = next_examples(run, 0)
         shapes.append((batch.prompts.tokens.shape, batch.tokens.shape))
-        assert shapes[-1][1] == abstract_batch(run, new_state(run)).tokens.shape
+        assert shapes[-1][1] == run.zero_batch(new_state(run)).tokens.shape
         share = float(run.updater.update(new_state(run), batch)[1]["padding_share"])
         laid.append(round(lengths_of(batch.mask).sum() / (1 - share)))
     # Of text all is learned, but for the first token, which nothing predicts.
@@ -104,8 +103,12 @@ def test_held_out_examples_may_begin_otherwise():
     config = settings(per_device_eval_batch_size=4)
     for held_out in (ROWS, [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]):
         run = prepare_sft(policy, ALIKE, config, eval_dataset=held_out)
-        want = loss_by_logits(policy.params, *rows_of(run.eval_data), model=policy.model)
+        want = loss_by_logits(policy.params, *rows_of(run.eval_data[""]), model=policy.model)
         np.testing.assert_allclose(evaluate_examples(run, policy.params)["loss"], want, rtol=1e-5)
+    several = prepare_sft(policy, ALIKE, config, eval_dataset={"first": ROWS[:3], "other": held_out})
+    losses = evaluate_examples(several, policy.params)
+    assert losses["other/loss"] == pytest.approx(float(want), rel=1e-5)
+    assert losses.keys() == {"first/loss", "other/loss"}
 
 
 def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(learned):
@@ -189,7 +192,7 @@ def test_it_learns_evaluates_and_keeps_its_best(learned):
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]
     run = prepare_sft(policy, ROWS, config, eval_dataset=ROWS[:3])
-    want = loss_by_logits(policy.params, *rows_of(run.eval_data), model=policy.model)
+    want = loss_by_logits(policy.params, *rows_of(run.eval_data[""]), model=policy.model)
     np.testing.assert_allclose(losses[0], want, rtol=1e-5)
     np.testing.assert_allclose(evaluate_examples(run, state.params)["loss"], min(losses), rtol=1e-5)
     wanted = {"loss", "entropy", "mean_token_accuracy", "grad_norm", "learning_rate", "num_tokens", "seconds/update"}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from grpo_jax import GRPOConfig, Policy, train
 from grpo_jax.maths.distillation import divergence
 from grpo_jax.run.teacher import check_same_tokenizer
-from grpo_jax.types import Told
+from grpo_jax.types import TeacherLogProbs
 
 
 class Pairs:
@@ -97,7 +97,7 @@ class Engine:
         if self.k is None:
             return log_probs
         ids = np.argsort(-log_q, -1)[..., : self.k]
-        return Told(log_probs, ids, np.take_along_axis(log_q, ids, -1))
+        return TeacherLogProbs(log_probs, ids, np.take_along_axis(log_q, ids, -1))
 
 
 def test_a_scorer_is_the_teacher_that_it_speaks_for():
@@ -160,7 +160,10 @@ def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
         (np.zeros(3), r"its log_probs are \(3,\); give \[1, 4, 4\]"),
         (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"its log_probs are \(4, 4, 1\); give \[1, 4, 4\]"),
         (lambda shape: np.full(shape, 0.5), "not all finite and at most 0"),
-        (lambda shape: Told(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))), "are not ids of tokens"),
+        (
+            lambda shape: TeacherLogProbs(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))),
+            "are not ids of tokens",
+        ),
     ],
     ids=["shape", "transposed", "positive", "ids"],
 )

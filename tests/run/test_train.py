@@ -14,9 +14,8 @@ from tiny import scored, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, compute_advantages, generate, make_prompts, train
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.run.beginning import new_state
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
+from grpo_jax.run.run import new_state
 from grpo_jax.update import packed, prompts
 from grpo_jax.update.step import train_step
 from grpo_jax.watch.monitor import StopRun
@@ -81,7 +80,7 @@ def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
 
     def held(**settings):
         config = GRPOConfig(**SMALL, max_steps=4, **settings)
-        state = new_state(prepare(Arguments(tiny_policy(), ROWS, lower_case, config)))
+        state = new_state(prepare(tiny_policy(), ROWS, lower_case, config))
         return [tree is not None for tree in (state.old_params, state.ref_params, state.initial_params)]
 
     assert held() == [False, False, False]
@@ -130,7 +129,7 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
 
 @pytest.mark.quick
 def test_bad_resume():
-    for resume, message in (("must", "there is no run_dir to go on in"), ("yes", "resume = 'yes': choose one of")):
+    for resume, message in (("must", "there is no run_dir to resume in"), ("yes", "resume = 'yes': choose one of")):
         with pytest.raises(ValueError, match=message):
             train(tiny_policy(), ROWS, lower_case, GRPOConfig(**SMALL), resume=resume)
 

@@ -1,18 +1,21 @@
 """Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
 
+import dataclasses
+
 import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collected
 from test_collect import POLICY  # a quarter of the bytes end a turn: most completions have several
 
 from grpo_jax import GRPOConfig, evaluate, rehearse, train
 from grpo_jax.models.scoring import score_completions
-from grpo_jax.run.beginning import new_state
-from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
+from grpo_jax.run.run import new_state
+from grpo_jax.run.sources import PrefetchedRollouts, rollout_source
 from grpo_jax.update.objective import sampling_of
+from grpo_jax.watch.monitor import Progress
 from grpo_jax.watch.writer import read_lines
 
 ROWS = [{"prompt": text, "target": i} for i, text in enumerate(["ab", "c", "def", "gh"])]
@@ -44,9 +47,9 @@ def run(fns=(), policy=POLICY, run_dir=None, **settings):
 
 
 def experience_of(factory=Game, fns=(), cursor=0, **settings):
-    found = prepare(Arguments(POLICY, ROWS, list(fns), GRPOConfig(**SMALL | settings), environment_factory=factory))
+    found = prepare(POLICY, ROWS, list(fns), GRPOConfig(**SMALL | settings), environment_factory=factory)
     state = new_state(found)
-    return found, state, collect(found, state, cursor, count=found.sizes.prompts)
+    return found, state, collected(found, state, cursor)
 
 
 def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
@@ -174,10 +177,11 @@ def test_a_rollout_ahead_waits_without_its_environments():
         return [reward / 8 + len(text) / 64 for reward, text in zip(environment_rewards, completions, strict=True)]
 
     found, state, alone = experience_of(fns=[told], shuffle_dataset=False, cursor=2)
-    first = collect(found, state, 0, count=2, look_ahead=True)
-    second = collect(found, state, 2, count=2, ahead=first.ahead)
-    experience_of(fns=[told], shuffle_dataset=False, rollout_ahead=True)
-    assert given == [True, True, False, False], "not in the first iteration of such a run either"
+    source = PrefetchedRollouts(found)
+    collected(found, state, source=source)
+    resumed = dataclasses.replace(found, config=dataclasses.replace(found.config, rollout_ahead=True))
+    second = collected(found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.stored()))
+    assert given == [True, False, False], "not in the first iteration of such a run either"
     assert second.rows == alone.rows
     names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Game/mean", "num_tokens"]
     assert {name: alone.metrics[name] for name in names} == {name: second.metrics[name] for name in names}

@@ -1,4 +1,4 @@
-"""Functions of the caller's own in the place of the tables: advantages and surrogates, checked before a run begins."""
+"""Advantage functions and surrogates of the caller, checked before a run starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from grpo_jax.messages import nearest, one_line, show
 from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
 from grpo_jax.rewards.outcomes import RewardParts, place_rewards
-from grpo_jax.run.sample import Sampled
-from grpo_jax.run.scores import PlacedParts
-from grpo_jax.types import AdvantageFn, Batch, Completions
+from grpo_jax.run.sample import RolloutResult
+from grpo_jax.types import AdvantageFn, Batch
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
@@ -27,42 +26,8 @@ Context = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct | None]
 """Keyword of an `AdvantageFn` → its array, or the shape of that."""
 
 
-def place_parts(
-    own: OwnAdvantages | None, scores: Rewards, sampled: Sampled, names: Sequence[str]
-) -> PlacedParts | None:
-    """Place turns and rewards of some completions, as far as an advantage function needs them; checks `check_parts`."""
-    if own is None:
-        return None
-    check_parts(scores.parts, names, own.config)
-    turns, rewards = sampled.turns, None
-    if "token_rewards" in own.names:
-        rewards = place_rewards(scores.values, scores.parts, turns, sampled.present)
-    return PlacedParts(turns, rewards, scores.values)
-
-
-def context_of(
-    state: TrainState, batch: Batch, completions: Completions, parts: PlacedParts, config: GRPOConfig
-) -> Context:
-    """The keywords that an `AdvantageFn` may name, except `config`; `batch` has no advantages yet, and `parts` its
-    length.
-    """
-    weights = config.reward_weights or [1.0] * parts.functions
-    return {
-        "weights": np.asarray(weights, np.float32),
-        "lengths": np.asarray(completions.mask).sum(axis=-1, dtype=np.int32),
-        "ended": completions.ended,
-        "tokens": batch.tokens,
-        "turns": parts.turns,
-        "token_rewards": parts.rewards,
-        "log_probs": batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs,
-        "ref_log_probs": batch.ref_log_probs,
-        "step": np.int32(state.step),
-        "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
-    }
-
-
 def _shapes_of_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
-    """The shapes of `context_of`."""
+    """The shapes of `CheckedAdvantageFn.context`."""
 
     def array(shape: tuple[int, ...], dtype: type = np.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -82,13 +47,13 @@ def _shapes_of_context(b: int, g: int, t: int, functions: int, *, reference: boo
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnAdvantages:
-    """An `AdvantageFn` that has been checked.
+class CheckedAdvantageFn:
+    """An `AdvantageFn` that has been checked on the shapes of a batch.
 
     Attributes:
-      function: of the caller.
-      config: that it may read.
-      names: keywords that it takes.
+      function: the caller's function, or `turn_credit`'s.
+      config: the config that it may read.
+      names: the keywords that it takes.
       per_token: whether it returns [B, G, T].
     """
 
@@ -100,17 +65,17 @@ class OwnAdvantages:
     @classmethod
     def of(
         cls, function: AdvantageFn, config: GRPOConfig, functions: int, argument: str = "advantage_fn"
-    ) -> OwnAdvantages:
-        """Check a function by the shapes of a batch, without computing anything.
+    ) -> CheckedAdvantageFn:
+        """Check a function by tracing it with the shapes of a batch.
 
         Raises:
-          ValueError: what is no function; a keyword that nobody gives; a failure on such shapes; a result that is not
-            [B, G] or [B, G, T] of floats.
+          ValueError: not a function; an unknown keyword; an error while tracing; a result that is not [B, G] or
+            [B, G, T] of floats.
         """
         if not callable(function):
             raise ValueError(f"{argument} is {show(function)}: give a function of rewards and mask, or None")
         name, g, t = function_name(function), config.num_generations, config.max_completion_length
-        b = g + 1  # not G: a function that takes the one for the other is found
+        b = g + 1  # not G, so that a function that confuses the axes fails
         context = _shapes_of_context(b, g, t, functions, reference=config.beta > 0)
         known = [*context, "config"]
         wanted = _keywords(function)
@@ -118,8 +83,8 @@ class OwnAdvantages:
         if unknown:
             near = nearest(unknown[0], known)
             raise ValueError(
-                f"{argument} {name!r} needs the argument {unknown[0]!r}, which nobody gives (given: rewards, mask,"
-                f" {', '.join(known)})" + (f"; did you mean {near!r}?" if near else "")
+                f"{argument} {name!r} needs the argument {unknown[0]!r}, which is not available (available: rewards,"
+                f" mask, {', '.join(known)})" + (f"; did you mean {near!r}?" if near else "")
             )
         names = frozenset(key for key in known if key in wanted or takes_everything(function))
         own = cls(function, config, names, per_token=False)
@@ -133,7 +98,7 @@ class OwnAdvantages:
         return dataclasses.replace(own, per_token=found.ndim == 3)
 
     def call(self, rewards: jax.Array, mask: jax.Array, context: Context) -> jax.Array:
-        """Call the function with what it takes, the config too if it names that."""
+        """Call the function with a context, and with the config if it takes that."""
         config = {"config": self.config} if "config" in self.names else {}
         return self.function(rewards, mask, **(context | config))
 
@@ -143,18 +108,50 @@ class OwnAdvantages:
         return jax.jit(self.call)
 
     def chosen(self, context: Context) -> Context:
-        """The part of a context that it takes."""
+        """The part of a context that the function takes."""
         return {name: value for name, value in context.items() if name in self.names}
 
-    def __call__(self, rewards: np.ndarray, batch: Batch, counted: np.ndarray, context: Context) -> np.ndarray:
-        """Advantages [B, G] or [B, G, T] float32, 0 where nothing is trained, from rewards [B, G, K] (NaN for "not
-        scored").
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch,
+        rollout: RolloutResult,
+        rewards: Rewards,
+        counted: np.ndarray,
+        names: Sequence[str],
+    ) -> np.ndarray:
+        """Advantages [B, G] or [B, G, T] float32 of a batch on the host, 0 where nothing is trained.
 
-        `counted` is [B] bool, False for groups that only fill the batch.
+        `counted` is [B] bool, False for groups that only fill the batch; `names` are the reward functions'.
         """
-        found = np.asarray(self.program(rewards, batch.mask, self.chosen(context)), np.float32)
+        scores = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
+        _check_parts(rewards.parts, names, self.config)
+        context = self._context(state, batch, rollout, rewards, counted)
+        found = np.asarray(self.program(scores, batch.mask, self.chosen(context)), np.float32)
         trained = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
         return np.where(trained, found, np.float32(0))
+
+    def _context(
+        self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
+    ) -> Context:
+        """The keywords that an `AdvantageFn` may name, except `config`."""
+        t, turns, token_rewards = batch.mask.shape[2], rollout.turns, None
+        if "token_rewards" in self.names:
+            placed = place_rewards(rewards.values, rewards.parts, turns, rollout.present)
+            token_rewards = np.where(counted[:, None, None, None], placed[:, :, :t], np.float32(np.nan))
+        weights = self.config.reward_weights or [1.0] * rewards.values.shape[2]
+        return {
+            "weights": np.asarray(weights, np.float32),
+            "lengths": np.asarray(rollout.completions.mask).sum(axis=-1, dtype=np.int32),
+            "ended": rollout.completions.ended,
+            "tokens": batch.tokens,
+            "turns": turns[:, :, :t],
+            "token_rewards": token_rewards,
+            "log_probs": batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs,
+            "ref_log_probs": batch.ref_log_probs,
+            "step": np.int32(state.step),
+            "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
+        }
 
 
 def _keywords(function: AdvantageFn) -> dict[str, bool]:
@@ -185,20 +182,20 @@ def credit_of_turns(
     )
 
 
-def own_advantages(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> OwnAdvantages | None:
+def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
     """The function that replaces `compute_advantages`: the caller's, or `turn_credit`'s; a `ValueError` for both."""
     if config.turn_credit == "episode":
-        return None if function is None else OwnAdvantages.of(function, config, functions)
+        return None if function is None else CheckedAdvantageFn.of(function, config, functions)
     if function is not None:
         raise ValueError(
             f"advantage_fn: turn_credit = {config.turn_credit!r} makes the advantages; leave one of the two out (a"
             " function of your own gets token_rewards and turns, which maths.credit.turn_advantages takes)"
         )
-    return OwnAdvantages.of(credit_of_turns, config, functions, argument="turn_credit")
+    return CheckedAdvantageFn.of(credit_of_turns, config, functions, argument="turn_credit")
 
 
-def check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRPOConfig) -> None:
-    """Refuse rewards of tokens where advantages have another unit than rewards, naming the reward function."""
+def _check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRPOConfig) -> None:
+    """Raise a `ValueError` for rewards of tokens if advantages have another unit than rewards."""
     if config.turn_credit == "episode" or in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         return
     for part in parts:
@@ -217,15 +214,15 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
     if not callable(surrogate):
         raise ValueError(
             f"surrogate is {show(surrogate)}: give a function of Tokens and LossSettings, or None; the name of one that"
-            " comes with the package is loss_type"
+            " is in the package is loss_type"
         )
     name = function_name(surrogate)
     try:
         hash(surrogate)
     except TypeError as error:
         raise ValueError(
-            f"surrogate {name!r} cannot be hashed ({error}), and programs are kept by it: give a function, or an object"
-            " of a frozen dataclass"
+            f"surrogate {name!r} cannot be hashed ({error}), as a static argument of a compiled program must be: give a"
+            " function, or an object of a frozen dataclass"
         ) from error
     shape = (2, 3, 5)
     settings = loss_settings(config, surrogate)
@@ -242,7 +239,7 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
 
 
 def _check_result(found: object, argument: str, name: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
-    """Refuse a result that is no array of floats of one of these shapes."""
+    """Raise a `ValueError` unless a result is an array of floats of one of these shapes."""
     wanted = " or ".join(f"{axes} = {shape}" for axes, shape in shapes.items())
     if not isinstance(found, jax.ShapeDtypeStruct):
         raise ValueError(f"{argument} {name!r} returns {show(found)} for {given}: return an array {wanted}")

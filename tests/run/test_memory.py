@@ -14,19 +14,11 @@ from grpo_jax.models.packing import pack_as
 from grpo_jax.models.scoring import score_packed
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.models.streams import count_streams
-from grpo_jax.run import beginning
-from grpo_jax.run.beginning import (
-    COMPILED,
-    FILLED,
-    abstract_batch,
-    compiled_peak_bytes,
-    decide_checkpointing,
-    new_state,
-    peak_bytes,
-)
+from grpo_jax.run import memory
+from grpo_jax.run.memory import COMPILED, FILLED, compiled_peak_bytes, decide_checkpointing, peak_bytes
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import as_begun
-from grpo_jax.run.run import Arguments
+from grpo_jax.run.run import new_state
 from grpo_jax.update.objective import sampling_of
 from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
 from grpo_jax.update.prompts import Reading, read_all
@@ -44,13 +36,13 @@ def run_of(layers=2, memory=None, **settings):
     with pytest.MonkeyPatch.context() as patch:
         if memory is not None:
             patch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
-        return prepare(Arguments(tiny_policy(layers=layers), ROWS, lengths, config))
+        return prepare(tiny_policy(layers=layers), ROWS, lengths, config)
 
 
 def products(run):
     """Matrix products of the program of an update."""
     state = new_state(run)
-    lowered = lower_call(update_calls(run.updater, state, abstract_batch(run, state)).update)
+    lowered = lower_call(update_calls(run.updater, state, jax.eval_shape(lambda: run.zero_batch(state))).update)
     return lowered.as_text().count("stablehlo.dot_general")
 
 
@@ -67,16 +59,17 @@ def test_activations_are_kept_where_there_is_room(monkeypatch):
     run = run_of(gradient_checkpointing=False)
     enough, compiled = peak_bytes(run) / FILLED, compiled_peak_bytes(run)
     with monkeypatch.context() as patch:
-        patch.setattr("grpo_jax.run.beginning.compile_program", lambda *_: pytest.fail("compiled"))
+        patch.setattr("grpo_jax.run.memory.compile_program", lambda *_: pytest.fail("compiled"))
         kept = run_of(memory=enough)
     asked = []
     for bytes_ in (COMPILED * (enough - 1), COMPILED * (enough - 1) + 1):
-        monkeypatch.setattr(beginning, "compiled_peak_bytes", lambda run, bytes_=bytes_: asked.append(run) or bytes_)
+        monkeypatch.setattr(memory, "compiled_peak_bytes", lambda run, bytes_=bytes_: asked.append(run) or bytes_)
         recomputed = run_of(memory=enough - 1)
         assert recomputes(recomputed) == (len(asked) == 2)
     assert not any(run.policy.model.config.remat for run in asked), "asked about activations that are kept"
     assert not recomputes(kept)
-    state, batch = new_state(run), abstract_batch(run, new_state(run))
+    state = new_state(run)
+    batch = jax.eval_shape(lambda: run.zero_batch(state))
     stats = lower_call(update_calls(run.updater, state, batch).update).compile().memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves((state, run.policy.params)))
     assert compiled > held + stats.temp_size_in_bytes
@@ -95,7 +88,7 @@ def test_where_nothing_is_known_of_the_memory_activations_are_recomputed(monkeyp
 def test_one_process_without_room_decides_for_all(monkeypatch):
     run = run_of(gradient_checkpointing=True)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, gradient_checkpointing=None))
-    monkeypatch.setattr("grpo_jax.run.beginning.gather_objects", lambda own: [own, None])
+    monkeypatch.setattr("grpo_jax.run.memory.gather_objects", lambda own: [own, None])
     assert decide_checkpointing(run, 1e15).config.gradient_checkpointing
 
 
@@ -104,7 +97,7 @@ def test_what_is_counted_is_what_a_forward_pass_keeps(recompute):
     """Arrays that the way back through a packed sequence really holds, none of which are weights."""
     run = run_of(gradient_checkpointing=recompute)
     state, updater = new_state(run), run.updater
-    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), abstract_batch(run, state))
+    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(lambda: run.zero_batch(state)))
     (shape, *_), shards = updater.shapes(state.params, batch.mask.shape), updater.shards(batch.prompts)
     sequence = pack_as(shape, batch.tokens, batch.mask, devices=1)[0]
     read = read_all(Reading(state.params, batch.prompts, None, updater.model), shape.size, shards)
@@ -134,4 +127,4 @@ def test_a_run_goes_on_as_it_was_begun(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: 1e15)
     for asked, found in ((None, True), (False, False)):
         given = as_begun(dataclasses.replace(config, gradient_checkpointing=asked), tmp_path)
-        assert recomputes(prepare(Arguments(tiny_policy(), ROWS, lengths, given))) is found
+        assert recomputes(prepare(tiny_policy(), ROWS, lengths, given)) is found

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collected
 from test_collect import POLICY, ROWS, SMALL
 from test_collect import length_reward as length
 from test_packed import OPTIMIZER, G, T, batch
@@ -16,9 +17,7 @@ from tiny import scored, tiny_model
 from grpo_jax import Completions, GRPOConfig, compute_advantages, train
 from grpo_jax.maths.surrogates import ppo
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
 
@@ -85,9 +84,9 @@ def test_turns_are_counted_by_their_ends_and_not_by_gaps():
         return jnp.where(turns == 1, 1.0, 5.0)
 
     config = dataclasses.replace(CONFIG, max_completion_length=16)
-    run = prepare(Arguments(POLICY, ROWS, length, config, environment_factory=Says, advantage_fn=note))
+    run = prepare(POLICY, ROWS, length, config, environment_factory=Says, advantage_fn=note)
     state = create_state(POLICY.params, run.optimizer, jax.random.key(0)).replace(step=jnp.int32(7))
-    experience = collect(run, state, 0, count=4)
+    experience = collected(run, state)
     batch, turns = experience.batch, np.asarray(got["turns"])
     assert got["step"] == 7
     np.testing.assert_array_equal(turns >= 0, got["mask"])
@@ -119,7 +118,7 @@ UNFIT = [
         r"advantage_fn 'lambda' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
         r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
     ({"advantage_fn": lambda rewards, mask, lenghts: 0},
-        "needs the argument 'lenghts', which nobody gives .*; did you mean 'lengths'?"),
+        "needs the argument 'lenghts', which is not available .*; did you mean 'lengths'?"),
     ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
         r"advantage_fn 'lambda' fails on rewards .* \(5, 4, 8\): \w+Error: "),
     ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
@@ -134,4 +133,4 @@ UNFIT = [
 @pytest.mark.parametrize(("keywords", "message"), UNFIT)
 def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
     with pytest.raises(ValueError, match=message):
-        prepare(Arguments(POLICY, ROWS, length, CONFIG, **keywords))
+        prepare(POLICY, ROWS, length, CONFIG, **keywords)

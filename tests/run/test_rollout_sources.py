@@ -14,7 +14,6 @@ from test_engine import ADAPTED, POLICY, ROWS, SMALL, Game, rewards
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.run import Arguments
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
@@ -60,11 +59,11 @@ def same(found, expected):
 def test_an_engine_samples_ahead_by_itself_in_one_process_alone(monkeypatch):
     """Several processes would have to agree on the order in which their threads communicate."""
     config = GRPOConfig(**SMALL | {"rollout_ahead": True})
-    found = prepare(Arguments(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1")))
-    assert found.samples_beside
-    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_beside
+    found = prepare(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1"))
+    assert found.samples_in_background
+    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_in_background
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not found.samples_beside
+    assert not found.samples_in_background
 
 
 def test_completions_are_stale_by_exactly_one_version():

@@ -1,0 +1,131 @@
+"""The memory that a run's largest programs take on a device, and whether activations are recomputed to fit it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from grpo_jax.models.sharding import (
+    device_bytes,
+    gather_objects,
+    lower_call,
+    placed_shapes,
+    split_sharding,
+    tree_sharding,
+)
+from grpo_jax.models.targets import ProgramCost, compile_program
+from grpo_jax.rollout.ends import decode_settings
+from grpo_jax.rollout.programs import decode_call
+from grpo_jax.run.placement import with_shape
+from grpo_jax.run.run import BaseRun, Run, new_state
+from grpo_jax.types import Batch, Params, as_argument
+from grpo_jax.update.objective import sampling_of
+from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
+from grpo_jax.update.state import TrainState
+
+FILLED = 0.7
+"""Share of a device's memory that a run may be estimated to hold; the rest is for a program's other temporaries."""
+
+COMPILED = 0.9
+"""Share of a device's memory that an update may hold by the compiler's count; the rest is for fragmentation."""
+
+
+def decide_checkpointing(run: Run, memory: float | None) -> Run:
+    """The run with `gradient_checkpointing` decided by the memory of a device, if its config leaves it open.
+
+    Activations are kept if they fit into the `memory` of each device, in bytes, next to the state and the caller's
+    params. `peak_bytes` counts all that a traced forward pass keeps, of which a compiler keeps a part: if that does not
+    fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least memory
+    decides for all.
+    """
+    if run.config.gradient_checkpointing is not None:
+        return run
+    kept, limits = _with_recomputation(run, recompute=False), gather_objects(memory)
+    if None not in limits:
+        least = min(limits)
+        if peak_bytes(kept) <= FILLED * least or compiled_peak_bytes(kept) <= COMPILED * least:
+            return kept
+    return _with_recomputation(run, recompute=True)
+
+
+def _with_recomputation(run: Run, *, recompute: bool) -> Run:
+    config = dataclasses.replace(run.config, gradient_checkpointing=recompute)
+    policy = run.policy.replace(model=with_shape(run.policy.model, remat=recompute))
+    updater = dataclasses.replace(run.updater, model=as_argument(policy.model), config=config)
+    return dataclasses.replace(run, config=config, policy=policy, updater=updater)
+
+
+def peak_bytes(run: Run) -> int:
+    """Estimate of the bytes that a device holds in an update, without a compiler."""
+    held, state, batch = _held(run)
+    return held + update_bytes(run.updater, state, batch)
+
+
+def compiled_peak_bytes(run: Run) -> int:
+    """Bytes that a device holds in an update, by the compiler's count."""
+    held, state, batch = _held(run)
+    arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+    cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
+    return held + added_bytes(run, state, batch, cost)
+
+
+def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
+    """Bytes that an update adds on a device to what stays there, by the cost of its largest program.
+
+    The program of a packed sequence takes the gradients so far; activations of prompts wait for the backward pass.
+    """
+    params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+    waiting = kept_bytes(run.updater, state, batch)
+    return max(0, cost.arguments + cost.results - params) + cost.temporaries + waiting
+
+
+def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
+    """The shapes of the state at step 0 and of a minibatch, with their shardings on the mesh of the run.
+
+    Without a mesh only the params have one.
+    """
+
+    def make_state(params: Params) -> TrainState:
+        return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
+
+    state = jax.eval_shape(make_state, run.policy.params)
+    batch = jax.eval_shape(lambda: run.zero_batch(state))
+    if run.mesh is None:
+        return state.replace(params=run.policy.params), batch
+    state = placed_shapes(state, tree_sharding(state, run.mesh))
+    return state, placed_shapes(batch, split_sharding(batch, run.mesh))
+
+
+def _held(run: Run) -> tuple[int, TrainState, Batch]:
+    """Bytes that stay on a device, and the shapes of the state and of a minibatch."""
+    state, batch = abstract_arrays(run)
+    held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
+    if run.teaching is not None:
+        held += device_bytes(run.teaching.teacher, run.mesh)
+    return held, state, batch
+
+
+def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
+    """The largest decode of a rollout by `params`; None for a model without a cache, or if an engine samples."""
+    if run.sampler is not None:
+        return None
+    config = run.config
+    return decode_call(
+        run.policy.model,
+        params,
+        run.sizes.prompts,
+        run.prompt_length,
+        num_generations=config.num_generations,
+        max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
+        batch_size=config.rollout_batch_size,
+        settings=decode_settings(
+            sampling_of(config),
+            run.policy.eos_token_ids,
+            run.policy.pad_token_id,
+            stop=None if run.policy.tokenizer is None else config.stop,  # a plan has no tokenizer; stop adds no array
+            stop_token_ids=config.stop_token_ids,
+            tokenizer=run.policy.tokenizer,
+        ),
+    )

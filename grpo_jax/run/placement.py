@@ -1,0 +1,92 @@
+"""A policy on the devices of a run: its mesh, compute dtype, attention and recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.platform import compute_dtype, has_wide_sums, platform_of
+from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of, place
+from grpo_jax.models.sight import implementation
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.policy import Policy
+from grpo_jax.types import Model, Params, is_cached
+
+_Config = TypeVar("_Config", GRPOConfig, SFTConfig)
+
+
+def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
+    """The mesh of the config, or the one that the policy is on; and the config with its sizes."""
+    mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
+    if mesh is None:
+        return None, config
+    if not set(mesh.axis_names) <= set(AXES):
+        raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
+    axes = dict(mesh.shape) if config.mesh is None else config.mesh
+    if (shape := shape_of(policy)) is not None:
+        channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
+        check_fits(axes, width=shape.hidden_size, heads=shape.num_heads, channels=channels)
+    return mesh, dataclasses.replace(config, mesh=axes)
+
+
+def shape_of(policy: Policy) -> TransformerConfig | None:
+    """The shape of a policy's decoder; None for a model that is not of this package."""
+    return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
+
+
+def vocab_size(model: Model, params: Params) -> int:
+    """V, of the model's logits."""
+    if is_cached(model):
+        return int(model.config.vocab_size)
+
+    def logits(params: Params) -> jax.Array:
+        return model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32))
+
+    return int(jax.eval_shape(logits, params).shape[-1])
+
+
+def with_settings(
+    model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
+) -> Model:
+    """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
+
+    A model that is not of this package is returned unchanged.
+    """
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    return with_shape(
+        model,
+        dtype=compute_dtype(config.compute_dtype, devices),
+        remat=bool(config.gradient_checkpointing),
+        # On a mesh the layers would wait for a number from another device.
+        remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
+        attention=implementation(model.config.attention, devices),
+        mesh=mesh if mesh is not None and mesh.size > 1 else None,
+        wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
+        # The TPU compiler takes a second or more for each unrolled layer.
+        loop_layers=any(device.platform == "tpu" for device in devices),
+    )
+
+
+def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
+    """The policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; unchanged without a mesh."""
+    model = policy.model if mesh is None else with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
+    frozen = not jax.tree_util.all_leaves([model])
+    return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
+
+
+def with_shape(model: Model, **changes: Any) -> Model:
+    """The model with other fields of its `TransformerConfig`; one that is not of this package is unchanged."""
+    if not isinstance(model, Transformer | LoraModel):
+        return model
+    decoder = Transformer(dataclasses.replace(model.config, **changes))
+    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder

@@ -1,0 +1,285 @@
+"""The host's side of a run, shared by `train` and `sft`: log, stop signals, evaluation, checkpoints, publishing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from grpo_jax.messages import one_line
+from grpo_jax.models.sharding import gather_objects
+from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
+from grpo_jax.run.kept_programs import keep_programs, where_kept
+from grpo_jax.run.run import BaseRun
+from grpo_jax.run.run_dir import check_shared, keep_policy, locked
+from grpo_jax.run.signals import Interrupted, StopSignals
+from grpo_jax.types import Batch, Json, Params
+from grpo_jax.update.not_finite import name_not_finite
+from grpo_jax.update.state import TrainState
+from grpo_jax.watch.monitor import Callback, Monitor, Progress
+
+if TYPE_CHECKING:
+    from grpo_jax.run.publish import Publisher
+    from grpo_jax.run.sources import LocalRollouts
+    from grpo_jax.watch.hints import Hints
+
+
+def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
+    """Raise a `ValueError` if the run cannot use its run directory as requested."""
+    if resume not in RESUME:
+        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
+    if run_dir is None and resume == "must":
+        raise ValueError('resume = "must": there is no run_dir to resume in; give one')
+    if run_dir is None and run.config.load_best_model_at_end:
+        raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
+    if run.config.report_to not in (None, "none"):
+        from grpo_jax.watch.trackers import check_trackers
+
+        check_trackers(run.config, run_dir)
+    check_shared(run_dir)
+
+
+@contextlib.contextmanager
+def open_session(
+    run: BaseRun,
+    run_dir: str | Path | None,
+    description: Json | None,
+    callbacks: Sequence[Callback] = (),
+    hints: Hints | None = None,
+) -> Iterator[Session]:
+    """The `Session` of a run, in which signals are deferred and the run directory is locked.
+
+    All processes of a run write its checkpoints together; the first one locks the directory, logs and publishes.
+
+    Args:
+      run: the run.
+      run_dir: its directory; None: nothing is written, and signals have their usual effect.
+      description: from `resume.describe`, which decides whether a checkpoint belongs to this run.
+      callbacks: called after every logged step, in the first process.
+      hints: finds what looks wrong in the metrics of a step; None disables hints.
+    """
+    first = jax.process_index() == 0
+    own_dir = run_dir if first else None
+    publisher = None
+    if run.config.push_to_hub:
+        from grpo_jax.run.publish import Publisher
+
+        publisher = Publisher(run.config, run.policy, run_dir)
+    with (
+        locked(own_dir),
+        StopSignals(enabled=run_dir is not None, alone=jax.process_count() == 1) as signals,
+        Checkpoints(run_dir, run.config, description) as checkpoints,
+        Monitor(own_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
+    ):
+        yield Session(run, own_dir, monitor, signals, checkpoints, publisher)
+
+
+@dataclasses.dataclass
+class Session:
+    """Progress of a run, and the objects that log, stop, save and publish it.
+
+    Attributes:
+      run: the run.
+      run_dir: its directory, in the first process; else None.
+      monitor: files, callbacks, display and stopwatch.
+      signals: SIGTERM and SIGINT.
+      checkpoints: of the run directory.
+      publisher: pushes the policy to the hub; None without `push_to_hub`.
+      progress: counters, as stored in a checkpoint.
+    """
+
+    run: BaseRun
+    run_dir: str | Path | None
+    monitor: Monitor
+    signals: StopSignals
+    checkpoints: Checkpoints
+    publisher: Publisher | None
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    _warned_of_skipped: bool = False
+
+    def start(self, state: TrainState, resume: str) -> Restored:
+        """The newest checkpoint, or `state` for a new run; begins the log.
+
+        `resume` is as in `train`. Raises a `ValueError` for a checkpoint of another run.
+        """
+        # If a checkpoint will be read, only the shapes of the state are kept: there is memory for one state.
+        restored = self.checkpoints.restore(self.checkpoints.target(state), resume)
+        self.progress = restored.progress or self.progress
+        data = self.run.data
+        self.monitor.start(
+            restored.state,
+            self.progress,
+            total_steps=self.run.total_steps,
+            num_rows=len(data.rows),
+            num_dropped=len(data.dropped),
+            resumed=restored.progress is not None,
+            updates=self.run.sizes.updates,
+        )
+        kept = keep_programs()
+        if kept is not None and (where := where_kept(kept)) is not None:
+            self.monitor.say(where)
+        if self.publisher is not None:
+            self.publisher.open()
+        keep_policy(self.run_dir, self.run.policy)
+        return restored
+
+    def stopping(self) -> bool:
+        """Whether a signal or a callback has requested a stop, in any process."""
+        return any(gather_objects(self.signals.received is not None or self.monitor.stopped))
+
+    def signalled(self) -> bool:
+        """Whether a signal has requested the end of the program, in any process."""
+        return any(gather_objects(self.signals.received is not None))
+
+    def running(self) -> bool:
+        """Whether the run has another update to make."""
+        return self.progress.step < self.run.total_steps and not self.stopping()
+
+    def collected(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
+        """Log the batch of an iteration: its metrics, and its completions if it was sampled."""
+        self.progress.collected(cursor, metrics)
+        self.monitor.completions(self.progress.step + 1, rows)
+
+    def updated(self, metrics: dict[str, float]) -> None:
+        """Log an optimizer step: the means since the last line, every `logging_steps` and after the last step."""
+        run, progress = self.run, self.progress
+        if run.schedule is not None:
+            metrics["learning_rate"] = float(run.schedule(progress.step))
+        progress.updated(metrics)
+        if progress.updates_done == run.sizes.updates:
+            progress.updates_done = 0
+        if run.config.logs_at(progress.step) or progress.step == run.total_steps:
+            line = progress.log_line()
+            progress.measured(run.config.metric_for_best_model, line)
+            self.monitor.log(progress.step, line)
+        else:
+            self.monitor.progressed(progress.step)
+
+    def check_skipped(
+        self,
+        state: TrainState,
+        minibatch: Batch,
+        metrics: Mapping[str, float],
+        batch: Batch | None,
+        source: LocalRollouts | None = None,
+    ) -> None:
+        """Warn of the first skipped update, and raise a `FloatingPointError` after `max_skipped_updates` in a row.
+
+        The run is saved before, and may skip as many again when it resumes. The error names the value that was not
+        finite.
+        """
+        run, progress = self.run, self.progress
+        step, most = progress.step, run.config.max_skipped_updates
+        ends = most is not None and progress.skipped >= most
+        if not metrics["update_skipped"] or (self._warned_of_skipped and not ends):
+            return
+        self._warned_of_skipped = True
+        cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
+        if ends:
+            progress.skipped = 0
+            self.save(state, batch, source)
+            raise FloatingPointError(
+                f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because loss or gradient was"
+                f" not finite; in the last one {cause}. The policy is unchanged since the first of them; fix the cause"
+                " and call train again with the same run_dir to resume"
+            )
+        warnings.warn(
+            f"step {step} was skipped, params and optimizer state are unchanged: {cause}. Further skipped updates are"
+            " counted in the metric update_skipped",
+            RuntimeWarning,
+            stacklevel=3,  # the call of `train`
+        )
+
+    def evaluate_if_due(
+        self,
+        state: TrainState,
+        evaluate: Callable[[Params], dict[str, float]],
+        batch: Batch | None = None,
+        source: LocalRollouts | None = None,
+    ) -> None:
+        """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
+        run, progress, config = self.run, self.progress, self.run.config
+        step, best = progress.step, config.metric_for_best_model
+        due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
+        if not run.has_eval_data or not due or progress.evaluated == step:
+            return
+        try:
+            with self.monitor.phase("evaluation"):
+                metrics = evaluate(state.params)
+        except Interrupted:  # the resumed run evaluates
+            return
+        except Exception:
+            self.save_after_error(state, batch, source)
+            raise
+        progress.evaluated = step
+        measured = {f"eval/{name}": value for name, value in metrics.items()}
+        if best is not None and best.startswith("eval/") and best not in measured:
+            raise ValueError(
+                f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one"
+            )
+        progress.measured(best, measured)
+        self.checkpoints.measured(progress)
+        self.monitor.evaluation(step, metrics)
+
+    def save(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> None:
+        """Write a checkpoint: the state, the counters, an unfinished batch, and completions for the next iteration."""
+        completions = transcript = None
+        if source is not None:
+            self.progress.asked = source.in_progress
+            completions, transcript = source.stored()
+        self.checkpoints.save(state, self.progress, batch, completions, transcript)
+
+    def save_if_due(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> None:
+        """Write a checkpoint if one is due, and push its policy to the hub if `save_steps` scheduled it."""
+        step = self.progress.step
+        if self.checkpoints.due(step):
+            self.save(state, batch, source)
+            if self.publisher is not None and self.checkpoints.scheduled(step):
+                self.publisher.saved(step, state.params, last=self.run.total_steps)
+
+    def save_after_error(
+        self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None
+    ) -> None:
+        """Save a run that an error of a reward function, environment or engine is about to end.
+
+        An error in saving is printed only. Several processes write a checkpoint together, so none is written if one of
+        them fails.
+        """
+        step = self.progress.step
+        if step == 0 or not self.checkpoints.enabled or jax.process_count() > 1:
+            return
+        try:
+            self.save(state, batch, source)
+            self.checkpoints.wait()
+        except Exception as failed:
+            self.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
+        else:
+            self.monitor.say(
+                f"step {step} is saved: once the cause is fixed, the same call resumes from there (with"
+                ' resume="changed" if a reward function or environment was edited)'
+            )
+
+    def end(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> TrainState:
+        """Save a stopped run; unless a signal ended it, return the best state and push its policy to the hub."""
+        progress = self.progress
+        if self.stopping():
+            self.save(state, batch, source)
+        signalled = self.signalled()
+        self.checkpoints.wait()
+        best = self.checkpoints.best(progress)
+        self.monitor.end(progress.step, self.run.total_steps, best=best, hurry=self.signals.hurry)
+        if not signalled:
+            state = self.checkpoints.restore_best(state, progress)
+            if self.publisher is not None:
+                self.publisher.end(state.params, draw=self.monitor.draw)
+        return state
+
+    def exit_if_signalled(self) -> None:
+        """After the session is closed: end the program if a signal has requested it (`StopSignals.leave`)."""
+        if self.signalled():
+            self.signals.leave()
