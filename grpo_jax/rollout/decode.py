@@ -1,4 +1,4 @@
-"""Reading prompts, drawing tokens, and moving what is kept of completions: the compiled parts of a rollout."""
+"""The compiled functions of a rollout: read prompts, decode a burst, read observations, move caches."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, joi
 
 
 class Stream(flax.struct.PyTreeNode):
-    """Completions that are decoded together, as they stand on the device.
+    """Completions that are decoded together, on the device.
 
-    All write to the same slot of a ring. A completion whose turn has ended before the others' stays behind; when its
-    next turn begins, `move` turns each completion's slots so far that all end side by side again:
+    All write to the same slot of a ring. A completion whose turn has ended writes nothing while the others draw; before
+    its next turn, `move` rotates the ring of each completion so that all end in the same slot:
 
     ```
-    slots of           a turn ends                      moved, with the next tokens to be read
-    completion 0   a b c d · · · ·  end 4               · · · a b c d │ x      one token to be read
-    completion 1   e f · · · · · ·  end 2               · · · · · e f │ u      in the last slot
-    completion 2   g h i j k l · ·  end 6               · g h i j k l │ y      and then from the first slot on
+                       a turn ends           rotated       read next
+    completion 0   a b c d · · · ·       · · · a b c d   │ x
+    completion 1   e f · · · · · ·       · · · · · e f   │ u
+    completion 2   g h i j k l · ·       · g h i j k l   │ y
     ```
 
     Attributes:
-      prefix: of the prompts, B of them.
+      prefix: keys and values, or states, of the B prompts.
       cache: keys and values, or states, of the completions, in a ring of slots; for one turn without axes of size 1
         (`_without_ones`).
       token: [B, G] the last token of each completion, which is not in the cache yet.
-      ended: [B, G] whether that was the last of the completion, or of its turn.
+      ended: [B, G] True if the completion has ended, or its turn.
       keys: [B, G] typed keys.
-      start: int32, the slot in which completions begin: [B], those of each prompt; of several turns [B, G], each one.
-        Then a completion that waits for its next turn keeps its slots as they are.
-      stop_state: [B, G] int32, how much of a stop string the turn's last tokens are; None without stop strings.
+      start: int32 slot in which completions begin: [B] of one turn, [B, G] of several.
+      stop_state: [B, G] int32 state of the stop strings; None without any.
     """
 
     prefix: Prefix
@@ -66,12 +65,12 @@ class Stream(flax.struct.PyTreeNode):
 Drawn = tuple[jax.Array, jax.Array, jax.Array]
 """Tokens, log-probs and mask, each [B, G, steps]."""
 
+Carry = tuple[jax.Array, Cache, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
+Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+
 
 def _without_ones(cache: Cache) -> Cache:
-    """A cache without those of its axes B, H_kv and G that are one.
-
-    XLA's CPU backend takes such an axis out of a product, and then copies the cache at every step.
-    """
+    """A cache without axes B, H_kv and G of size 1, for which XLA's CPU backend would copy the cache at every step."""
     return jax.tree.map(lambda x: x.reshape(*(n for n in x.shape[:-2] if n > 1), *x.shape[-2:]), cache)
 
 
@@ -96,7 +95,7 @@ def _read_prompts(
     turns: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
-    """A stream without a cache, whose completions have their first token, from logits computed once per prompt."""
+    """A stream without a cache, and the first token of each completion; logits are computed once per prompt."""
     b, g = keys.shape
     model, params = for_lookup((model, params), mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -122,10 +121,9 @@ def prefill(
     turns: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
-    """Read the prompts and draw the first token of every completion; of several `turns`, or of one.
+    """Read the prompts and draw the first token of every completion; they begin in `slot`.
 
-    The next slot is `slot`: there these completions begin. On a mesh each device holds the keys of its own prompts and
-    heads.
+    `turns` says whether completions have several. On a mesh, each device holds the keys of its own prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns, mesh=mesh)
     cache = empty_like(stream.prefix.layers, keys.shape[1], slots)
@@ -146,10 +144,10 @@ def refill(
     *,
     settings: DecodeSettings,
 ) -> tuple[Stream, Drawn]:
-    """`prefill` of prompts that take the places [B'] of groups that have ended, in a stream given without its cache.
+    """`prefill` of prompts into the places [B'] of ended groups, in a stream without its cache.
 
-    In the cache nothing moves: what the groups before have left there is older than the new ones' first slot, and a
-    recurrent layer takes its prompt's state when it reads a completion's first token.
+    The cache needs no change: slots before the new groups' first one are never read, and a recurrent layer takes its
+    prompt's state when it reads a completion's first token.
     """
     new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
@@ -170,18 +168,18 @@ def decode_burst(
     fixed: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
-    """Decode `count` ≤ `steps` tokens, from the next slot `slot` on; stops early when all completions have ended.
+    """Draw at most `steps` tokens of each completion, from `slot` on; stops early when all have ended.
 
     Args:
       model: as an argument of a compiled function.
-      variables: that it is applied to.
-      cache: of the stream, which comes without it: it alone is donated.
-      stream: completions of one turn, or of several turns if some have not ended their turns.
-      count: tokens to draw at most, one number; of several turns [B, G].
-      fixed: make all `steps`, whatever `count` is: on a GPU or a mesh, a loop that may end early waits for the host.
+      variables: of the model.
+      cache: of the stream; it alone is donated.
+      stream: without its cache.
+      count: the most tokens to draw: [] of one turn, [B, G] of several.
+      fixed: run all `steps`, whatever `count` is: on a GPU or a mesh, a loop that may end early waits for the host.
 
     Returns:
-      The stream's new cache, token, ended and stop_state, and what was drawn.
+      The stream's new cache, token, ended and stop_state, and the drawn tokens.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -191,16 +189,16 @@ def decode_burst(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # The head as it is read by its parts on all devices: outside of the loop, it is moved there once a burst. Not for
-    # several turns: `read_chunk` draws by the head as it is kept, and so do runs of before.
+    # On a mesh the head is resharded once a burst, outside of the loop. Not for several turns, where `read_chunk` uses
+    # it without resharding, and all turns need the same rounding.
     axes = vocabulary_axes(model.config.vocab_size, mesh)
     head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
-    def unfinished(carry):
-        i, _, _, ended, *_ = carry
+    def unfinished(carry: Carry) -> jax.Array:
+        i, ended = carry[0], carry[3]
         return (i < (steps if turns else count)) & ~ended.all()
 
-    def step(carry):
+    def step(carry: Carry) -> Carry:
         i, cache, token, ended, state, tokens, log_probs, mask = carry
         hidden, cache = model.apply(
             variables,
@@ -247,7 +245,7 @@ def decode(
     fixed: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
-    """`decode_burst` of a stream: the stream after the burst, and what was drawn."""
+    """`decode_burst` of a stream: the stream after the burst, and the drawn tokens."""
     (cache, token, ended, state), drawn = decode_burst(
         *(model, variables, stream.cache, stream.replace(cache=()), slot, count),
         settings=settings,
@@ -272,10 +270,10 @@ def read_chunk(
     settings: DecodeSettings,
     mesh: Mesh | None = None,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read the `real` ones [B, G, N] of tokens [B, G, N], which end side by side, from a slot on; draw what comes next.
+    """Read the `real` ones of tokens [B, G, N], right-aligned, from a slot on, and draw the next token.
 
     Returns:
-      The cache, and tokens and log-probs [B, G]; to be looked at where the last token was real, after the last chunk.
+      The cache, and tokens and log-probs [B, G], valid after the last chunk where the last token is real.
     """
     hidden, cache = model.apply(
         variables, tokens, stream.prefix, cache, slot, stream.start, write=real, method="hidden"
@@ -295,12 +293,11 @@ def move(
     parts: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, ...]:
-    """Completions order [B', G'] of groups [B'] of all streams, with `slots` slots, in `parts` streams.
+    """Gather completions `order` [B', G'] of groups [B'] of all streams, with `slots` slots, into `parts` streams.
 
     Args:
-      groups: None on a mesh: all of them, and none leaves its device.
-      start: [B', G'] of several turns, in one stream: the slot in which each completion is to begin. None: it stays in
-        its slots.
+      groups: None on a mesh: all groups, each on its device.
+      start: [B', G'] the slot in which each completion is to begin, for one stream of several turns. None keeps slots.
     """
     whole = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.replace(cache=_with_ones(x)) for x in streams))
 
@@ -325,14 +322,14 @@ def move(
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
-    """The same completions with `slots` slots; nothing leaves its device."""
+    """The stream with a larger cache of `slots` slots."""
     return place_stream(stream.replace(cache=with_slots(stream.cache, slots)), mesh, constrain)
 
 
 def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -> Stream:
-    """The stream as every program of a mesh takes and returns it: cut by prompts, and keys and values by heads too.
+    """The stream sharded by prompts, and keys and values by heads too, as programs of a mesh take and return it.
 
-    `place(x, mesh, *axes)` is `constrain`, or gives a shape that place.
+    `place(x, mesh, *axes)` is `constrain`, or returns a shape with that sharding.
     """
     if mesh is None:
         return stream
@@ -365,7 +362,7 @@ def generate_uncached(
     """Completions of one turn by a model that has only `apply`: all tokens are read again for every new one."""
     b, g = keys.shape
 
-    def step(t, carry):
+    def step(t: jax.Array, carry: Uncached) -> Uncached:
         tokens, log_probs, mask, ended, state = carry
         whole, start = join_rows(prompts, tokens)
         logits = model.apply({"params": params}, whole)

@@ -1,4 +1,4 @@
-"""Tokens from hidden states: random numbers found by counting, and draws whose logits never leave their devices."""
+"""Tokens from hidden states: random numbers by token index, and draws whose logits never leave their devices."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from grpo_jax.models.sharding import constrain
 from grpo_jax.types import CachedModel, Params
 
 Variables = dict[str, Params]
-"""Collections that a model is applied to: "params", and on a CPU "columns"."""
+"""Collections of a model: "params", and on a CPU "columns"."""
 
 
 class DecodeSettings(NamedTuple):
     """How tokens are drawn and where completions end; hashable, so one static argument of every program.
 
     Attributes:
-      eos_token_ids: token ids that end a completion, or a turn of it: EOS and stop ids.
-      pad_token_id: what stands after the end.
+      eos_token_ids: token ids that end a turn: EOS and stop ids.
+      pad_token_id: token after the end of a completion.
       sampling: the distribution that tokens are drawn from.
-      stops: the automaton of the texts that end it too; None where there are none. A constant of the programs: one
-        byte for each token of the vocabulary, two where tokens are of more than 255 kinds, and a small table.
+      stops: the automaton of the texts that end a turn, or None. A constant of the programs: one or two bytes for each
+        token of the vocabulary, and a small table.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ def draw(
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """The axes of a mesh along which a vocabulary is cut while tokens are drawn: each device has whole blocks of it."""
+    """The mesh axes that shard the vocabulary while tokens are drawn, so that each device has whole blocks of it."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -71,7 +71,7 @@ def draw_next(
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
 
-    def by_rows(u, hidden):
+    def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
 
     def place(x: jax.Array, *spec: tuple[str, ...] | None) -> jax.Array:
@@ -79,19 +79,19 @@ def draw_next(
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     if mesh is not None:
-        # Rows whole and the vocabulary cut: only sums of each row, and one block of it, go from device to device.
+        # The vocabulary is sharded: devices exchange only sums of each row and one block of its logits.
         axes = vocabulary_axes(model.config.vocab_size, mesh)
         rows = tuple(name for name in ("data",) if name in mesh.shape and u.shape[0] % mesh.shape[name] == 0)
         logits = model.apply(variables, place(hidden, rows), method="unembed")
         found = draw(place(u, rows), place(logits, rows, None, axes), sampling, together=lambda x: place(x, rows))
         return jax.tree.map(lambda x: constrain(place(x, rows), mesh), found)
 
-    def by_columns(u, hidden):
+    def by_columns(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = process_logits(model.apply(variables, rows, method="unembed_columns"), sampling)
         return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
 
-    # A CPU multiplies a large table by few columns a quarter faster than few rows by the table.
+    # A CPU multiplies a large table by a few columns 25 % faster than a few rows by the table.
     plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
     if model.config.tie_word_embeddings and plain:
         return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
@@ -101,7 +101,7 @@ def draw_next(
 def ended_by(
     tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Whether each token [B, G] ends a completion or its turn, and the state [B, G] of the stop strings behind it."""
+    """Whether each token [B, G] ends a turn, and the state [B, G] of the stop strings after it."""
     ended = jnp.zeros(tokens.shape, bool)
     for eos in settings.eos_token_ids:
         ended |= tokens == eos
@@ -112,16 +112,15 @@ def ended_by(
 
 
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
-    """The state of the stop strings at the beginning of a turn; None where there are none."""
+    """The state of the stop strings at the beginning of a turn; None without stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """[steps, B, G, 2] for the tokens first, first + 1, … of completions; `first` is one number, [B] or [B, G].
+    """Uniforms [steps, B, G, 2] for the tokens first, first + 1, … of completions; `first` is [], [B] or [B, G].
 
-    Made for a whole burst at once, because one wide draw is cheaper than many narrow ones; and in one row, because in
-    four dimensions XLA's CPU backend takes two to three times as long to compile it. On a mesh the row begins with B,
-    so that each device draws for its own prompts.
+    One wide draw for a burst is cheaper than many narrow ones. It is flat, since XLA's CPU backend compiles it two to
+    three times as fast as in four dimensions, and begins with B, so that each device draws for its own prompts.
     """
     first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
     begins = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)

@@ -1,4 +1,4 @@
-"""Where a turn ends: with an EOS or another token, behind a text, or after so many tokens."""
+"""Ends of a turn: an EOS or another token, a text, or a number of tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
 _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()
-"""For each tokenizer: what was made of some strings, which takes seconds for a large vocabulary."""
+"""Automata by tokenizer and strings: making one takes seconds for a large vocabulary."""
 
 
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
-    """Return the automaton of stop strings over a tokenizer's vocabulary; cached.
+    """Return the automaton of stop strings over the bytes of a tokenizer's tokens; special tokens have none. Cached.
 
-    It reads the bytes of a turn's tokens, from the first on; special tokens have none. Raises a `ValueError` without a
-    tokenizer, or for a string with a special token, or that no tokens spell.
+    Raises a `ValueError` without a tokenizer, for a string with a special token, or one that no tokens spell.
     """
     if tokenizer is None:
-        raise ValueError(f"stop = {show(list(strings))}: texts are found in tokens by a tokenizer: give tokenizer too")
+        raise ValueError(f"stop = {show(list(strings))}: searching texts needs a tokenizer: give tokenizer too")
     known = _KNOWN.setdefault(tokenizer, {})
     key = tuple(strings)
     if key not in known:
@@ -47,9 +46,7 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
 
 
 class TurnEnds(NamedTuple):
-    """The ends of a turn of the policy, or of a completion of one turn, other than EOS: texts, ids, and a length in
-    tokens.
-    """
+    """Ends of a turn other than EOS: texts, token ids, and a number of tokens."""
 
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -59,7 +56,7 @@ class TurnEnds(NamedTuple):
     def read(
         cls, stop: str | Sequence[str] | None, stop_token_ids: int | Sequence[int] | None, max_turn_length: int | None
     ) -> TurnEnds:
-        """Return them as they are asked for by arguments; raise a `ValueError` for what is none."""
+        """Return the ends of these arguments; raise a `ValueError` for bad ones."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
         (strings, fault), (ids, fault_of_ids) = read_stop(stop), read_token_ids(stop_token_ids)
@@ -70,21 +67,21 @@ class TurnEnds(NamedTuple):
 
     @classmethod
     def of(cls, config: GRPOConfig) -> TurnEnds:
-        """Return those of a run."""
+        """Return the ends of a run."""
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
         """Raise a `ValueError` for texts that the tokenizer's tokens do not spell, and ids that the model lacks."""
         if self.stop:
             stops_of(tokenizer, self.stop)
-        alien = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]
-        if alien:
+        unknown = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]
+        if unknown:
             raise ValueError(
-                f"stop_token_ids has {alien[0]}, and the model has a vocabulary of {vocab_size}: give ids below that"
+                f"stop_token_ids has {unknown[0]}, and the model has a vocabulary of {vocab_size}: give ids below that"
             )
 
     def cut_short(self, turn: np.ndarray, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> bool:
-        """Return whether a turn [n] of the policy is as long as it may be, and has not ended by itself."""
+        """Return whether a turn [n] was cut at `max_turn_length`, without another end."""
         if self.max_turn_length is None or len(turn) < self.max_turn_length:
             return False
         by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)
@@ -92,7 +89,7 @@ class TurnEnds(NamedTuple):
 
 
 BY_EOS = TurnEnds()
-"""Nothing beside an EOS."""
+"""Only an EOS."""
 
 
 def decode_settings(

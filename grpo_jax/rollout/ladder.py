@@ -1,12 +1,12 @@
-"""The layouts that a rollout may pass through: few, and known from its sizes alone.
+"""The layouts of a rollout: how many completions are decoded at a time, and with how many slots.
 
-Each layout is a compiled program, and a TPU takes half a minute to compile one. So what the completions do decides when
-the rollout goes from one layout to the next, and never which layouts there are:
+Each layout is a compiled program, and a TPU takes half a minute to compile one. So there are few, which follow from the
+sizes of the rollout; the completions decide only when it moves to the next:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
                         └────────┤            │
-32                           128 slots ─► 255 slots        as they end, those that are left move down
+32                           128 slots ─► 255 slots        as some end, the others move down
                                      └────────┤
 16                                        255 slots
                                               │
@@ -33,30 +33,29 @@ from grpo_jax.models.streams import count_streams
 from grpo_jax.types import CachedModel, Params
 
 BURST = 16
-"""Decode steps of one call, between two looks at which completions have ended, at most."""
+"""Decode steps of one call, at most; after it the host checks which completions have ended."""
 
 FEWEST_SLOTS = 64
-"""Slots of a cache at least."""
+"""Slots of a cache, at least."""
 
 ALIGNED = 64
-"""Slots of a GPU's or a TPU's cache are a multiple of this; of any other number, a GPU copies the values at each step,
-to fill them up for the product."""
+"""Slots of a GPU's or a TPU's cache are a multiple of this; otherwise a GPU pads the values at each step."""
 
 FEWEST = 8
-"""Completions that are left in a batch at least: a product with fewer takes a CPU as long."""
+"""Completions of a layout, at least: a product with fewer takes a CPU as long."""
 
 MOST_RUNGS = 3
-"""Smaller layouts at most."""
+"""Smaller layouts, at most."""
 
 STREAM_COMPLETIONS = 16
-"""Completions of one stream at least: fewer leave the matrix products too thin."""
+"""Completions of a stream, at least: with fewer, matrix products are too small."""
 
 WORTH_A_MOVE = 0.8
-"""Share of the present layout's cost that the next may have at most: a move costs a copy of the cache, and programs."""
+"""Share of a layout's cost that the next may have, at most: a move costs a copy of the cache, and programs."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Slots of a cache for all but the last of `length` tokens, which is never read; `fixed` as in `Ladder`."""
+    """Slots for all but the last of `length` tokens, which is never read; `fixed` as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
@@ -66,13 +65,12 @@ class Ladder:
     """The layouts of a rollout.
 
     Attributes:
-      shapes: (groups, width) of each layout: the first holds all completions, each further one has room for those that
-        are left.
-      slots: sizes that the cache grows through. A layout has those from its own number on: it is not reached early.
+      shapes: (groups, width) of each layout; the first holds all completions.
+      slots: sizes of the cache, which grows. The n-th layout has only sizes from the n-th on, as it is reached late.
       steps: of a burst.
-      fixed: whether every burst has all of its steps, for devices whose loops the host would otherwise have to watch.
-      step: what a step costs that looks at all slots.
-      shards: devices that groups are cut over. On several, no group leaves its device.
+      fixed: whether every burst runs all of its steps, on devices where a loop that may end early waits for the host.
+      step: cost of a step with all slots.
+      shards: devices that share the groups. On several, no group leaves its device.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -99,12 +97,12 @@ class Ladder:
         """The layouts of [groups, width] completions of at most `length` tokens.
 
         Args:
-          waits: whether further prompts wait. Then slots are used in a ring, and all are there from the start.
-          turns: whether completions have several, which are as many bursts as they need.
-          grows: whether a step looks at all slots, so that a cache of few is faster while few are full.
+          waits: whether further prompts wait. Then the cache is a ring of its full size from the start.
+          turns: whether completions have several, of any number of bursts.
+          grows: whether a step reads empty slots too, so that a smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
-        # Where a cache grows, a burst ends; a short rollout has equal bursts, so that few steps are beyond its end.
+        # A burst ends where the cache grows; a short rollout has equal bursts, so that few steps run after its end.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:
@@ -112,7 +110,7 @@ class Ladder:
             first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
-        # Completions move once before a burst, and before the first hardly any has ended.
+        # Completions move at most once before a burst, and not before the first.
         bursts = -(-tokens // steps)
         rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
         while len(shapes) <= rungs and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:
@@ -124,7 +122,7 @@ class Ladder:
         return self.slots[min(at, len(self.slots) - 1) :]
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """The size of the cache with which the layout after the `at`-th goes on from `slots`; None: it does not pay."""
+        """The size of the cache in the layout after the `at`-th, from `slots`; None if a move does not pay."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots_of(at + 1) if n >= slots)
@@ -136,11 +134,11 @@ class Ladder:
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Completions for the layout after the `at`-th, as groups [B''] and order [B'', G'']; None if too many are
-        `alive` [B', G'].
+        """Groups [B''] and order [B'', G''] of the `alive` [B', G'] completions in the layout after the `at`-th.
+
+        Ended completions fill free places. None if too many are alive.
         """
         groups, width = self.shapes[at + 1]
-        # Fillers are completions that have ended: they draw nothing.
         if width > 1 or self.shards > 1:
             counts = alive.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:
@@ -154,10 +152,10 @@ class Ladder:
 
 
 def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """The layout after [groups, width]; None if none is cheaper by enough.
+    """The layout after [groups, width]; None if none is enough cheaper.
 
-    Narrower groups, as wide as the widest, read each prompt once; they are taken if cheaper by a quarter than as many
-    completions each with its own prompt. Else such completions, down to the fewest in equal strides; or fewer groups.
+    Narrower groups read each prompt once; they are chosen if 25 % cheaper than the same number of single completions.
+    Otherwise single completions, in equal ratios down to `FEWEST`, or fewer and narrower groups.
     """
 
     def cost(shape: tuple[int, int]) -> float:
@@ -178,7 +176,7 @@ def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: i
 
 
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
-    """Cost of a decode step; a CPU multiplies eight times in the time of one byte, a GPU a hundred times."""
+    """Cost of a decode step; a CPU does 8 multiplications in the time of reading one byte, a GPU 100."""
     held = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
@@ -191,9 +189,9 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
 
 
 def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
-    """How many streams [groups, width] completions are decoded in: a divisor of `groups`.
+    """The number of streams for [groups, width] completions, a divisor of `groups`.
 
-    `each`: streams for each that works at a time; of several turns some wait for answers.
+    `each`: streams for each thread that works at a time; of several turns some wait for answers.
     """
     parts = min(groups, groups * width // STREAM_COMPLETIONS)
     most = max(1, min(parts, each * count_streams(params, groups)))
@@ -201,11 +199,8 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
-    """How many groups stand on the devices at a time: at most `batch_size` completions, as many on each device.
-
-    Args:
-      batch_size: completions at a time over all devices; None: all.
-      shards: devices that prompts are cut over.
+    """The number of groups that are decoded at a time: at most `batch_size` completions (None: all), as many on each of
+    `shards` devices.
 
     Example:
       >>> groups_at_once(30, 4, None, 8), groups_at_once(30, 4, 70, 8), groups_at_once(30, 4, 70, 1)
@@ -226,16 +221,16 @@ def choose_ladder(
     mesh: Mesh | None,
     waits: bool,
 ) -> Ladder:
-    """The `Ladder` of [groups, width] completions of a model; of `params` only shapes and places are looked at."""
+    """The `Ladder` of [groups, width] completions of one turn; `params` may be shapes."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
-    grows = not _goes_through_tiles(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
+    grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
     return Ladder.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
 
 
-def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
-    """Whether a kernel computes a step's attention in all layers that have some: it reads the slots that are full."""
+def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
+    """Whether a kernel computes the attention of a step in all layers, which reads only full slots."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
     chosen = implementation(shape.attention)
@@ -246,9 +241,8 @@ def _goes_through_tiles(model: CachedModel, completions: int, keys: tuple[int, i
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Whether one CPU decodes: its loops can be watched for nothing.
-
-    Of `params` the places count; shapes that have none are of arrays on the default device.
+    """Whether one CPU decodes, where a loop may end early without cost; shapes without a sharding are on the default
+    device.
     """
     at = {
         device.platform

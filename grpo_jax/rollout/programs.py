@@ -28,7 +28,7 @@ from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_
 Tree = TypeVar("Tree")
 
 MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
-"""Names of the arrays that a decoder multiplies by in its dtype; the last three are those of experts."""
+"""Names of the arrays that a decoder multiplies by in its dtype; the last three are of experts."""
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
@@ -43,7 +43,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 
 
 def variables_shape(model: CachedModel, params: Params) -> Variables:
-    """The shapes of `decode_variables`, of a model and params that are there."""
+    """The shapes of `decode_variables`."""
     if _by_columns(params):
         columns = functools.partial(kernels_by_columns, dtype=_dtype(model))
         return {
@@ -57,7 +57,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
 
 
 def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
-    """The shapes of the params that `decode` does not look at, and of what it is given in their place."""
+    """The shapes of params that `decode` does not read, and of the copies that it reads instead."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -76,9 +76,9 @@ def _dtype(model: CachedModel) -> jnp.dtype:
 
 
 def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
-    """The matrices, by their paths, that a decoder rounds to its dtype at each product, the embedding among them."""
+    """The matrices by path, the embedding included, that a decoder rounds to its dtype at each product."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
-        return {}  # of a model of the user's own nobody knows; adapters are small
+        return {}  # a model of the user's own may need float32, and adapters are small
     return {
         at: x
         for at, x in flatten_dict(params).items()
@@ -101,9 +101,9 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """The decode of all completions that are on the devices at a time, in one stream with a whole cache.
+    """`decode_burst` with shapes for arguments, of all completions that are decoded at a time, with the largest cache.
 
-    A call of shapes, by the arguments of `generate`; None for a model without a cache.
+    The arguments are as in `generate`; None for a model without a cache.
     """
     if not is_cached(model):
         return None
@@ -112,7 +112,7 @@ def decode_call(
     if "columns" in variables:
         variables["columns"] = _placed(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    # On a mesh the prompts that wait are a batch of their own.
+    # On a mesh, waiting prompts are the next batch.
     waits = at_once < groups and mesh is None
     sizes = (prompt_length, at_once, num_generations, max_completion_length)
     ladder = choose_ladder(argument, shapes, *sizes, mesh=mesh, waits=waits)
@@ -147,13 +147,13 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
 
 
 def _placed(tree: Tree, source: object) -> Tree:
-    """Shapes of arrays that are computed on one device from arrays of other shapes."""
+    """Shapes of arrays on the device of `source`."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 
 
 def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
-    """A shape with the sharding that `constrain` gives an array of it."""
+    """A shape with the sharding of `constrain`."""
     at = constrained_sharding(x.shape, mesh, *axes)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of typed keys, all dimensions are named
         at = NamedSharding(mesh, PartitionSpec(*at.spec, *[None] * (len(x.shape) - len(at.spec))))
