@@ -44,7 +44,6 @@ START_SECONDS = 60.0  # in which a worker may import what its function needs
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
 _LONGEST_TEXT = 2000  # characters of a fault, and of its traceback
 _NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
-_GUARD = "put what starts the training under if __name__ == '__main__':, since workers import the script of a function"
 
 _Outcome = tuple[np.ndarray, Faults]
 
@@ -60,8 +59,8 @@ def isolated(
     """Run a reward function in worker processes that are killed when a call takes too long.
 
     The workers start at the first call as fresh interpreters, import the function by name (JAX uses the CPU there), and
-    end with this process. Define the function at the top level of a module. If that is the script itself, put what
-    starts the training under `if __name__ == "__main__":`. A function that workers cannot import ends the run.
+    end with this process. Define the function at the top level of a module other than the script that runs. A function
+    that workers cannot import ends the run.
 
     A fault (an exception, the timeout, the memory limit, a worker that died) concerns the completions of its call; the
     others keep their scores. Processes that a call has started are killed with it. Replies contain a random number of
@@ -113,13 +112,11 @@ class _IsolatedFunction:
         self.__name__ = function_name(fn)
         self.reward_arguments = arguments_of(fn)
         self._timeout, self._memory_mb, self._workers, self._per_call = timeout, memory_mb, workers, per_call
-        self._payload, self._main = _sendable(fn)
+        self._payload = _sendable(fn)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
     def __call__(self, **inputs: Any) -> list[float | None]:
-        if _served is not None:
-            raise RewardError(f"an isolated function was called in a worker process: {_GUARD}")
         inputs = contract.select_inputs(self.fn, inputs)
         count = len(next(values for name, values in inputs.items() if name not in EXTRAS))
         size = self._per_call or math.ceil(count / self._workers)
@@ -174,12 +171,12 @@ class _IsolatedFunction:
         from pebble import ProcessPool
 
         self.close()
-        setup = (self._payload, self._main, self._memory_mb, os.getpid())
+        setup = (self._payload, self._memory_mb, os.getpid())
         self._pool = pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
         self._finalizer = weakref.finalize(self, _stop, pool)
         self._finalizer.atexit = False  # pebble ends the workers itself then
         if self._ask(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
-            problem = f"its worker process ended, or did not load it in {START_SECONDS:g} s. {_GUARD.capitalize()}"
+            problem = f"its worker process ended, or did not load it in {START_SECONDS:g} s"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         return pool
 
@@ -254,15 +251,13 @@ def _stop(pool: ProcessPool) -> threading.Thread:
 
 # Starting processes and reading their messages ------------------------------------------------------------------------
 
-_MAIN = "init_main_from_"  # prefix of the items by which multiprocessing describes `__main__`
-
 # The classes that pebble's messages consist of.
 _MESSAGES = {("pebble.pool.process", "Acknowledgement"), ("pebble.pool.process", "TaskResult")}
 _MESSAGES |= {("pebble.common.types", "Result"), ("pebble.common.types", "ResultStatus")}
 
 
-def _sendable(fn: Callable[..., object]) -> tuple[bytes, dict[str, Any]]:
-    """Return a function as a pickle, and what a worker needs to import the running script, {} if it is not needed."""
+def _sendable(fn: Callable[..., object]) -> bytes:
+    """Return a function as a pickle."""
     try:
         payload = pickle.dumps(fn)
     except Exception as error:
@@ -270,15 +265,12 @@ def _sendable(fn: Callable[..., object]) -> tuple[bytes, dict[str, Any]]:
             f"fn is {function_name(fn)!r}, which cannot be sent to a worker process ({error}): define it at the top "
             "level of a module, under its own name (no lambda, no inner function, isolated(fn, ...) not as a decorator)"
         ) from error
-    if b"__main__" not in payload:  # a pickle contains the names of the modules that it imports
-        return payload, {}
-    main = {name: value for name, value in spawn.get_preparation_data("").items() if name.startswith(_MAIN)}
-    if not main or not os.path.isfile(main.get("init_main_from_path", __file__)):
+    if b"__main__" in payload:  # a pickle contains the names of the modules that it imports
         raise ValueError(
-            f"fn is {function_name(fn)!r}, defined in a notebook or at a prompt, where a worker process cannot import "
-            "it from: write it into a file (%%writefile my_rewards.py) and import it"
+            f"fn is {function_name(fn)!r}, defined in the running script or notebook, which workers do not import:"
+            " write it into a module (%%writefile my_rewards.py) and import it"
         )
-    return payload, main
+    return payload
 
 
 class _WorkerProcess(SpawnProcess):
@@ -288,9 +280,10 @@ class _WorkerProcess(SpawnProcess):
 
     def start(self) -> None:
         def without_main(name: str) -> dict[str, Any]:
-            return {key: x for key, x in prepare(name).items() if name != self.name or not key.startswith(_MAIN)}
+            data = prepare(name)
+            return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
-        # Multiprocessing has no option for this, and the script would import JAX, which few functions need.
+        # Multiprocessing has no option for this. The script would run its top level again, and import JAX.
         with self._starting:
             prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
             try:
@@ -343,7 +336,7 @@ _event_loop = functools.cache(
 )  # one for all calls: clients that a function keeps are bound to it
 
 
-def _start_worker(payload: bytes, main: dict[str, Any], memory_mb: int | None, parent: int) -> None:
+def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
     """Prepare a worker process, and load the function."""
     global _served
     os.setsid()
@@ -352,9 +345,7 @@ def _start_worker(payload: bytes, main: dict[str, Any], memory_mb: int | None, p
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    _served = SetupError("the function is not loaded yet")
     try:
-        spawn.prepare(main)
         _served = pickle.loads(payload)
     except BaseException as error:
         _served = error

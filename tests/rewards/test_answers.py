@@ -123,15 +123,11 @@ def test_a_wrong_answer_never_scores(text):
 
 
 @pytest.mark.quick
-def test_reward_reads_messages_numbers_and_whole_solutions_and_can_be_sent_to_a_worker():
+def test_messages_numbers_and_whole_solutions_are_read():
     right = pickle.loads(pickle.dumps(number_reward("truth")))
     message = [{"role": "assistant", "content": "The answer is 1,018.0 dollars."}]
     scores = right(completions=[message] * 5, truth=["3 + 15 = 18\n#### 1018", 1018, 1018.0, None, "1019"])
     assert scores == [1.0, 1.0, 1.0, None, 0.0]
-    assert right.__name__ == "accuracy"
-    assert right.reward_arguments == {"truth": True}
-    with pytest.raises(ValueError, match="column 'truth' holds 'none', which is not a single number"):
-        right(completions=["1"], truth=["none"])
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")

@@ -63,20 +63,14 @@ OF_ALL = {
     "hang in C": LATE,
     "hang deaf": LATE,
     "slow async": LATE,
-    "wrong count": "returned 11 values for 4 completions; exactly one for each is needed",
     "huge text": "returned 'xxxxxxxxxx.*, a str; a list with one float or None",
     "message without end": "raised ValueError: yyyyyyyyyy",
-    "generator without end": "returned more than 4 values for 4 completions",
     "memory": "ran out of memory: more than its memory_mb of 400",
-    "sys.exit": "raised SystemExit: 3",
     "exit": r"ended its worker process \(exit code 3\)",
     "kill": r"ended its worker process \(signal 9\)",
     "crash": r"ended its worker process \(signal 11\)",
 }
-OF_ONE = {
-    "nan": r"returned nan; return None for 'not scored' for prompt 0 of the batch, completion 0",
-    "huge values": "returned 'xxxxxxxxxx.*, a str; rewards are numbers",
-}
+OF_ONE = {"nan": r"returned nan; return None for 'not scored' for prompt 0 of the batch, completion 0"}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +126,7 @@ def test_a_fault_costs_the_completions_of_its_call_only():
 @pytest.mark.parametrize(
     ("keywords", "sizes"), [({"workers": 3}, [2, 2, 2, 2]), ({"completions_per_call": 3}, [3, 3, 3, 1])]
 )
-def test_the_batch_is_cut_as_asked_and_each_call_gets_the_extras(keywords, sizes):
+def test_the_batch_is_split_and_each_call_gets_the_trainer_state(keywords, sizes):
     fn = isolated(functions.whole_batch, timeout=10, **keywords)
     scores, _ = score(fn, answer=0.5, trainer_state=TrainerState(global_step=7))
     expected = [100 * size + len(text) + 7.5 for size, text in zip(sizes, COMPLETIONS, strict=True)]
@@ -243,7 +237,7 @@ def test_a_function_can_neither_answer_for_another_call_nor_have_anything_unpick
 
 
 @pytest.mark.quick
-def test_it_asks_for_what_the_function_asks_for():
+def test_it_takes_the_arguments_of_its_function():
     fn = isolated(functions.whole_batch, timeout=10)
     with pytest.raises(ValueError, match="'whole_batch' needs the argument 'answer'"):
         check_reward_fns(fn, ["prompt"])
@@ -303,7 +297,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
     fn = isolated(importlib.import_module("here_and_gone").reward, timeout=10)
     for source, message in (
         ("raise OSError('no such thing here')", r"could not load it \(OSError: no such thing here\)\n.*Traceback"),
-        ("import os; os._exit(5)", "ended, or did not load it in 60 s. Put what starts the training under if __name__"),
+        ("import os; os._exit(5)", "ended, or did not load it in 60 s"),
     ):
         module.write_text(source, encoding="utf-8")
         for on_error in ("raise", "none"):
@@ -311,36 +305,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
                 score(weighted(fn, 2.0), on_error=on_error)
 
 
-SCRIPT = """
-open("runs", "a").write("once ")
-import worker_functions
-from grpo_jax.rewards.workers import isolated
-
-def reward(completions):
-    return [len(text) for text in completions]
-
-def main():
-    for fn in (worker_functions.length, reward):
-        print("scored", isolated(fn, timeout=60)(completions=["a", "bb"]))
-
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "start", "runs", "said"),
-    [
-        (["my_script.py"], "if __name__ == '__main__': main()", 2, "scored [1.0, 2.0]"),
-        (["my_script.py"], "main()", 2, "put what starts the training under if __name__ == '__main__':"),
-        (["-c"], "main()", 1, "'reward', defined in a notebook or at a prompt, .* (%%writefile my_rewards.py)"),
-    ],
-)
-def test_functions_of_the_script_itself(tmp_path, arguments, start, runs, said):
-    """A worker imports the script only if the function is defined there."""
-    script = SCRIPT + start
-    (tmp_path / "my_script.py").write_text(script)
-    command = [sys.executable, *arguments, *([script] if arguments == ["-c"] else [])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert all(part in done.stdout + done.stderr for part in said.split(".*")), done.stderr
-    assert done.stdout.count("scored [1.0, 2.0]") == (1 if done.returncode else 2)
-    assert (tmp_path / "runs").read_text() == "once " * runs
+def test_a_function_of_the_running_script_is_refused():
+    code = "from grpo_jax.rewards import isolated\ndef reward(completions): ...\nisolated(reward, timeout=1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "fn is 'reward', defined in the running script or notebook" in done.stderr
