@@ -109,7 +109,7 @@ def pytest_collection_finish():
 
 
 # The files whose tests look at what a run draws.
-PICTURES = ("test_commands", "test_experiments", "test_publish", "test_readme", "test_train")
+PICTURES = ("test_experiments", "test_publish", "test_readme", "test_train")
 
 
 @pytest.fixture(autouse=True, scope="module")
