@@ -140,7 +140,19 @@ def generate(
     sampling, mesh = Sampling(temperature, top_k, top_p, min_p), mesh_of(params)
     shards = shard_count(mesh)
     check_sampling(sampling)
-    _check_sizes(prompts, num_generations, max_completion_length, batch_size, max_turn_length, shards)
+    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
+        shapes = f"{prompts.tokens.shape} and {prompts.lengths.shape}"
+        raise ValueError(f"prompts must have tokens [B, P] and lengths [B]; got {shapes}.")
+    sizes = {"num_generations": num_generations, "max_completion_length": max_completion_length}
+    for name, value in (sizes | {"max_turn_length": 1 if max_turn_length is None else max_turn_length}).items():
+        if int(value) != value or value < 1:
+            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
+    if batch_size is not None and batch_size < shards * num_generations:
+        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
+        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+    if answers is not None and not is_cached(model):
+        kind = type(model).__name__
+        raise ValueError(f"model is {kind}: several turns need a model of this package, with its cache")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
     turn = min(longest, int(max_turn_length or longest))
     keys = completion_keys(
@@ -150,11 +162,7 @@ def generate(
         sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
     )
     argument = as_argument(model)
-    if not is_cached(argument):
-        if answers is not None:
-            raise ValueError(
-                f"model is {type(model).__name__}: several turns need a model of this package, with its cache"
-            )
+    if not is_cached(model):
         completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn)
         completions = fetch(completions) if on_host else completions
     elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
@@ -170,31 +178,6 @@ def generate(
             completions = sample_turns(rollout, at_once, answers, turn)
         completions = completions if on_host else jax.tree.map(jnp.asarray, completions)
     return _padded(completions, longest, settings.pad_token_id)
-
-
-def _check_sizes(
-    prompts: Prompts,
-    num_generations: int,
-    max_completion_length: int,
-    batch_size: int | None,
-    max_turn_length: int | None,
-    shards: int,
-) -> None:
-    """Raise a `ValueError` for shapes and counts that make no sense."""
-    if prompts.tokens.ndim != 2 or prompts.lengths.shape != prompts.tokens.shape[:1]:
-        raise ValueError(
-            f"prompts must have tokens [B, P] and lengths [B]; got {prompts.tokens.shape} and {prompts.lengths.shape}."
-        )
-    for name, value in (
-        ("num_generations", num_generations),
-        ("max_completion_length", max_completion_length),
-        ("max_turn_length", 1 if max_turn_length is None else max_turn_length),
-    ):
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
-    if batch_size is not None and batch_size < shards * num_generations:
-        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
-        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
 
 
 def _padded(completions: Completions, length: int, pad_token_id: int) -> Completions:

@@ -29,7 +29,6 @@ from grpo_jax.types import Json, Row
 CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
 """Methods of an environment that are not tools."""
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TYPES: dict[str, tuple[Any, str]] = {
     "integer": (int, "an integer"),
     "number": (int | float, "a number"),
@@ -39,8 +38,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "object": (dict, "an object"),
 }
 """A type of JSON schema → its Python type, and its name in messages."""
-_NO_HINTS = "give every argument a type hint, such as `x: int`"
-_NO_DESCRIPTION = "describe it under 'Args:' in the docstring, as `x: what it is`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +64,7 @@ def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") 
       argument: name of the caller's argument, for messages.
 
     Raises:
-      ValueError: one error with a line for each problem.
+      ValueError: one error with a line for each function that cannot be a tool.
 
     Example:
       >>> def add(a: int, b: int = 1) -> int:
@@ -87,11 +84,12 @@ def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") 
     problems: list[str] = []
     for index, function in enumerate(tools):
         where = f"{argument}[{index}]"
-        tool, faults = _read(function, function, where)
-        problems += faults
-        if tool is not None and tool.name in read:
+        tool, problem = _read(function, function, where)
+        if tool is None:
+            problems.append(problem)
+        elif tool.name in read:
             problems.append(f"{where}: there is another tool {tool.name!r}: rename one of them")
-        elif tool is not None:
+        else:
             read[tool.name] = tool
     raise_all(argument, problems)
     return read
@@ -137,9 +135,10 @@ def environment_tools(environment: object) -> dict[str, Tool]:
         function = getattr(environment, name)
         # A class's method is described without its first parameter, as an object's method.
         bound = types.MethodType(member, kind) if function is member else function
-        tool, faults = _read(function, bound, f"{kind.__name__}.{name}", name)
-        problems += [f"{fault} (or begin its name with '_', if it is not a tool)" for fault in faults]
-        if tool is not None:
+        tool, problem = _read(function, bound, f"{kind.__name__}.{name}", name)
+        if tool is None:
+            problems.append(f"{problem} (or begin its name with '_', if it is not a tool)")
+        else:
             methods[name] = tool
     raise_all(f"environment {kind.__name__}", problems)
     return methods
@@ -147,66 +146,35 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 
 def _read(
     function: Callable[..., Any], described: Callable[..., Any], where: str, name: str | None = None
-) -> tuple[Tool | None, list[str]]:
-    """Return a function as a tool, and its problems; the schema is made of `described`."""
+) -> tuple[Tool | None, str]:
+    """Return a function as a tool, or a problem; the schema is made of `described`, which lacks `self`."""
+    from transformers.utils import get_json_schema
+
     if not callable(function):
-        return None, [f"{where} is {show(function)}, which cannot be called: give a function"]
+        return None, f"{where} is {show(function)}, which cannot be called: give a function"
     name = name or getattr(function, "__name__", "")
     if isinstance(function, type) or not str(name).isidentifier():
-        return None, [f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"]
+        return None, f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"
     where = where if where.endswith(f".{name}") else f"{where}, {name!r}"
-    try:
-        parameters = list(inspect.signature(described).parameters.values())
-    except (TypeError, ValueError):
-        return None, [f"{where} has no signature: wrap it in a `def` with type hints"]
-    faults = _faults_of(described, parameters)
-    schema: Json = {}
-    if not faults:
-        try:
-            schema = _schema(described, str(name), parameters)
-        except Exception as error:  # resolving a hint may raise anything
-            advice = " If you need a more complex"  # transformers suggests to pass a schema
-            faults = [f"its schema cannot be made: {str(error).partition(advice)[0]}"]
-    return (None if faults else Tool(str(name), function, schema)), [f"{where}: {fault}" for fault in faults]
-
-
-def _faults_of(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> list[str]:
-    """Return problems of the signature and docstring of a function."""
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
-
-    faults = []
-    docstring = inspect.getdoc(function)
-    if not docstring:
-        faults.append("it has no docstring: describe what it does, for the policy")
-    described = (docstring and parse_google_format_docstring(docstring.strip())[1]) or {}
-    for parameter in parameters:
-        which = f"argument {parameter.name!r}"
-        if parameter.kind in _VARIADIC:
-            faults.append(f"{which} takes any number of values, which a schema cannot describe: name each argument")
-            continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            faults.append(f"{which} is positional-only: calls give arguments by name")
-        if parameter.annotation is parameter.empty:
-            faults.append(f"{which} has no type hint: {_NO_HINTS}")
-        if docstring and parameter.name not in described:
-            faults.append(f"{which} has no description: {_NO_DESCRIPTION}")
-    return faults
-
-
-def _schema(function: Callable[..., Any], name: str, parameters: Sequence[inspect.Parameter]) -> Json:
-    """Return the schema of a function, made of a copy of its signature without `self`."""
-    from transformers.utils import get_json_schema
 
     def copy(**arguments: object) -> None:
         """Replaced."""
 
-    hints = get_type_hints(function)
-    kept = {*(parameter.name for parameter in parameters), "return"}
-    copy.__name__, copy.__doc__ = name, inspect.getdoc(function)
-    copy.__annotations__ = {key: hint for key, hint in hints.items() if key in kept}
-    described: Any = copy
-    described.__signature__ = inspect.Signature(parameters)
-    return get_json_schema(copy)
+    try:
+        parameters = inspect.signature(described).parameters
+        for parameter in parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                kind = parameter.kind.description
+                return None, f"{where}: argument {parameter.name!r} is {kind}: calls give each argument by name"
+        copy.__name__, copy.__doc__ = str(name), inspect.getdoc(described)
+        hints = get_type_hints(described)
+        copy.__annotations__ = {key: hint for key, hint in hints.items() if key in (*parameters, "return")}
+        stand_in: Any = copy
+        stand_in.__signature__ = inspect.Signature(list(parameters.values()))
+        return Tool(str(name), function, get_json_schema(copy)), ""
+    except Exception as error:  # transformers' own, and resolving a hint may raise anything
+        advice = " If you need a more complex"  # transformers suggests to pass a schema
+        return None, f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
 
 
 def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:

@@ -101,32 +101,35 @@ def test_the_schema_is_what_transformers_makes_of_the_function_itself():
 def test_every_problem_is_named_in_one_error():
     def silent(a: int): ...
 
-    def careless(a, b: int, *rest: int, **more: int): ...
+    def unhinted(a, b: int): ...
+
+    def undescribed(a: int, b: int): ...
+
+    def variadic(a: int, *rest: int): ...
 
     def positional(a: int, /): ...
 
     def strange(a: Decimal): ...
 
-    for function in (careless, positional, strange):
+    for function in (unhinted, undescribed, variadic, positional, strange):
         function.__doc__ = "Do something.\n\nArgs:\n    a: described"
     with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
         read_tools(multiply)
-    with pytest.raises(ValueError, match="tools has 11 errors") as caught:
-        read_tools([3, silent, careless, positional, strange, lambda: 0, World, now, now])
+    with pytest.raises(ValueError, match="tools has 10 errors") as caught:
+        read_tools([3, silent, unhinted, undescribed, variadic, positional, strange, lambda: 0, World, now, now])
     said = str(caught.value)
     assert "by hand" not in said  # transformers' advice, which does not hold here
     for part in [
         r"tools\[0\] is 3, which cannot be called: give a function",
-        r"tools\[1\], 'silent': it has no docstring",
-        r"tools\[2\], 'careless': argument 'a' has no type hint",
-        r"tools\[2\], 'careless': argument 'b' has no description",
-        r"'careless': argument 'rest' takes any number of values",
-        r"'careless': argument 'more' takes any number of values",
+        r"tools\[1\], 'silent': its schema cannot be made: .*no docstring",
+        r"tools\[2\], 'unhinted': .*Argument a is missing a type hint",
+        r"tools\[3\], 'undescribed': .*no description for the argument 'b'",
+        r"'variadic': argument 'rest' is variadic positional: calls give each argument by name",
         r"'positional': argument 'a' is positional-only",
         r"'strange': its schema cannot be made: .*Decimal",
-        r"tools\[5\] is <function .*, which is not a named function",
-        r"tools\[6\] is <class .*World'>, which is not a named function",
-        r"tools\[8\]: there is another tool 'now'",
+        r"tools\[7\] is <function .*, which is not a named function",
+        r"tools\[8\] is <class .*World'>, which is not a named function",
+        r"tools\[10\]: there is another tool 'now'",
     ]:
         assert re.search(part, said), part
 
