@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.models.bounds import DecodeStep, count_weights, state_bytes
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights, state_bytes
 
 PEAKS = {
     "T4": (65e12, 0.32e12),

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_loss
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Completions, Params, Prompts
 from grpo_jax.watch.plots import LIGHT, colour

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax import GRPOConfig, plan
-from grpo_jax.models.targets import Target
+from grpo_jax.models.devices import Target
 
 MACHINES = {"H100": "H100 × 1", "H100-8": "H100 × 8", "v5e-8": "v5e-8", "v5p-8": "v5p-8", "v6e-8": "v6e-8"}
 LENGTHS = (1024, 8192, 32768)

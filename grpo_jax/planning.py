@@ -1,6 +1,6 @@
 """The programs of a run before there are weights or devices: their memory and FLOPs, by the compiler of the devices.
 
-They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`models.targets`).
+They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`models.devices`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.hub.weights import Loading
 from grpo_jax.messages import raise_all
+from grpo_jax.models.devices import ENVIRONMENT, ProgramCost, Target, compile_program, compute_dtype, memory_of
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.platform import compute_dtype, memory_of
 from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
-from grpo_jax.models.targets import ENVIRONMENT, ProgramCost, Target, compile_program
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.programs import copies
@@ -120,7 +119,7 @@ def programs(
 ) -> dict[str, jax.stages.Lowered]:
     """Lower the largest program of each phase that `train` would run on some devices.
 
-    Devices without hardware will do (`models.targets`, `jax.experimental.topologies`): `compile()` then gives that
+    Devices without hardware will do (`models.devices`, `jax.experimental.topologies`): `compile()` then gives that
     machine's program, with its memory (`memory_analysis`) and its kernels (`as_text`). No weight is read.
 
     Args:
@@ -173,7 +172,7 @@ def plan(
       model: as in `planning.programs`, as all arguments but the next three.
       config: of `train` or of `sft`.
       prompt_length: P, tokens.
-      device: "H100", "H100-8", "v5e-8", … (`models.targets`), by a compiler that needs no hardware; None: the devices
+      device: "H100", "H100-8", "v5e-8", … (`models.devices`), by a compiler that needs no hardware; None: the devices
         of this machine.
       memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
       param_dtype: "float32" or "bfloat16".

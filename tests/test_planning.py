@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.weights import Loading
-from grpo_jax.models.targets import Target
+from grpo_jax.models.devices import Target
 from grpo_jax.planning import AbstractRun, ProgramCost, _answer, programs
 from grpo_jax.run.memory import compiled_peak_bytes
 

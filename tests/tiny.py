@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import Policy, completion_log_probs, init_policy, save_pretrained
 from grpo_jax.hub.tensors import abstract_params
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 
 EOS = "<eos>"

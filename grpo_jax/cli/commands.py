@@ -27,7 +27,7 @@ from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretr
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.messages import some
-from grpo_jax.models.platform import compute_dtype
+from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy

@@ -13,8 +13,8 @@ import jax
 
 from grpo_jax.hub.huggingface import checkpoint_config, find_checkpoint, from_pretrained
 from grpo_jax.hub.peft import add_lora, write_policy
+from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.lora import TARGETS
-from grpo_jax.models.platform import compute_dtype
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy

@@ -149,7 +149,7 @@ class GRPOConfig(Settings):
     )
     """Form of the importance weights π_old / π_sampler if `train` has a `sampler`; None: no weights. Ours."""
     sampler_correction_max: Positive | None = 3.0
-    """Upper bound of the weights, see `maths.correction`; None: no bound. Ours."""
+    """Upper bound of the weights, see `maths.sampler_weights`; None: no bound. Ours."""
     sampler_correction_min: NotNegative | None = None
     """Lower bound of the weights; None: no bound. Ours."""
 
@@ -195,7 +195,7 @@ class GRPOConfig(Settings):
     distillation_coef: NotNegative = 0.0
     """Weight of the divergence from the teacher, which is added to the policy loss. Ours."""
     distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """Divergence from the teacher, see `maths.distillation`. Ours (TRL: by `distillation_alpha`, or `beta`)."""
+    """Divergence from the teacher, see `maths.supervised`. Ours (TRL: by `distillation_alpha`, or `beta`)."""
     distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual (0: forward_kl, 1: reverse_kl)")] = 0.5
     """Weight of the teacher in jsd (in TRL's SDPO; TRL's GKD calls it `beta`)."""
     distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"

@@ -24,7 +24,7 @@ from grpo_jax.hub.keys import (
     two_ropes,
     windows_of,
 )
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.types import Json
 
 

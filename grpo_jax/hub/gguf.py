@@ -23,7 +23,7 @@ from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, r
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
 from grpo_jax.messages import one_line, some
-from grpo_jax.models.layers import DeltaShape, TransformerConfig
+from grpo_jax.models.config import DeltaShape, TransformerConfig
 from grpo_jax.types import Json
 
 if TYPE_CHECKING:

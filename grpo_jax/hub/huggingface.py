@@ -48,9 +48,9 @@ from grpo_jax.hub.quantize import (
 )
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.layers import is_quantized
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.quantized import is_quantized
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from grpo_jax.hub.keys import Family, Fields, Keys, activation_of, biases_of, two_ropes, windows_of
-from grpo_jax.models.layers import ConvShape, DeltaShape
+from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
@@ -159,7 +159,7 @@ def _experts(keys: Keys) -> Fields:
         "num_experts_per_token": chosen,
         "expert_size": size,
         "expert_layers": (True,) * keys["num_hidden_layers"],
-        "experts_beside_mlp": True,
+        "parallel_experts": True,
     }
 
 

@@ -57,7 +57,7 @@ def add_lora(
 
     Example:
       >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> from grpo_jax.models.config import TransformerConfig
       >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> params = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.ones((16, 16))}}}}  # and many more
       >>> adapted = add_lora(Policy(model, params), jax.random.key(0), rank=2)

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_jax.hub.files import StoredTensor, computed
 from grpo_jax.hub.tensors import Part
 from grpo_jax.messages import some
-from grpo_jax.models.quantized import NESTED_BLOCK, NF4, Quantized
+from grpo_jax.models.layers import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 
 METHODS = ("nf4", "int8")

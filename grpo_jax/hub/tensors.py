@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
 from grpo_jax.hub.keys import sees
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
 

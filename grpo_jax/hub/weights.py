@@ -30,9 +30,9 @@ from grpo_jax.hub.quantize import (
 )
 from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, abstract_params, layout_of
 from grpo_jax.messages import some
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.layers import Quantized
 from grpo_jax.models.lora import TARGETS, init_adapters
-from grpo_jax.models.quantized import Quantized
 from grpo_jax.models.sharding import parameter_sharding
 from grpo_jax.types import Json, Params
 

@@ -11,24 +11,25 @@ import jax.numpy as jnp
 from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and long before that the square of one
-gradient entry overflows inside a global-norm clip."""
-
+"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and much earlier the square of one
+gradient entry overflows in a global-norm clip."""
 
 MIN_LOG_PROB = -1e4
-"""Log-probs are taken to be at least this. It stands for −inf (a token that the distribution excludes) and keeps
-differences of log-probs finite."""
+"""Lower bound of log-probs. It replaces −inf (a token excluded from the distribution), so that differences of log-probs
+are finite."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def bounded(x: jax.Array, low: float, high: float) -> jax.Array:
-    """clip(x, low, high) in value; the derivative stays 1 outside the bounds, so that the gradient is kept alive."""
+    """clip(x, low, high) whose derivative is 1 outside the bounds too, so that the gradient does not vanish."""
     return jnp.clip(x, low, high)
 
 
 @bounded.defjvp
-def _bounded_jvp(low, high, primals, tangents):
-    return bounded(*primals, low, high), tangents[0]
+def _bounded_jvp(
+    low: float, high: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return bounded(primals[0], low, high), tangents[0]
 
 
 def choose(argument: str, value: str, known: Iterable[str]) -> str:
@@ -85,14 +86,14 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
 
 
 def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Log-probs with zeros under the mask, and no −inf.
+    """Log-probs with zeros where the mask is False, and without −inf.
 
-    What stands under the mask is replaced before anything is computed from it: done after, a NaN there would still
-    reach the gradient as 0·NaN.
+    Masked values are replaced before anything is computed from them: a NaN masked later would still reach the gradient
+    as 0·NaN.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
 def is_off(coefficient: Scalar) -> bool:
-    """True if the term of this coefficient can be left out: the number 0. A traced value counts as on."""
+    """True if the coefficient is the number 0, so that its term can be omitted; False for traced values."""
     return isinstance(coefficient, int | float) and coefficient == 0

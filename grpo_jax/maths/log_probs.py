@@ -44,7 +44,9 @@ def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 @_logit_of.defjvp
-def _logit_of_jvp(primals, tangents):
+def _logit_of_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
     here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
     return _logit_of(logits, tokens), jnp.where(here, tangents[0], 0).sum(axis=-1)

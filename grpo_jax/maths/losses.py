@@ -1,11 +1,12 @@
 """The GRPO objective: ratio level → per-token surrogate → masks and weights → KL → reduction.
 
 Each variant is a function in one of three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
-Leading axes are free: [B, G, T] and [R, T] mean the same, a row is one completion.
+Leading axes are free, [B, G, T] or [R, T]; a row is one completion.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import chex
@@ -42,7 +43,7 @@ from grpo_jax.maths.surrogates import (
 def _check_terms(
     settings: LossSettings, ref_log_probs: jax.Array | None, entropies: jax.Array | None, entropy_coef: Scalar
 ) -> None:
-    """Refuse a term without the array that it needs."""
+    """Raise a ValueError for a term without the array that it needs."""
     if ref_log_probs is None and not is_off(settings.beta):
         raise ValueError(
             f"beta={settings.beta} needs ref_log_probs, the log-probs under the reference; or pass beta=0.0."
@@ -72,16 +73,16 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """`grpo_loss` for a part of a minibatch, with metrics in a form that merges exactly.
+    """`grpo_loss` of a part of a minibatch, with metrics in a form that merges exactly.
 
-    With the counts of the whole batch (`batch_totals`) the losses of the parts add up to the loss of the whole, and so
-    do their gradients, however the batch was cut along the leading axes:
+    With the counts of the whole batch (`batch_totals`) the losses of the parts add up to the loss of the batch, and
+    their gradients to its gradient, however it is cut along the leading axes:
 
         totals = batch_totals(mask)
         loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]    (with `selected`, if top_entropy_quantile < 1)
         metrics = finalize_metrics(merge_metrics(...))
 
-    The arguments are those of `grpo_loss`, its choices and numbers gathered in `settings`.
+    Takes the arguments of `grpo_loss`; those that are fields of `LossSettings` are in `settings`.
 
     Returns:
       ([] float32 loss to minimise, `MetricSums`).
@@ -102,14 +103,14 @@ def grpo_loss_terms(
         max_completion_length=mask.shape[-1] if longest is None else longest,
     )
 
-    # Policy term: surrogate, then the masks and weights that touch it alone.
+    # Policy term: surrogate, then the masks and weights that apply to it only.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
     weights, log_weights = read_importance_weights(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
-    p = like_log_probs("what surrogate returned", surrogate(tokens, settings), l)
+    p = like_log_probs("the result of surrogate", surrogate(tokens, settings), l)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
         keep = near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
@@ -122,7 +123,7 @@ def grpo_loss_terms(
     if selected is not None:
         selected = mask & read_mask(log_probs, selected, "selected")
         p = jnp.where(selected, p, 0)
-    if weights is not None and surrogate is not vespo:  # which has them in its own weight already
+    if weights is not None and surrogate is not vespo:  # vespo includes them in its own weight
         p = p * jnp.where(mask, weights, 1)
     loss = reduction(p, mask, counts)
     sums = {"policy_loss": loss, "kl_bounded_tokens": jnp.zeros_like(count), "kl_in_loss": jnp.zeros_like(loss)}
@@ -156,14 +157,14 @@ def _gather_metrics(
     sums: dict[str, jax.Array],
     token_sums: dict[str, jax.Array],
 ) -> MetricSums:
-    """The metrics of a call: numbers as they are, arrays [..., T] summed over the masked-in tokens."""
+    """Return the metrics of a call: scalars unchanged, arrays [..., T] summed over the masked-in tokens."""
     w, mask = tokens.ratio, tokens.mask
     clips = clip_events(surrogate, tokens, settings)
     token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
     sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
-    # Metrics never steer the loss; and they are floats, also the counts, so that they average over steps and devices.
+    # Metrics have no gradient. Counts are floats too, so that they average over steps and devices.
     sums, maxes = jax.tree.map(lambda x: sg(x.astype(loss.dtype)), (sums, maxes))
     return MetricSums(sums, maxes)
 
@@ -216,13 +217,13 @@ def grpo_loss(
     | bnpo | same | Σ m p / max(Σ m, 1) |
     | dr_grpo | same | Σ m p / (rows · max_completion_length) |
     | dapo | same | Σ m p / max(normalizer, 1) |
-    | luspo | same; meant for the sequence level, which it does not choose by itself | mean over rows of Σ m p |
+    | luspo | same; meant for the sequence level, which has to be set | mean over rows of Σ m p |
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ by the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
 
-    In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) go by the sign
-    of A.
+    In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) depend on the
+    sign of A.
 
     | level | w |
     |---|---|
@@ -230,14 +231,14 @@ def grpo_loss(
     | sequence | exp(Σ m (l − l_old) / Σ m), gradient through the mean |
     | trajectory | sg(exp(Σ m (l − l_old)))·exp(l − sg(l)): unbiased, high variance |
 
-    Half precision is computed in float32. What stands where `mask` is 0 is ignored, NaN and inf included. Log-probs
-    below −1e4 (−inf) count as −1e4, log-ratios above 20 as 20 when they are exponentiated; values are bounded, the
-    gradient is kept alive.
+    Half precision is computed in float32. Values where `mask` is 0 are ignored, NaN and inf included. Log-probs below
+    −1e4 (−inf) count as −1e4, and log-ratios above 20 as 20 when they are exponentiated; only the values are bounded,
+    the gradients are not zeroed.
 
     Args:
-      log_probs: [..., T] float, nats; l, under the params that are trained. A row of T tokens is one completion.
+      log_probs: [..., T] float, nats; l, under the trained params. A row of T tokens is one completion.
       old_log_probs: [..., T] float, nats, or None: sg(l), ratio 1 in value with the gradient of l.
-      ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the KL is measured whatever beta is.
+      ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the metric `kl` is computed for any beta.
       advantages: [...] or [..., T] float, unitless.
       mask: [..., T] bool or 0/1; True on the completion tokens that count.
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
@@ -253,8 +254,8 @@ def grpo_loss(
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which is the same as subtracting
         beta·Σ_{s≥t} d_s from the normalised advantages at the current params, without clipping.
       max_completion_length: tokens, constant of dr_grpo; None means T.
-      normalizer: tokens, denominator of dapo, cispo and vespo: the masked-in tokens of the whole minibatch. None
-        means num_tokens.
+      normalizer: tokens, denominator of dapo, cispo and vespo: the masked-in tokens of the whole minibatch. None:
+        num_tokens.
       sapo_temperature_neg: τ > 0 where A ≤ 0.
       sapo_temperature_pos: τ > 0 where A > 0.
       vespo_k_pos: k where A ≥ 0.
@@ -264,21 +265,22 @@ def grpo_loss(
       entropies: [..., T] float, nats, of the next-token distributions; differentiable.
       entropy_coef: weight of the entropy bonus, per mean nat; may be traced. m' is the mask after the next line.
       top_entropy_quantile: ρ in [0, 1]; below 1 only tokens with entropy ≥ the linear (1−ρ)-quantile enter p.
-      sampling_log_probs: [..., T] float, nats, of the sampler; for the off-policy mask only. None means old_log_probs,
-        a NaN means "not scored".
+      sampling_log_probs: [..., T] float, nats, of the sampler; for the off-policy mask only. None means old_log_probs;
+        NaN means "not scored".
       off_policy_mask_threshold: nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None keeps all.
       kl_correction_level: the w of the KL correction at the sequence level: "token", exp(l − l_old), or
-        "importance_sampling_level", the ratio of the policy term (TRL's value). The other two levels correct by their
-        own ratio whatever it is.
+        "importance_sampling_level", the ratio of the policy term (TRL's value). The other two levels always correct by
+        their own ratio.
       importance_weights: [...] or [..., T] float ≥ 0, weights for sampler against trainer; multiply p (in vespo they
         enter s). None means 1.
-      num_rows: rows of the whole minibatch, if this call sees a part of it; None means those of this call.
-      num_tokens: masked-in tokens of the whole minibatch, likewise. Denominator of bnpo and of the bonus.
-      num_selected_tokens: Σ m' of the whole minibatch, likewise.
-      selected: [..., T] bool or 0/1; of the `top_entropy_mask` of the whole minibatch, the part that belongs to this
-        call. None: it is found among the tokens of this call. `batch_totals` computes the three counts.
-      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T], in the place of that of `loss_type`,
-        which still says how p is reduced. The metrics count no clips of it.
+      num_rows: rows of the whole minibatch, of which this call may be a part; None: of this call. `batch_totals`
+        computes this and the next two.
+      num_tokens: masked-in tokens of the whole minibatch, the denominator of bnpo and of the bonus; None: of this call.
+      num_selected_tokens: Σ m' of the whole minibatch; None: of this call.
+      selected: [..., T] bool or 0/1, this call's part of the `top_entropy_mask` of the whole minibatch. None: computed
+        from the tokens of this call.
+      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T] and replaces the p of `loss_type`,
+        which still determines the reduction. Its clips are not counted in the metrics.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimised.
@@ -289,28 +291,28 @@ def grpo_loss(
         `clip_fraction_delta` (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others:
         `ratio_max`, `kl_bounded_tokens` (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens`
         (Σ m') and `selected_entropy` (mean over m').
-        Metrics of the parts of a batch do not merge exactly; those of `grpo_loss_terms` do, by `merge_metrics`.
+        To merge the metrics of parts of a batch, use `grpo_loss_terms` and `merge_metrics`.
 
     Raises:
-      ValueError: on shapes, dtypes or names that do not fit, and on a term without the array that it needs.
+      ValueError: wrong shapes or dtypes, an unknown name, or a term without the array that it needs.
 
     Gradient:
-      With respect to `log_probs` and `entropies` only; all else is held constant. Expected gradient of the KL term for
-      one token drawn from π_old, in a state that is given:
+      With respect to `log_probs` and `entropies` only. Expected gradient of the KL term for one token drawn from π_old,
+      in a given state:
 
       | in the loss | gradient |
       |---|---|
       | k1 | 0 on-policy |
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
-      | k3 | ∇KL(π_ref‖π) on-policy, the other direction, so at the first update already; biased off-policy |
+      | k3 | ∇KL(π_ref‖π) on-policy, the other direction, at the first update already; biased off-policy |
       | w·k3, w·k1, sg(w)·k2 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
 
-      Only the last line is about whole completions. The terms in the loss leave out the effect of a token on the states
-      after it, on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
-      tests/maths/test_enumeration.py. The last line is exact there, and pays with variance.
+      Only the last line is about whole completions. The terms in the loss omit the effect of a token on later states,
+      on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
+      tests/maths/test_enumeration.py. The last line is exact there, and has more variance.
 
-      At the sequence level w is the token's own ratio in the correction. With
+      At the sequence level the correction's w is the token's own ratio. With
       `kl_correction_level="importance_sampling_level"` it is the sequence's, as in TRL, and the correction is biased
       for completions of more than one token.
 
@@ -330,43 +332,8 @@ def grpo_loss(
       >>> round(float(metrics["clip_fraction_high"]), 4), float(metrics["ratio_max"])
       (0.3333, 1.25)
     """
-    settings = LossSettings(
-        loss_type=loss_type,
-        beta=beta,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        importance_sampling_level=importance_sampling_level,
-        kl_estimator=kl_estimator,
-        use_bias_correction_kl=use_bias_correction_kl,
-        kl_placement=kl_placement,
-        max_completion_length=max_completion_length,
-        sapo_temperature_neg=sapo_temperature_neg,
-        sapo_temperature_pos=sapo_temperature_pos,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        top_entropy_quantile=top_entropy_quantile,
-        off_policy_mask_threshold=off_policy_mask_threshold,
-        kl_correction_level=kl_correction_level,
-        surrogate=surrogate,
-    )
-    loss, metrics = grpo_loss_terms(
-        log_probs,
-        old_log_probs,
-        ref_log_probs,
-        advantages,
-        mask,
-        settings,
-        entropies=entropies,
-        entropy_coef=entropy_coef,
-        sampling_log_probs=sampling_log_probs,
-        importance_weights=importance_weights,
-        normalizer=normalizer,
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        num_selected_tokens=num_selected_tokens,
-        selected=selected,
-    )
+    terms = locals()
+    fields = [field.name for field in dataclasses.fields(LossSettings)]
+    settings = LossSettings(**{name: terms.pop(name) for name in fields})
+    loss, metrics = grpo_loss_terms(settings=settings, **terms)
     return loss, finalize_metrics(metrics)

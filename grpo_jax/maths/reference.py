@@ -71,7 +71,7 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
     _check_alpha(alpha)
     _check_trees(ref_params, params)
 
-    def mix(ref_leaf, leaf):
+    def mix(ref_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
         ref_leaf, leaf = jnp.asarray(ref_leaf), jnp.asarray(leaf)
         dtype = jnp.promote_types(jnp.promote_types(ref_leaf.dtype, leaf.dtype), jnp.float32)
         mixed = alpha * leaf.astype(dtype) + (1 - alpha) * ref_leaf.astype(dtype)

@@ -1,14 +1,14 @@
-"""Stop strings found token by token: an automaton over bytes, with one table look-up for each token that is drawn.
+"""Stop strings found token by token: an automaton over bytes, with one table look-up for each sampled token.
 
-A state is the longest end of the text so far that some stop string begins with. A token leads to the next one through
-all of its bytes, so a string that begins and ends in the middle of tokens is found at the very token that completes it:
+The state is the longest suffix of the text that is a prefix of a stop string. A token advances it through all of its
+bytes, so a string that starts and ends in the middle of tokens is found at the token that completes it:
 
 ```
 stop "</a>"       tokens   x      </      a>       .
                   state    ""  →  "</" →  found →  found
 ```
 
-Many tokens do the same to every state: the table has one row for each kind of them, and is small.
+Many tokens have the same effect on every state: the table has one row for each kind of token, and is small.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import numpy as np
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 _TEXTS = 1 << 13
-"""Texts of tokens that are followed through the automaton at a time, to bound the memory."""
+"""Texts of tokens that are processed at a time, to bound the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """The automaton of some stop strings over the tokens of one vocabulary; hashable, so a static argument of programs.
+    """The automaton of stop strings over a vocabulary; hashable, so it can be a static argument of `jit`.
 
     Attributes:
-      strings: as they were given.
-      digest: hash of the arrays, by which two of these are told apart.
-      kinds: [N + 1] unsigned integers, the kind of each token; the last is that of ids from N on, which have no text.
-      table: [kinds, S + 1] int32, the state after a token of a kind; S, the last one, means found, and stays.
+      strings: the stop strings.
+      digest: hash of the arrays, used for equality.
+      kinds: [N + 1] unsigned integers, the kind of each token; the last is the kind of ids ≥ N, which have no text.
+      table: [kinds, S + 1] int32, the state after a token of a kind; the last state, S, means found, and is final.
     """
 
     strings: tuple[str, ...]
@@ -48,17 +48,18 @@ class Stops:
     @property
     def found(self) -> int:
         """The state after a stop string."""
-        return self.table.shape[1] - 1
+        return int(self.table.shape[1] - 1)
 
     def after(self, state: Array, tokens: Array) -> Array:
-        """The states [...] int32 that tokens [...] lead to; a turn begins in the state 0."""
+        """The states [...] int32 after tokens [...]; a turn starts in state 0."""
         if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
-            return self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
+            found: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
+            return found
         kinds = jnp.asarray(self.kinds)[jnp.minimum(tokens, len(self.kinds) - 1)].astype(jnp.int32)
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """How many tokens [n] of a turn there are up to the one that completes a stop string; None where none does."""
+        """The number of tokens [n] of a turn up to the one that completes a stop string; None if none does."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])
@@ -68,11 +69,11 @@ class Stops:
 
 
 def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
-    """The automaton of stop strings over a vocabulary.
+    """Makes the automaton of stop strings over a vocabulary.
 
     Args:
-      strings: n ≥ 1 texts, none of them empty; they are looked for as UTF-8.
-      pieces: the N bytes that each token adds to a text; b"" for a token without a text, which changes no state.
+      strings: at least one text, none of them empty; matched as UTF-8.
+      pieces: the bytes of each of the N tokens; b"" for a token without text, which changes no state.
 
     Raises:
       ValueError: a string that no sequence of these tokens spells.
@@ -94,7 +95,7 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """`kinds` and `table` of the automaton of some strings."""
     steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Bytes that stand in none of the strings are all the same: 255, which no UTF-8 has. Few texts are then different.
+    # Bytes outside of all strings become 255, which UTF-8 does not use, so that few different texts remain.
     same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
     texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
     different = sorted(set(texts), key=len, reverse=True)
@@ -105,7 +106,7 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
         there = np.frombuffer(b"".join(text.ljust(lengths[0]) for text in some), np.uint8).reshape(len(some), -1)
         states = np.tile(np.arange(len(steps)), (len(some), 1))
         for at in range(lengths[0]):
-            count = int((lengths > at).sum())  # the longest stand first
+            count = int((lengths > at).sum())  # the longest come first
             states[:count] = steps[states[:count], there[:count, at, None]]
         for text, row in zip(some, states.astype(np.int32), strict=True):
             kind_of[text] = rows.setdefault(row.tobytes(), len(rows))
@@ -114,15 +115,15 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
 
 
 def _spelt(table: np.ndarray) -> bool:
-    """Whether tokens lead from the state 0 to the last one."""
+    """Whether tokens lead from state 0 to the last state."""
     reached, count = np.zeros(1, np.int64), 0
     while len(reached) > count:
         count, reached = len(reached), np.unique(np.append(table[:, reached], reached))
-    return reached[-1] == table.shape[1] - 1
+    return bool(reached[-1] == table.shape[1] - 1)
 
 
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """[S + 1, 256] the state after a byte; each state but the last is a beginning of a string, the shortest first."""
+    """[S + 1, 256] the state after a byte; states but the last are prefixes of a string, the shortest first."""
     states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
     number, found = {text: i for i, text in enumerate(states)}, len(states)
     steps = np.zeros((found + 1, 256), np.int64)

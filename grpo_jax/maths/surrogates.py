@@ -1,4 +1,4 @@
-"""The variants of the objective, one table each: importance ratios, per-token policy losses, reductions."""
+"""The variants of the objective in one table each: importance ratios, per-token policy losses, reductions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MAX_LOG_RATIO, Scalar, bounded, choose, like_log_probs, row_or_token, sg
+from grpo_jax.maths.checks import (
+    MAX_LOG_RATIO,
+    MIN_LOG_PROB,
+    Scalar,
+    bounded,
+    choose,
+    floating,
+    like_log_probs,
+    row_or_token,
+    sg,
+)
 from grpo_jax.maths.kl import ESTIMATORS
 
 
@@ -35,7 +45,7 @@ class Tokens(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The denominators: of the whole minibatch, of which a call may see only a part."""
+    """Denominators of the reductions, counted over the whole minibatch."""
 
     rows: Scalar
     tokens: Scalar
@@ -44,7 +54,7 @@ class Counts(NamedTuple):
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
-    """exp(log_ratio), which cannot overflow: the log-ratio is bounded above, its gradient kept alive."""
+    """exp(log_ratio) without overflow: the log-ratio is bounded above, and its gradient is kept."""
     return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
@@ -99,7 +109,7 @@ def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate in the place of the clip, slope 1 at w = 1."""
+    """p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate instead of the clip, slope 1 at w = 1."""
     w, A = tokens.ratio, tokens.advantages
     tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
     return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
@@ -126,10 +136,10 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     if not settings.use_bias_correction_kl:
         return k
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
-        # The geometric mean of a completion's ratios is no importance weight, neither of a token nor of the whole.
+        # The geometric mean of a completion's ratios is not an importance weight, of a token or of the completion.
         w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
-    # k1 and k3 need w in the gradient: under sg(w), k3's would be that of KL(π_ref‖π) again. k2 must not have it
-    # there: differentiated, w·k2 follows E_π[d²/2], which is no KL.
+    # k1 and k3 need w in the gradient: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 needs sg(w): w·k2 has
+    # the gradient of E_π[d²/2], which is not a KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
@@ -140,7 +150,7 @@ def near_the_sampler(
     l, l_sampling = tokens.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
-        # A token that the sampler could not score (NaN) is no evidence of drift.
+        # A token that the sampler could not score (NaN) does not count as drift.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
     return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
@@ -154,6 +164,77 @@ def read_importance_weights(
     weights = row_or_token("importance_weights", importance_weights, l)
     log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
     return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
+
+
+SAMPLER_WEIGHT_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+"""Per token or per completion; a weight outside of the bounds is clipped, or becomes 0."""
+
+
+def sampler_weights(
+    old_log_probs: jax.Array,
+    sampling_log_probs: jax.Array,
+    mask: jax.Array,
+    *,
+    mode: str = "sequence_mask",
+    clip_max: Scalar | None = 3.0,
+    clip_min: Scalar | None = None,
+) -> jax.Array:
+    """Importance weights of completions drawn from another engine's distribution μ instead of π_old.
+
+        δ = log π_old − log μ per token
+        token:     w_t = exp(δ_t)
+        sequence:  w = exp(Σ m δ)
+        truncate:  w ← max(min(w, clip_max), clip_min)
+        mask:      w ← w if clip_min ≤ w ≤ clip_max, else 0
+
+    Half precision is computed in float32. Values where `mask` is 0 are ignored, NaN and inf included. Log-probs below
+    −1e4 (−inf) count as −1e4, and |log w| above 20 as 20. For a token that the engine could not score (NaN), δ = 0.
+
+    Args:
+      old_log_probs: [..., T] float, nats, under π_old, by the trainer's own scorer.
+      sampling_log_probs: [..., T] float, nats, under the engine's sampling distribution.
+      mask: [..., T] bool or 0/1; True on the tokens that count. A row of T tokens is one completion.
+      mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
+      clip_max: > 0, upper bound of the weights; None: no bound.
+      clip_min: ≥ 0, lower bound; None: no bound.
+
+    Returns:
+      float32 (float64 for float64 old_log_probs): [..., T] in the token modes, 1 where `mask` is 0; [...] in the
+      sequence modes, 1 for a row without tokens: the `importance_weights` of `grpo_loss`.
+
+    Raises:
+      ValueError: wrong shapes or dtypes, an unknown mode.
+
+    Gradient:
+      None: the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] with sequence weights. Token weights omit
+      the weights of earlier tokens: they are exact for completions of one token. Bounds trade bias for variance.
+
+    References:
+      TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
+      et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+
+    Example:
+      >>> old, sampling = jnp.log(jnp.array([[0.5, 0.8]])), jnp.log(jnp.array([[0.25, 0.4]]))
+      >>> sampler_weights(old, sampling, jnp.ones((1, 2)), mode="token_truncate", clip_max=1.5).tolist()
+      [[1.5, 1.5]]
+      >>> round(float(sampler_weights(old, sampling, jnp.ones((1, 2)), mode="sequence_mask", clip_max=5.0)[0]), 4)
+      4.0
+    """
+    choose("mode", mode, SAMPLER_WEIGHT_MODES)
+    old, sampling = floating("old_log_probs", old_log_probs), floating("sampling_log_probs", sampling_log_probs)
+    mask = jnp.asarray(mask) != 0
+    for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
+        if value.shape != old.shape or old.ndim == 0:
+            raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, that of old_log_probs [..., T].")
+    delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
+    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # no gradient passes here: one `where` is enough
+    if mode.startswith("sequence"):
+        delta = delta.sum(axis=-1)
+    w = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    low, high = -jnp.inf if clip_min is None else clip_min, jnp.inf if clip_max is None else clip_max
+    w = jnp.clip(w, low, high) if mode.endswith("truncate") else jnp.where((w < low) | (w > high), 0, w)
+    counts = mask if mode.startswith("token") else mask.any(axis=-1)
+    return sg(jnp.where(counts, w, 1))
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
@@ -197,20 +278,19 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
 }
-"""To add a loss: a function and a row here, its name in `config.fields.LossType`, and in the docstring of `grpo_loss`;
-its version in NumPy in tests/maths/test_losses.py, and a setting in `experiments.estimators`. A name that TRL lacks
-goes into `compat.trl_fields`.
+"""To add a loss: a function and a row here, its name in `config.fields.LossType` and in the docstring of `grpo_loss`,
+its NumPy version in tests/maths/test_losses.py, and a setting in `experiments.estimators`.
 
-If it clips, `clip_events`; if it takes the sampler's weights itself, as `vespo` does, `losses.grpo_loss_terms`. Its
-numbers are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; what contradicts it stands in
-`config.contradictions`, and what TRL has of it in `compat.trl_fields`.
+If it clips, extend `clip_events`; if it uses the sampler's weights itself, as `vespo` does, `losses.grpo_loss_terms`.
+Its settings are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; contradictions with other fields go into
+`config.contradictions`, and its relation to TRL's fields into `compat.trl_fields`.
 """
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Where the ratio has left the range in the direction in which the clip stops the gradient, [..., T] bool.
+    """Where the ratio is outside of the range on the side on which the clip stops the gradient, [..., T] bool.
 
-    Nowhere for a surrogate that is not named here: a new one that clips has to be added.
+    All False for a surrogate that is not named here.
     """
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
@@ -232,11 +312,11 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
 class LossSettings:
     """The choices and numbers of the objective, fixed for a run; `grpo_loss` documents each field.
 
-    A `GRPOConfig` has fields of the same names, but for the caller's own `surrogate`; `update.objective.loss_settings`
-    takes them from there.
+    `update.objective.loss_settings` reads them from the fields of `GRPOConfig` with the same names; `surrogate` is an
+    argument of `train`.
 
     Raises:
-      ValueError: a name that is not in its table, with the nearest one; a choice that another one leaves no meaning.
+      ValueError: a name that is not in its table.
     """
 
     loss_type: str = "dapo"
@@ -269,11 +349,11 @@ class LossSettings:
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:
-        """The surrogate and the reduction of `loss_type`, or the caller's own surrogate in the place of the first."""
+        """The surrogate and the reduction of `loss_type`, or the caller's own surrogate and that reduction."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 
     @property
     def upper_epsilon(self) -> Scalar:
-        """ε_high, or ε where it is not set."""
+        """ε_high, or ε if it is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high

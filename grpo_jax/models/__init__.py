@@ -1,10 +1,11 @@
 """One Flax decoder by configuration, and the log-probs of completions under it. Pure: jax and flax alone.
 
-`transformer` is put together from `layers`, `rope`, `attention`, `experts`, `matmul` and `wide`; `lora` adds adapters;
-`packing` lays rows end to end; `scoring` asks a model for the log-probs of completions.
+`transformer` is made of the layers in `block`, and those of `attention`, `recurrent`, `experts`, `layers` and `rope`;
+`config` has the shapes, `context` what layers keep of earlier tokens. `lora` adds adapters, `packing` packs sequences,
+`scoring` computes the log-probs of completions, and `sharding` has the mesh and the table of shardings.
 """
 
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.scoring import completion_log_probs

@@ -1,7 +1,7 @@
 """Attention of completions over their own keys and over a prompt that they share.
 
 `own` keys belong to the completion itself and are causal. `prefix` keys belong to the prompt and are shared by its G
-completions, so the prompt is computed and held once:
+completions, so the prompt is computed and stored once:
 
 ```
                          prefix (per prompt)        own (per completion)
@@ -10,8 +10,8 @@ completions, so the prompt is computed and held once:
     slots               │ 0 … lengths[b]-1  │       0 … t      (position = lengths[b] + slot)
 ```
 
-Completions stand side by side, [B, G, T], or end to end as the `Segments` of a packed sequence. Without a prefix the
-same code is the ordinary causal attention. Softmax and all sums are float32 whatever the compute dtype.
+Completions have an axis, [B, G, T], or are the `Segments` of a packed sequence. Without a prefix this is ordinary
+causal attention. Softmax and all sums are float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
@@ -21,71 +21,23 @@ import math
 from collections.abc import Iterable
 
 import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from grpo_jax.models.cache import State, slots_of
-from grpo_jax.models.fused import MASKED, fused_attention
-from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, find_tiles, padded, repeated
+from grpo_jax.models.context import Prefix, Segments, num_slots
+from grpo_jax.models.fused import fused_attention
+from grpo_jax.models.tiles import MASKED, NO_SEGMENT, Kernel, SegmentIds, TileMask, find_tiles, padded, repeated
 
-
-@flax.struct.dataclass
-class Prefix:
-    """Keys, values and recurrent states of a batch of prompts, shared by all completions of a prompt.
-
-    Attributes:
-      layers: of an attention layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), of a recurrent one a `State`, of one
-        over the keys and values of an earlier layer ().
-      lengths: [B] int32; slots at and after it are never looked at.
-    """
-
-    layers: tuple[tuple[jax.Array, jax.Array] | State | tuple[()], ...]
-    lengths: jax.Array
-
-
-@flax.struct.dataclass
-class Segments:
-    """Segments of packed sequences, by token: N tokens in blocks of N / M, on each of A devices.
-
-    A segment is one completion. A block holds segments of one prompt only, so that it looks at one prefix.
-
-    ```
-    block     │     0     │     1     │     2     │
-    prompt    │     5     │     5     │     7     │     one prompt per block
-    number    │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) where there is none
-    position  │ 0 1 2 0 1 │ 2 3 0 1 0 │ 0 1 2 3 0 │
-    ```
-
-    Attributes:
-      number: [A, N] int32.
-      position: [A, N] int32, counted from the segment's first token.
-      prompt: [A, M] int32, index into the device's part of a `Prefix`, which has as many prompts for each.
-      longest: tokens of the longest segment that may stand here.
-      reach: how many blocks before that of a token its segment may begin.
-    """
-
-    number: jax.Array
-    position: jax.Array
-    prompt: jax.Array
-    longest: int = flax.struct.field(pytree_node=False)
-    reach: int = flax.struct.field(pytree_node=False)
-
-
-Cache = tuple[tuple[jax.Array, jax.Array] | State | tuple[()], ...]
-"""Own keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of each attention layer while decoding, a `State` of each
-recurrent one, and () of one over the keys and values of an earlier layer; the first three axes may be merged.
-
-Keys stand transposed: a query's scores are then one plain product, which takes a CPU half the time in a decode step.
-"""
+PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
+"""Keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts."""
 
 
 def group_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
+    prefix: PromptKeys | None,
     *,
     index: jax.Array | int,
     start: jax.Array | None = None,
@@ -100,17 +52,16 @@ def group_attention(
 
     Args:
       q: [B, H_kv, G, T, R, d]; R query heads share a key head.
-      k: [B, H_kv, G, d, S], the first three merged or not; query t stands at slot `index + t` and sees start..index+t.
-        Slots from S on are the first ones again: the query of slot S + 2 stands in slot 2.
-      v: [B, H_kv, G, S, d], likewise.
-      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B], or None.
-      index: slot of the first query; one, or [B] of them.
-      start: [B] or [B, G] int32, the slot in which the completions of each prompt, or each completion, begin; None: the
-        first.
+      k: [B, H_kv, G, d, S], the first three axes merged or not. Query t is at slot `index + t` and sees slots
+        start..index+t. Slots form a ring: slot S + 2 is slot 2.
+      v: [B, H_kv, G, S, d], the first three axes merged or not.
+      prefix: keys, values and lengths of the prompts, or None.
+      index: slot of the first query: a number, or [B].
+      start: [B] or [B, G] int32, the slot in which the completions of each prompt, or each completion, begin; None: 0.
       scale: factor on the scores.
       window: a query sees the last `window` positions, itself included; None means all.
       soft_cap: c in c·tanh(score/c).
-      sinks: [H_kv, R] float32, each head's score of a key without a value; None: without, as by −∞.
+      sinks: [H_kv, R] float32, each head's score of a key without a value; None: no such key.
 
     Returns:
       [B, H_kv, G, T, R, d].
@@ -118,7 +69,7 @@ def group_attention(
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
     position = slot = jnp.reshape(index, (-1, 1, 1)) + jnp.arange(t)[None, None]
-    # The slots are a ring: what stands in the one after the query's is the oldest.
+    # In the ring, the slot after the query's holds the oldest key.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
         position = slot - start.reshape(start.shape[0], -1, 1)
@@ -132,7 +83,7 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prefix: tuple[jax.Array, jax.Array, jax.Array],
+    prefix: PromptKeys,
     segments: Segments,
     *,
     scale: float,
@@ -142,13 +93,13 @@ def packed_attention(
 ) -> jax.Array:
     """Attention of the segments of packed sequences, each over itself and its prompt.
 
-    The queries of a block look at the keys of that block and of as many before it as the longest segment may need,
-    whichever segments they belong to; a mask leaves those of the query's own.
+    Scores are computed for the keys of the query's block and of as many blocks before it as the longest segment may
+    need; a mask removes the keys of other segments.
 
     Args:
       q: [A, H_kv, 1, N, R, d]; R query heads share a key head.
       k, v: [A, H_kv, 1, N, d].
-      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of all prompts, B / A for each sequence.
+      prefix: keys, values and lengths of all prompts, B / A for each sequence.
       segments: of the tokens.
       scale, window, soft_cap, sinks: as in `group_attention`.
 
@@ -159,36 +110,47 @@ def packed_attention(
     chex.assert_shape([k, v], (a, h, 1, n, d))
     chex.assert_shape([segments.number, segments.position], (a, n))
 
-    one = functools.partial(_one_packed, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    of_each = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
-    sequences = (q[:, :, 0], k[:, :, 0], v[:, :, 0], of_each, segments)
-    if a == 1:  # a CPU takes longer for the gathers of a batch, also of one
-        return one(*jax.tree.map(lambda x: x[0], sequences))[None, :, None]
-    return jax.vmap(one)(*sequences)[:, :, None]
+    one = functools.partial(_packed_sequence, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    own_prefix = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
+    if a == 1:  # a batch of gathers is slower on CPUs, even a batch of one
+        own_prefix, segments = jax.tree.map(lambda x: x[0], (own_prefix, segments))
+        return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], own_prefix, segments)[None, :, None]
+    return jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], own_prefix, segments)[:, :, None]
 
 
-def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap, sinks):
+def _packed_sequence(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: PromptKeys,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
     """`packed_attention` of one sequence: q [H, N, R, d], k and v [H, N, d]."""
     h, n, r, d = q.shape
     m = segments.prompt.shape[0]
     size = n // m
 
-    def blocks(x, axis, nothing=0):
+    def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
         """Return [M, ...]: x in each block and in the `reach` blocks before it."""
         before = [(0, 0)] * x.ndim
         before[axis] = (segments.reach * size, 0)
-        x = jnp.moveaxis(jnp.pad(x, before, constant_values=nothing), axis, 0)
+        x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
         x = x.reshape(m + segments.reach, size, *x.shape[1:])
         return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
 
     keys, values = (jnp.moveaxis(blocks(x, 1), 2, 1)[:, :, None] for x in (k, v))
     number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
     distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
-    visible = (number[:, :, None] == blocks(segments.number, 0, -2)[:, None]) & (distance >= 0)
+    visible = (number[:, :, None] == blocks(segments.number, 0, padding=-2)[:, None]) & (distance >= 0)
     if window is not None:
         visible &= distance < window
     q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-    of_blocks = tuple(jnp.take(x, segments.prompt, axis=0) for x in prefix)
+    of_blocks = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
     keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
     out = _attend(
         q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
@@ -197,17 +159,29 @@ def _one_packed(q, k, v, prefix, segments, *, scale, window, soft_cap, sinks):
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return an einsum whose sums are float32 at least, as they are: in bfloat16 they would be rounded to 8 bits."""
+    """Return an einsum in float32 at least: sums rounded to bfloat16 would have 8 bits."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sinks):
-    """`group_attention`, given which keys queries see [B or 1, G or 1, T, S], and their positions, without the S."""
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: PromptKeys | None,
+    visible: jax.Array,
+    position: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`group_attention` given the visible own keys [B or 1, G or 1, T, S] and the positions [B or 1, G or 1, T]."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
 
-    def cap(scores):
+    def cap(scores: jax.Array) -> jax.Array:
         scores = scores.astype(jnp.float32) * scale
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
@@ -218,13 +192,13 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
         sinks = sinks.reshape(1, h, 1, 1, r, 1)
         top = jnp.maximum(top, sinks)
 
-    def drained(total, top):
+    def add_sinks(total: jax.Array, top: jax.Array) -> jax.Array:
         return total if sinks is None else total + jnp.exp(sinks - top)
 
     if prefix is None:
         top = jax.lax.stop_gradient(top)
         e_own = jnp.exp(own - top)
-        total = drained(e_own.sum(axis=-1, keepdims=True), top)
+        total = add_sinks(e_own.sum(axis=-1, keepdims=True), top)
         out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
         return (out.reshape(q.shape) / total.astype(out.dtype)).astype(v.dtype)
 
@@ -239,13 +213,13 @@ def _attend(q, k, v, prefix, visible, position, *, scale, window, soft_cap, sink
     shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
-    total = drained(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
+    total = add_sinks(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
     out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
     out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     return (out / total.astype(out.dtype)).astype(v.dtype)
 
 
-def see(
+def make_tile_mask(
     tokens: tuple[int, int, int],
     prefix: Prefix | None,
     segments: Segments | None,
@@ -253,15 +227,15 @@ def see(
     *,
     windows: Iterable[int | None],
     group: int,
-) -> Sight:
-    """Return the `Sight` of completions [B, G, T] that are read as a whole, or of packed sequences [A, 1, N].
+) -> TileMask:
+    """Return the `TileMask` of whole completions [B, G, T], or of packed sequences [A, 1, N].
 
     Args:
       tokens: (B, G, T) or (A, 1, N).
       prefix: the prompts' keys and lengths, or None.
       segments: of the packed sequences, or None.
       kernel: of the fused attention.
-      windows: those of the decoder's layers.
+      windows: of the decoder's layers.
       group: R, query heads that share a key head.
     """
     b, g, t = tokens
@@ -270,42 +244,42 @@ def see(
     # [b, Bs]: each row of `tokens` has its own prompt, or as a packed sequence its own prompts.
     lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
     if segments is None:
-        number, prompt, position = index // t, jnp.full((1, 1), NOBODY - 1), lengths + index % t
+        number, prompt, position = index // t, jnp.full((1, 1), NO_SEGMENT - 1), lengths + index % t
     else:
         of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
-        number, prompt = segments.number, NOBODY - 1 - of_prompt
+        number, prompt = segments.number, NO_SEGMENT - 1 - of_prompt
         position = jnp.take_along_axis(lengths, of_prompt, axis=1) + segments.position
-    own = (jnp.broadcast_to(x, (b, n)).astype(jnp.int32) for x in (number, prompt, position, index))
-    queries = keys = Marks(*own)
+    queries = keys = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (b, n)).astype(jnp.int32), SegmentIds(number, prompt, position, index)
+    )
     if prefix is not None:
-        at, numbers = jnp.arange(slots_of(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
-        number = jnp.where(at < lengths[..., None], NOBODY - 1 - numbers, NOBODY)
-        prompts = (number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
-        both = zip(prompts, (queries.number, queries.prompt, queries.position, queries.index), strict=True)
-        keys = Marks(*(jnp.concatenate([prompt.reshape(b, -1), own], axis=1) for prompt, own in both))
-    marks = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
-    return Sight(queries, keys, {str(window): find_tiles(*marks, kernel, window) for window in windows})
+        at, numbers = jnp.arange(num_slots(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
+        number = jnp.where(at < lengths[..., None], NO_SEGMENT - 1 - numbers, NO_SEGMENT)
+        prompts = SegmentIds(number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
+        keys = jax.tree.map(lambda x, own: jnp.concatenate([x.reshape(b, -1), own], axis=1), prompts, queries)
+    rows, columns = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
+    return TileMask(queries, keys, {str(window): find_tiles(rows, columns, kernel, window) for window in windows})
 
 
-def attend(
+def tiled_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prefix: tuple[jax.Array, jax.Array, jax.Array] | None,
-    sight: Sight,
+    prefix: PromptKeys | None,
+    tile_mask: TileMask,
     kernel: Kernel,
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`group_attention` or `packed_attention` of completions that are read as a whole, tile by tile.
+    """`group_attention` of whole completions, or `packed_attention`, tile by tile.
 
     Args:
       q: [B, H_kv, G, T, R, d], or [A, H_kv, 1, N, R, d].
       k, v: [B, H_kv, G, T, d], or [A, H_kv, 1, N, d].
-      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts, or None.
-      sight: what `see` returned for them.
-      kernel: as it was given to `see`, with scale, window and soft cap.
-      mesh: over whose devices the first two axes are cut, as `models.sharding` does it; None: one device.
+      prefix: keys, values and lengths of the prompts, or None.
+      tile_mask: of the same tokens, from `make_tile_mask`.
+      kernel: as given to `make_tile_mask`, with scale, window and soft cap.
+      mesh: over whose devices the first two axes are cut, as in `models.sharding`; None: one device.
       sinks: as in `group_attention`.
 
     Returns:
@@ -316,26 +290,26 @@ def attend(
     if prefix is not None:
 
         def of_rows(x: jax.Array) -> jax.Array:
-            """x [B, H, P, d] as it is, or for packed sequences as [A, H, B / A · P, d]."""
+            """Return x [B, H, P, d], for packed sequences as [A, H, B / A · P, d]."""
             return x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
 
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
-        return fused_attention(merged, k, v, sight, kernel, sinks).reshape(q.shape)
+        return fused_attention(merged, k, v, tile_mask, kernel, sinks).reshape(q.shape)
 
-    # Each device computes its own: XLA's partitioner, left to cut loops over tiles, gathers what they read.
+    # Each device computes its own part: XLA's partitioner would gather what loops over tiles read.
     first, heads = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
-        lambda q, k, v, sight, sinks: fused_attention(q, k, v, sight, kernel, sinks),
+        lambda q, k, v, tile_mask, sinks: fused_attention(q, k, v, tile_mask, kernel, sinks),
         mesh=mesh,
         in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
         out_specs=each,
         check_vma=False,
     )
-    return local(merged, k, v, sight, sinks).reshape(q.shape)
+    return local(merged, k, v, tile_mask, sinks).reshape(q.shape)
 
 
 def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:

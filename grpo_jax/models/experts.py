@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import flax.linen as nn
@@ -13,18 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from grpo_jax.models.layers import ACTIVATIONS, TransformerConfig, linear, tokens_of, unit_rms
-from grpo_jax.models.quantized import quantized_kernel, rows_for
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, quantized_kernel, rows_for, tokens_of, unit_rms
 from grpo_jax.models.ragged import has_kernel, ragged_dot
-from grpo_jax.models.sight import implementation
+from grpo_jax.models.tiles import implementation
+from grpo_jax.types import Params
+
+ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+"""Kernels of E experts: gate and up [E, D, F], down [E, F, D]; biases of gate and up [E, F], or None."""
 
 
 class Experts(nn.Module):
     """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
 
-    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: no expert has a capacity, no
+    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: experts have no capacity, no
     token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels, the devices
-    gather these, or exchange rows where that is less.
+    gather the kernels or exchange rows, whichever is less.
     """
 
     config: TransformerConfig
@@ -36,36 +39,39 @@ class Experts(nn.Module):
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
-        def kernel(name, fan_in, fan_out):
+        def kernel(name: str, fan_in: int, fan_out: int) -> jax.Array:
             held = quantized_kernel(self, name)
             if held is not None:
                 return rows_for(x.astype(dtype), held).swapaxes(-1, -2)
             init = nn.initializers.normal(c.initializer_range)
             return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
 
+        def bias(name: str, size: int) -> jax.Array | None:
+            if not c.expert_bias:
+                return None
+            return self.param(name, nn.initializers.zeros, (c.num_experts, size)).astype(dtype)
+
         gate, up = (kernel(name, c.hidden_size, c.expert_size) for name in ("gate_proj", "up_proj"))
         down = kernel("down_proj", c.expert_size, c.hidden_size)
-        biases = []
-        if c.expert_bias:
+        experts = (gate, up, down, bias("gate_bias", c.expert_size), bias("up_bias", c.expert_size))
+        y = self._sums(groups, x.astype(dtype), weights.astype(dtype), chosen, experts)
+        down_bias = bias("down_bias", c.hidden_size)
+        if down_bias is None:
+            return y
+        # Σ weight_e · bias_e needs no sorted rows.
+        each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
+        return y + each.sum(axis=1) @ down_bias
 
-            def bias(name, size):
-                return self.param(name, nn.initializers.zeros, (c.num_experts, size)).astype(dtype)
-
-            biases = [bias("gate_bias", c.expert_size), bias("up_bias", c.expert_size)]
-            # Σ weight_e · bias_e needs no row to be sorted.
-            each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
-            added = each.sum(axis=1) @ bias("down_bias", c.hidden_size)
-        y = self._sums(groups, x.astype(dtype), weights.astype(dtype), chosen, gate, up, down, *biases)
-        return y + added if biases else y
-
-    def _sums(self, groups: int, *arrays: jax.Array) -> jax.Array:
+    def _sums(
+        self, groups: int, x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights
+    ) -> jax.Array:
         """`_expert_sums` of the rows of `groups` groups, on the devices that have them or the kernels."""
         c = self.config
-        chosen = implementation(c.attention)
-        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=chosen)
+        kernels = implementation(c.attention)
+        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=kernels)
         mesh = c.mesh
         if mesh is None:
-            return sums(*arrays)
+            return sums(x, weights, chosen, experts)
 
         def devices(axes: tuple[str, ...]) -> int:
             return math.prod(mesh.shape[name] for name in axes)
@@ -75,27 +81,28 @@ class Experts(nn.Module):
             axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
             return axes if size % devices(axes) == 0 else ()
 
-        # Each device sorts its own rows: XLA's partitioner has no sort that is cut, and gathers the rows of all.
+        # Each device sorts its own rows: XLA's partitioner cannot cut a sort, and would gather all rows.
         inner, width = cut(c.expert_size, "tensor"), cut(c.hidden_size, "fsdp")
         rows, of_data = cut(groups, "data", "fsdp"), cut(groups, "data")
-        # A device's channels may be too few for a GPU's kernels: its rows would meet the matrices of all experts.
+        # Cut into too few channels for a GPU's kernels, rows would be multiplied by the matrices of all experts.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
-        lost = has_kernel(chosen, outer, channels) and not has_kernel(chosen, outer // devices(width), channels)
-        if width and not lost and self._rows_are_less(arrays[0], devices(of_data)):
-            # Kernels stay where they are, cut by channels of the rows, and each device has its channels of all rows.
+        lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
+        if width and not lost and self._rows_are_less(x, devices(of_data)):
+            # Kernels stay where they are, cut by channels of the rows; each device gets its channels of all rows.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
 
-        def of_each(*own_arrays: jax.Array) -> jax.Array:
-            own = sums(*own_arrays)
+        def of_each(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights) -> jax.Array:
+            own = sums(x, weights, chosen, experts)
             return jax.lax.psum(own, inner) if inner else own
 
         of_rows, by_width = PartitionSpec(rows), PartitionSpec(rows, width)
-        wide, deep = PartitionSpec(None, width, inner), PartitionSpec(None, inner, width)
-        biases = (PartitionSpec(None, inner),) * (len(arrays) - 6)
-        specs = (by_width, of_rows, of_rows, wide, wide, deep, *biases)
-        return jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=by_width, check_vma=False)(*arrays)
+        up, down = PartitionSpec(None, width, inner), PartitionSpec(None, inner, width)
+        bias = PartitionSpec(None, inner)
+        specs = (by_width, of_rows, of_rows, (up, up, down, bias, bias))
+        each = jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=by_width, check_vma=False)
+        return each(x, weights, chosen, experts)
 
     def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
         """Return whether devices exchange fewer bytes for one of `parts` parts of the rows than for the kernels."""
@@ -106,7 +113,7 @@ class Experts(nn.Module):
 
 
 def gate_of(config: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the activation of an expert, a function of its two products (gate x, up x)."""
+    """Return the activation of an expert: a function of (gate x, up x)."""
     if config.expert_swiglu is None:
         activation = ACTIVATIONS[config.activation]
         return lambda gate, up: activation(gate) * up
@@ -123,11 +130,7 @@ def _expert_sums(
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    gate_bias: jax.Array | None = None,
-    up_bias: jax.Array | None = None,
+    experts: ExpertWeights,
     *,
     gated: Callable[[jax.Array, jax.Array], jax.Array],
     implementation: str,
@@ -135,33 +138,34 @@ def _expert_sums(
 ) -> jax.Array:
     """Return Σ weight · expert(x) over the chosen experts of rows x [N, D], without the last bias.
 
-    `across`: axes of devices, each of which has some of the D channels of the rows and of the kernels.
+    `across`: mesh axes that cut the D channels of the rows and of the kernels.
     """
+    gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
     order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    sizes = jnp.bincount(chosen.reshape(-1), length=gate_kernel.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]
     y = jnp.take(x, row, axis=0)
     if across:
-        parts = [ragged_dot(y, kernel, sizes, implementation, jnp.dtype(jnp.float32)) for kernel in (gate, up)]
-        wide = [part.astype(x.dtype) for part in jax.lax.psum(parts, across)]
+        dots = [ragged_dot(y, w, sizes, implementation, jnp.dtype(jnp.float32)) for w in (gate_kernel, up_kernel)]
+        gate, up = (dot.astype(x.dtype) for dot in jax.lax.psum(dots, across))
     else:
-        wide = [ragged_dot(y, kernel, sizes, implementation) for kernel in (gate, up)]
+        gate, up = (ragged_dot(y, w, sizes, implementation) for w in (gate_kernel, up_kernel))
     if gate_bias is not None and up_bias is not None:
         expert = jnp.take(chosen.reshape(-1), order)
-        wide = [x + jnp.take(bias, expert, axis=0) for x, bias in zip(wide, (gate_bias, up_bias), strict=True)]
-    y = gated(*wide)
-    y = ragged_dot(y, down, sizes, implementation) * jnp.take(weights.reshape(-1), order)[:, None]
+        gate = gate + jnp.take(gate_bias, expert, axis=0)
+        up = up + jnp.take(up_bias, expert, axis=0)
+    y = gated(gate, up)
+    y = ragged_dot(y, down_kernel, sizes, implementation) * jnp.take(weights.reshape(-1), order)[:, None]
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 
 class MixtureOfExperts(nn.Module):
     """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`.
 
-    A `shared_expert` is for all tokens, each of which weighs it by a gate.
+    All tokens also use the shared expert if there is one, weighted by a gate.
     """
 
     config: TransformerConfig
-    shared_expert: nn.Module | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -172,17 +176,18 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         if c.normalize_expert_weights:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        rows = tokens_of(x), tokens_of(weights), tokens_of(chosen)
-        y = Experts(c, name="experts")(*rows, x.shape[0]).reshape(x.shape)
-        if self.shared_expert is None:
+        y = Experts(c, name="experts")(tokens_of(x), tokens_of(weights), tokens_of(chosen), x.shape[0])
+        y = y.reshape(x.shape)
+        if not c.shared_expert_size:
             return y
-        return y + jax.nn.sigmoid(linear(c, "shared_expert_gate", 1)(x)) * self.shared_expert(x)
+        shared = MLP(c, c.shared_expert_size, name="shared_expert")(x)
+        return y + jax.nn.sigmoid(linear(c, "shared_expert_gate", 1)(x)) * shared
 
 
 class ScaledRouter(nn.Module):
-    """A router that norms what it looks at and scales it by channel, and weighs each expert by a factor of its own.
+    """A router with a norm and a scale per channel on its input, and a factor per expert on the weights (Gemma 4).
 
-    The weights of a token's experts, before that factor, sum to one. Logits are sown as by `MixtureOfExperts`.
+    Before that factor, the weights of a token's experts sum to one. Logits are sown as in `MixtureOfExperts`.
     """
 
     config: TransformerConfig
@@ -193,22 +198,22 @@ class ScaledRouter(nn.Module):
         c, ones = self.config, nn.initializers.ones
         factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
         of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
-        seen = (unit_rms(x, c.rms_norm_eps) * factor.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
+        seen = (unit_rms(x, c.rms_norm_eps) * jnp.expand_dims(factor, tuple(range(x.ndim - 1)))).astype(x.dtype)
         logits = linear(c, "proj", c.num_experts)(seen).astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         return weights / weights.sum(axis=-1, keepdims=True) * jnp.take(of_expert, chosen), chosen
 
 
-def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
+def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
     """Load-balancing loss of a mixture of experts: E Σ_e f_e p_e.
 
     f_e is the number of tokens sent to expert e, and p_e the mean probability that the router gave it, both over the
-    masked-in tokens of all sparse layers; a router without preferences has the least loss, `num_experts_per_token`.
+    masked-in tokens of all sparse layers. A uniform router has the smallest loss, `num_experts_per_token`.
 
     Args:
       router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
-      mask: [B, T] or [B, G, T], as the tokens were; the tokens that count.
+      mask: [B, T] or [B, G, T], like the tokens; 1 on the tokens that count.
       num_experts_per_token: k of the config.
 
     Returns:
@@ -218,7 +223,7 @@ def router_loss(router: Any, mask: jax.Array, *, num_experts_per_token: int) -> 
       Through p only; f counts.
 
     References:
-      Fedus et al. 2021, Switch Transformers, eq. 4 to 6, as transformers' `load_balancing_loss_func` has it.
+      Fedus et al. 2021, Switch Transformers, eq. 4 to 6; transformers' `load_balancing_loss_func`.
     """
     layers = jax.tree.leaves(router)
     used = wanted = jnp.zeros(layers[0].shape[-1:])

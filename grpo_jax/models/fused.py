@@ -1,18 +1,18 @@
-"""Attention whose memory grows with the length and not with its square: scores exist for one tile at a time.
+"""Attention with memory linear in the length: scores exist for one tile at a time.
 
-`attention` writes the scores [queries, keys] out, which is fastest while they are small. Here a tile of queries goes
-through the tiles of keys that it may see, and of the scores only their running maximum and sum are kept (Milakov &
-Gimelshein 2018; Dao et al. 2022). The backward pass computes the scores again from the log-sum-exp.
+`attention` stores all scores [queries, keys], which is fastest while they are small. Here a tile of queries iterates
+over its visible tiles of keys and keeps the running maximum and sum of the scores (Milakov & Gimelshein 2018; Dao et
+al. 2022). The backward pass recomputes the scores from the log-sum-exp.
 
-The same tiles are computed by one of two implementations: "tiles", plain JAX for any platform, and "triton", a kernel
-for NVIDIA GPUs from Ampere on.
+There are two implementations: "tiles", plain JAX for any platform, and "triton", a kernel for NVIDIA GPUs from Ampere
+on.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -20,39 +20,60 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.sight import NOBODY, Kernel, Marks, Sight, compiler_params, padded, repeated
+from grpo_jax.models.tiles import (
+    Kernel,
+    Ref,
+    SegmentIds,
+    Sums,
+    TileMask,
+    Tiles,
+    add_tile,
+    compiler_params,
+    finish,
+    padded,
+    repeated,
+    start_of_sums,
+    tile_gradients,
+    visible,
+)
 
 MOST_PARTS, LEAST_PART = 8, 64
-"""Programs that share the queries of a tile of a prompt's keys, at most; and tiles of queries for each, at least."""
+"""Largest number of programs that share the queries of a tile of prompt keys, and least tiles of queries for each."""
 
-MASKED = -1e30
-"""A score no softmax can see, finite so that a query that sees nothing stays finite."""
+
+class Inputs(NamedTuple):
+    """Queries [A, H, N, d], keys and values [A, H, S, d], their ids, and the tiles; all padded to whole tiles."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rows: SegmentIds
+    keys: SegmentIds
+    tiles: Tiles
 
 
 def fused_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, kernel: Kernel, sinks: jax.Array | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Return the softmax of the scores that `sight` leaves, times the values.
-
-    Held constant in the gradient: what is seen. Backwards only: forward mode raises, as of any `jax.custom_vjp`.
+    """Return the softmax of the visible scores times the values. Forward-mode differentiation raises.
 
     Args:
       q: [A, H_kv, N, R, d]; R query heads share a key head.
       k: [A, H_kv, S, d].
       v: [A, H_kv, S, d].
-      sight: marks of N queries and S keys, and the tiles of `kernel.window`.
-      kernel: with the sizes that the tiles were found for.
+      tile_mask: ids of N queries and S keys, and the tiles of `kernel.window`.
+      kernel: with the tile sizes of the mask.
       sinks: [H_kv, R] float32, each head's score of a key without a value, or None.
 
     Returns:
-      [A, H_kv, N, R, d] in the dtype of v. A query that sees nothing gets zeros.
+      [A, H_kv, N, R, d] in the dtype of v; zeros for queries without visible keys.
     """
     a, h, n, r, d = q.shape
-    chex.assert_shape([k, v], (a, h, sight.keys.number.shape[1], d))
-    chex.assert_shape(sight.queries.number, (a, n))
-    rows, keys = padded(repeated(sight.queries, r), kernel.rows), padded(sight.keys, kernel.columns)
-    kernel = kernel._replace(shared=sight.keys.number.shape[1] - n)
-    # Triton's arrays are powers of two, and a product has 16 channels at least.
+    chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
+    chex.assert_shape(tile_mask.queries.number, (a, n))
+    rows, keys = padded(repeated(tile_mask.queries, r), kernel.rows), padded(tile_mask.keys, kernel.columns)
+    kernel = kernel._replace(shared=tile_mask.keys.number.shape[1] - n)
+    # Triton's arrays are powers of two, and products have at least 16 channels.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:
@@ -60,71 +81,23 @@ def fused_attention(
 
     q = fill(q.reshape(a, h, n * r, d), kernel.rows)
     k, v = fill(k, kernel.columns), fill(v, kernel.columns)
-    # [H_kv, N R], as the queries are laid out.
+    # [H_kv, N R], like the queries.
     sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
-    out = _attend(kernel, q, k, v, rows, keys, sight.tiles[str(kernel.window)], sinks)
+    out = _attend(kernel, Inputs(q, k, v, rows, keys, tile_mask.tiles[str(kernel.window)]), sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
-
-
-# One tile of scores, in arrays of two dimensions: the mathematics of both implementations.
-
-
-def _seen(rows: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], kernel: Kernel) -> jax.Array:
-    """Return which of some keys (number, position) each of some queries (number, prompt, position) sees."""
-    (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
-    distance = position - key_position
-    seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NOBODY)
-    return seen if kernel.window is None else seen & (distance < kernel.window)
-
-
-def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
-    scores = tile_product(q, k, (1, keys_axis)) * kernel.scale
-    if kernel.soft_cap is not None:
-        scores = kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
-    return jnp.where(seen, scores, MASKED)
-
-
-def start_of_sums(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the (sum of values, maximum, sum of weights) of queries [rows, d] that have seen nothing."""
-    return jnp.zeros(shape), jnp.full(shape[0], MASKED), jnp.zeros(shape[0])
-
-
-def add_tile(sums, q, k, v, seen, kernel, keys_axis=1):
-    """Return the running sums of some queries with a tile of keys more, [columns, d] or if `keys_axis` is 0 turned."""
-    values, top, total = sums
-    scores = _scores(q, k, seen, kernel, keys_axis)
-    higher = jnp.maximum(top, scores.max(axis=1))
-    fade = jnp.exp(top - higher)
-    weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
-    values = values * fade[:, None] + tile_product(weights.astype(v.dtype), v, (1, 0))
-    return values, higher, total * fade + weights.sum(axis=1)
-
-
-def _finished(sums, dtype):
-    """Return outputs and log-sum-exps; where nothing was seen, zeros and a log-sum-exp that leaves no weight."""
-    values, top, total = sums
-    some = total > 0
-    return (values / jnp.where(some, total, 1.0)[:, None]).astype(dtype), jnp.where(
-        some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED
-    )
-
-
-def _tile_gradients(q, k, v, g, lse, delta, seen, *, kernel):
-    """Return the weights of a tile, and the gradient of its products q kᵀ, both in float32."""
-    scores = _scores(q, k, seen, kernel)
-    weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
-    slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
-    if kernel.soft_cap is not None:
-        slope = jnp.where(seen, slope * (1 - (scores / kernel.soft_cap) ** 2), 0.0)
-    return weights, slope * kernel.scale
 
 
 # In plain JAX: all A and H together, tile by tile.
 
 
-def _over_heads(function: Callable[..., Any], *shared: bool) -> Callable[..., Any]:
-    """Map a function of one head's tile over arrays [A, H, ...], or [A, ...] where they are `shared`."""
-    return jax.vmap(jax.vmap(function, in_axes=tuple(None if x else 0 for x in shared)))
+def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
+    """Map a function of one head's tile over arrays [A, H, ...]; the last one is [A, ...] if it is shared."""
+
+    def mapped(*arrays: Any) -> Any:
+        axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
+        return jax.vmap(jax.vmap(function, in_axes=axes))(*arrays)
+
+    return mapped
 
 
 def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
@@ -133,147 +106,156 @@ def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis))(x, at)
 
 
-def _row_marks(marks: Marks, at: jax.Array, size: int) -> tuple[jax.Array, ...]:
-    return tuple(_take(x, at, size) for x in (marks.number, marks.prompt, marks.position))
+def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
+    """Return what each query of tiles `row` [A] sees of tiles `column` [A] of keys, [A, rows, columns]."""
+    rows = [_take(ids, row, kernel.rows) for ids in (x.rows.number, x.rows.prompt, x.rows.position)]
+    keys = [_take(ids, column, kernel.columns) for ids in (x.keys.number, x.keys.position)]
+    return jax.vmap(lambda rows, keys: visible(rows, keys, kernel))(rows, keys) & valid[:, None, None]
 
 
-def _key_marks(marks: Marks, at: jax.Array, size: int) -> tuple[jax.Array, ...]:
-    return tuple(_take(x, at, size) for x in (marks.number, marks.position))
+def _plain_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
+    a, h, _, d = x.q.shape
+    add_key_tile = _over_heads(functools.partial(add_tile, kernel=kernel), last_is_shared=True)
+
+    def of_rows(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, count = jnp.full(a, i), x.tiles.key_count[:, i]
+        q = _take(x.q, row, kernel.rows)
+
+        def add(j: jax.Array, sums: Sums) -> Sums:
+            column = x.tiles.keys[:, i, j]
+            k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
+            return add_key_tile(sums, q, k, v, _seen_by_tile(kernel, x, row, column, j < count))
+
+        sums = jax.lax.fori_loop(0, count.max(), add, start_of_sums((a, h, kernel.rows, d)))
+        return _over_heads(lambda sums: finish(sums, x.v.dtype))(sums)
+
+    out, lse = jax.lax.map(of_rows, jnp.arange(x.tiles.keys.shape[1]))
+    return jnp.moveaxis(out, 0, 2).reshape(x.q.shape), jnp.moveaxis(lse, 0, 2).reshape(x.q.shape[:3])
 
 
-def _visible(rows, keys, valid, kernel):
-    """Return what each query of a tile sees of a tile of keys, [A, rows, columns]."""
-    return jax.vmap(lambda rows, keys: _seen(rows, keys, kernel))(rows, keys) & valid[:, None, None]
+def _plain_backward(
+    kernel: Kernel, x: Inputs, g: jax.Array, lse: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    a, h, _, d = x.q.shape
+    gradients = _over_heads(functools.partial(tile_gradients, kernel=kernel), last_is_shared=True)
+
+    def product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
+        return _over_heads(functools.partial(tile_product, contract=contract))(x, y)
+
+    def of_rows(i: jax.Array) -> jax.Array:
+        row, count = jnp.full(a, i), x.tiles.key_count[:, i]
+        own_q, own_g, own_lse, own_delta = (_take(y, row, kernel.rows) for y in (x.q, g, lse, delta))
+
+        def add(j: jax.Array, dq: jax.Array) -> jax.Array:
+            column = x.tiles.keys[:, i, j]
+            k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
+            seen = _seen_by_tile(kernel, x, row, column, j < count)
+            _, slope = gradients(own_q, k, v, own_g, own_lse, own_delta, seen)
+            return dq + product(slope.astype(k.dtype), k, (1, 0))
+
+        return jax.lax.fori_loop(0, count.max(), add, jnp.zeros((a, h, kernel.rows, d)))
+
+    def of_keys(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        column, count = jnp.full(a, i), x.tiles.query_count[:, i]
+        k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
+
+        def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            row = x.tiles.queries[:, i, j]
+            own_q, own_g, own_lse, own_delta = (_take(y, row, kernel.rows) for y in (x.q, g, lse, delta))
+            seen = _seen_by_tile(kernel, x, row, column, j < count)
+            weights, slope = gradients(own_q, k, v, own_g, own_lse, own_delta, seen)
+            dk = product(slope.astype(own_q.dtype), own_q, (0, 0))
+            return sums[0] + dk, sums[1] + product(weights.astype(g.dtype), own_g, (0, 0))
+
+        return jax.lax.fori_loop(0, count.max(), add, (jnp.zeros((a, h, kernel.columns, d)),) * 2)
+
+    def merge(y: jax.Array, like: jax.Array) -> jax.Array:
+        return jnp.moveaxis(y, 0, 2).reshape(like.shape)
+
+    dq = jax.lax.map(of_rows, jnp.arange(x.tiles.keys.shape[1]))
+    dk, dv = jax.lax.map(of_keys, jnp.arange(x.tiles.queries.shape[1]))
+    return merge(dq, x.q), merge(dk, x.k), merge(dv, x.v)
 
 
-def _plain_forward(kernel, q, k, v, rows, keys, tiles):
-    a, h, _, d = q.shape
-
-    def of_rows(x):
-        at = jnp.full(a, x)
-        own, marks = _take(q, at, kernel.rows), _row_marks(rows, at, kernel.rows)
-
-        def add(j, sums):
-            which = tiles.keys[:, x, j]
-            seen = _visible(marks, _key_marks(keys, which, kernel.columns), j < tiles.key_count[:, x], kernel)
-            tile = (_take(k, which, kernel.columns), _take(v, which, kernel.columns))
-            one = functools.partial(add_tile, kernel=kernel)
-            return _over_heads(one, False, False, False, False, True)(sums, own, *tile, seen)
-
-        row = (a, h, kernel.rows)
-        start = (jnp.zeros((*row, d)), jnp.full(row, MASKED), jnp.zeros(row))
-        sums = jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, start)
-        return _over_heads(lambda sums: _finished(sums, v.dtype), False)(sums)
-
-    out, lse = jax.lax.map(of_rows, jnp.arange(tiles.keys.shape[1]))
-    return jnp.moveaxis(out, 0, 2).reshape(q.shape), jnp.moveaxis(lse, 0, 2).reshape(q.shape[:3])
+# As kernels for NVIDIA GPUs: one program per tile, which iterates over its tiles of the other kind. The first arguments
+# are those of `_kernel_inputs`.
 
 
-def _plain_backward(kernel, q, k, v, rows, keys, tiles, g, lse, delta):
-    a, h, _, d = q.shape
-    gradients = _over_heads(functools.partial(_tile_gradients, kernel=kernel), *[False] * 6, True)
+def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
+    q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse = refs
+    own, ids = q[...], (number[...], prompt[...], position[...])
 
-    def product(x, y, contract):
-        return _over_heads(functools.partial(tile_product, contract=contract), False, False)(x, y)
-
-    def of_rows(x):
-        at = jnp.full(a, x)
-        own, marks = [_take(y, at, kernel.rows) for y in (q, g, lse, delta)], _row_marks(rows, at, kernel.rows)
-
-        def add(j, dq):
-            which = tiles.keys[:, x, j]
-            seen = _visible(marks, _key_marks(keys, which, kernel.columns), j < tiles.key_count[:, x], kernel)
-            tile = (_take(k, which, kernel.columns), _take(v, which, kernel.columns))
-            _, slope = gradients(own[0], *tile, *own[1:], seen)
-            return dq + product(slope.astype(k.dtype), tile[0], (1, 0))
-
-        return jax.lax.fori_loop(0, tiles.key_count[:, x].max(), add, jnp.zeros((a, h, kernel.rows, d)))
-
-    def of_keys(y):
-        at = jnp.full(a, y)
-        own, marks = [_take(x, at, kernel.columns) for x in (k, v)], _key_marks(keys, at, kernel.columns)
-
-        def add(j, sums):
-            which = tiles.queries[:, y, j]
-            seen = _visible(_row_marks(rows, which, kernel.rows), marks, j < tiles.query_count[:, y], kernel)
-            tile = [_take(x, which, kernel.rows) for x in (q, g, lse, delta)]
-            weights, slope = gradients(tile[0], *own, *tile[1:], seen)
-            dk = product(slope.astype(q.dtype), tile[0], (0, 0))
-            return sums[0] + dk, sums[1] + product(weights.astype(g.dtype), tile[1], (0, 0))
-
-        start = (jnp.zeros((a, h, kernel.columns, d)),) * 2
-        return jax.lax.fori_loop(0, tiles.query_count[:, y].max(), add, start)
-
-    def together(x, like):
-        return jnp.moveaxis(x, 0, 2).reshape(like.shape)
-
-    dq = jax.lax.map(of_rows, jnp.arange(tiles.keys.shape[1]))
-    dk, dv = jax.lax.map(of_keys, jnp.arange(tiles.queries.shape[1]))
-    return together(dq, q), together(dk, k), together(dv, v)
-
-
-# As kernels for NVIDIA GPUs: one program a tile, which goes through its tiles of the other kind.
-
-
-def _forward_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse, *, kernel):
-    own, marks = q[...], (number[...], prompt[...], position[...])
-
-    def add(j, sums):
+    def add(j: jax.Array, sums: Sums) -> Sums:
         at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
-        seen = _seen(marks, (key[at], key_position[at]), kernel)
+        seen = visible(ids, (key[at], key_position[at]), kernel)
         return add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
 
     sums = jax.lax.fori_loop(0, count[...], add, start_of_sums(own.shape))
-    out[...], lse[...] = _finished(sums, out.dtype)
+    out[...], lse[...] = finish(sums, out.dtype)
 
 
-def _query_kernel(q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq, *, kernel):
-    own, marks = (q[...], g[...], lse[...], delta[...]), (number[...], prompt[...], position[...])
+def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
+    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq = refs
+    own, own_g, own_lse, own_delta = q[...], g[...], lse[...], delta[...]
+    ids = number[...], prompt[...], position[...]
 
-    def add(j, total):
+    def add(j: jax.Array, total: jax.Array) -> jax.Array:
         at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
         tile = k[at, :]
-        seen = _seen(marks, (key[at], key_position[at]), kernel)
-        _, slope = _tile_gradients(own[0], tile, v[at, :], *own[1:], seen, kernel=kernel)
+        seen = visible(ids, (key[at], key_position[at]), kernel)
+        _, slope = tile_gradients(own, tile, v[at, :], own_g, own_lse, own_delta, seen, kernel=kernel)
         return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
 
-    dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own[0].shape)).astype(dq.dtype)
+    dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own.shape)).astype(dq.dtype)
 
 
-def _key_kernel(
-    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv, *, kernel, parts=1
-):
-    own, marks = (k[...], v[...]), (key[...], key_position[...])
-    begin, end = 0, count[...]
+def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
+    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv = refs
+    own_k, own_v, ids = k[...], v[...], (key[...], key_position[...])
+    begin: jax.Array | int = 0
+    end = count[...]
     if parts > 1:
         part = pl.program_id(2)
         begin, end = end * part // parts, end * (part + 1) // parts
 
-    def add(j, sums):
+    def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = pl.ds(tiles[j] * kernel.rows, kernel.rows)
         queries, upstream = q[at, :], g[at, :]
-        seen = _seen((number[at], prompt[at], position[at]), marks, kernel)
-        weights, slope = _tile_gradients(queries, *own, upstream, lse[at], delta[at], seen, kernel=kernel)
+        seen = visible((number[at], prompt[at], position[at]), ids, kernel)
+        weights, slope = tile_gradients(queries, own_k, own_v, upstream, lse[at], delta[at], seen, kernel=kernel)
         more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
-    sums = jax.lax.fori_loop(begin, end, add, (jnp.zeros(own[0].shape),) * 2)
+    sums = jax.lax.fori_loop(begin, end, add, (jnp.zeros(own_k.shape),) * 2)
     dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)
 
 
-def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=1):
-    """Run a kernel over tiles of queries, or of keys; `inputs`: (array, axis that is cut, shared by the heads).
+KernelInput = tuple[jax.Array, str, bool]
+"""An array, the axis that is cut ("rows", "columns" or "line"), and whether the heads share it."""
 
-    Over `count` tiles from the `first` on, by default over all. Several `parts` are programs of one tile, each with an
-    output of its own, [parts, ...].
+
+def _call(
+    body: Callable[..., None],
+    kernel: Kernel,
+    inputs: Sequence[KernelInput],
+    outputs: Sequence[tuple[jax.ShapeDtypeStruct, str]],
+    *,
+    by_rows: bool,
+    first: int = 0,
+    count: int | None = None,
+    parts: int = 1,
+) -> list[jax.Array]:
+    """Run a kernel over `count` (None: all) tiles of queries, or of keys, from the `first` on.
+
+    With several `parts`, as many programs share a tile; each has its own output, [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
     count = whole if count is None else count
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
-    def spec(shape, cut, shared):
-        # Along the tiles of this kernel: one tile, or its line of a list. Of the other kind: all of it.
+    def spec(shape: tuple[int, ...], cut: str, shared: bool) -> pl.BlockSpec:
+        # An array along the tiles of this kernel: one tile, or its line of a list. Others: all of it.
         mine = cut in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
@@ -281,7 +263,7 @@ def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=
         zeros = (0,) * len(rest)
         return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if mine else 0, *zeros))
 
-    def result(like, cut):
+    def result(like: jax.ShapeDtypeStruct, cut: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
         shape = (*like.shape[:2], count * size[cut], *like.shape[3:])
         block, zeros = (None, None, size[cut], *shape[3:]), (0,) * len(shape[3:])
         if parts == 1:
@@ -289,58 +271,63 @@ def _call(body, kernel, inputs, outputs, *, by_rows, first=0, count=None, parts=
         each = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
         return jax.ShapeDtypeStruct((parts, *shape), like.dtype), each
 
-    one = functools.partial(body, kernel=kernel)
-    if parts > 1:
-        one = functools.partial(one, parts=parts)
-    shapes, places = zip(*(result(*output) for output in outputs), strict=True)
-    return pl.pallas_call(
-        one,
+    results = [result(like, cut) for like, cut in outputs]
+    call = pl.pallas_call(
+        functools.partial(body, kernel=kernel, parts=parts) if parts > 1 else functools.partial(body, kernel=kernel),
         grid=(a * h, count, parts) if parts > 1 else (a * h, count),
         in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
-        out_specs=places,
-        out_shape=shapes,
+        out_specs=[place for _, place in results],
+        out_shape=[shape for shape, _ in results],
         interpret=kernel.implementation == "interpreted",
         name=body.__name__.strip("_"),
         compiler_params=compiler_params(kernel.implementation, warps=4, stages=2),
-    )(*(x for x, *_ in inputs))
+    )
+    return call(*(x for x, *_ in inputs))
 
 
-def _inputs(q, k, v, rows, keys, tiles, *, by_rows):
-    lists = (tiles.keys, tiles.key_count) if by_rows else (tiles.queries, tiles.query_count)
-    marks = [(x, "rows", True) for x in (rows.number, rows.prompt, rows.position)]
-    marks += [(x, "columns", True) for x in (keys.number, keys.position)]
-    arrays = [(q, "rows", False), (k, "columns", False), (v, "columns", False)]
-    return arrays + marks + [(x, "line", True) for x in lists]
+def _kernel_inputs(x: Inputs, *, by_rows: bool) -> list[KernelInput]:
+    lists = (x.tiles.keys, x.tiles.key_count) if by_rows else (x.tiles.queries, x.tiles.query_count)
+    return [
+        (x.q, "rows", False),
+        (x.k, "columns", False),
+        (x.v, "columns", False),
+        *((ids, "rows", True) for ids in (x.rows.number, x.rows.prompt, x.rows.position)),
+        *((ids, "columns", True) for ids in (x.keys.number, x.keys.position)),
+        *((tiles, "line", True) for tiles in lists),
+    ]
 
 
-def _kernel_forward(kernel, q, k, v, rows, keys, tiles):
-    like = jax.ShapeDtypeStruct
-    outputs = [(like(q.shape, v.dtype), "rows"), (like(q.shape[:3], jnp.float32), "rows")]
-    return _call(_forward_kernel, kernel, _inputs(q, k, v, rows, keys, tiles, by_rows=True), outputs, by_rows=True)
+def _kernel_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
+    outputs = [
+        (jax.ShapeDtypeStruct(x.q.shape, x.v.dtype), "rows"),
+        (jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32), "rows"),
+    ]
+    out, lse = _call(_forward_kernel, kernel, _kernel_inputs(x, by_rows=True), outputs, by_rows=True)
+    return out, lse
 
 
-def _kernel_backward(kernel, q, k, v, rows, keys, tiles, g, lse, delta):
-    def like(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _kernel_backward(
+    kernel: Kernel, x: Inputs, g: jax.Array, lse: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    more = [(y, "rows", False) for y in (g, lse, delta)]
+    output = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), "rows"
+    (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, by_rows=True) + more, [output], by_rows=True)
+    dk, dv = _key_gradients(kernel, _kernel_inputs(x, by_rows=False) + more)
+    return dq, dk, dv
 
-    more = [(x, "rows", False) for x in (g, lse, delta)]
-    inputs = _inputs(q, k, v, rows, keys, tiles, by_rows=True) + more
-    (dq,) = _call(_query_kernel, kernel, inputs, [(like(q), "rows")], by_rows=True)
-    return dq, *_key_gradients(kernel, _inputs(q, k, v, rows, keys, tiles, by_rows=False) + more)
 
-
-def _key_gradients(kernel, inputs):
+def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Array]:
     """Return the gradients of keys and values.
 
-    A tile of a prompt's keys is seen by all queries of its group, and one of a completion's keys by those after it. One
-    program for each would leave a GPU waiting for those of the prompts, so several share the queries of such a tile.
+    All queries of a group see its prompt's keys; a completion's keys are seen by its own later queries only. Several
+    programs share the queries of a tile of prompt keys, or a GPU would wait for these.
     """
     (k, *_), (v, *_) = inputs[1:3]
     whole, shared = k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
     parts = min(MOST_PARTS, inputs[0][0].shape[2] // kernel.rows // LEAST_PART)
     shared = shared if parts > 1 else 0
 
-    def of(first, count, parts=1):
+    def of(first: int, count: int, parts: int = 1) -> list[jax.Array]:
         like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (k, v)]
         return _call(_key_kernel, kernel, inputs, like, by_rows=False, first=first, count=count, parts=parts)
 
@@ -351,32 +338,34 @@ def _key_gradients(kernel, inputs):
     return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
-# A sink is one more term of the softmax's sum, so it needs no tile: with the log-sum-exp that has it, the gradients of
-# the tiles are those of a softmax over more keys.
+# A sink adds a term to the softmax's sum but needs no tile: given the log-sum-exp with the sink, the gradients of the
+# tiles are those of a softmax over more keys.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel, q, k, v, rows, keys, tiles, sinks):
-    return _attend_forward(kernel, q, k, v, rows, keys, tiles, sinks)[0]
+def _attend(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> jax.Array:
+    return _attend_forward(kernel, x, sinks)[0]
 
 
-def _attend_forward(kernel, q, k, v, rows, keys, tiles, sinks):
-    forward = _plain_forward if kernel.implementation == "tiles" else _kernel_forward
-    out, lse = forward(kernel, q, k, v, rows, keys, tiles)
+Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
+
+
+def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
+    out, lse = (_plain_forward if kernel.implementation == "tiles" else _kernel_forward)(kernel, x)
     if sinks is not None:
         kept = jax.nn.sigmoid(lse - sinks[None])
         out, lse = (out * kept[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
-    return out, (q, k, v, rows, keys, tiles, sinks, out, lse)
+    return out, (x, sinks, out, lse)
 
 
-def _attend_backward(kernel, kept, g):
-    *inputs, sinks, out, lse = kept
+def _attend_backward(kernel: Kernel, residuals: Residuals, g: jax.Array) -> tuple[Inputs, jax.Array | None]:
+    x, sinks, out, lse = residuals
     delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
-    backward: Callable[..., Any] = _plain_backward if kernel.implementation == "tiles" else _kernel_backward
-    gradients = backward(kernel, *inputs, g, lse, delta)
-    of_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
-    gradients = (x.astype(like.dtype) for x, like in zip(gradients, inputs[:3], strict=True))
-    return *gradients, None, None, None, of_sinks
+    backward = _plain_backward if kernel.implementation == "tiles" else _kernel_backward
+    dq, dk, dv = backward(kernel, x, g, lse, delta)
+    d_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
+    dq, dk, dv = dq.astype(x.q.dtype), dk.astype(x.k.dtype), dv.astype(x.v.dtype)
+    return Inputs(dq, dk, dv, None, None, None), d_sinks  # type: ignore[arg-type]  # integers have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.attention import axes_that_cut
-from grpo_jax.models.fused import add_tile, start_of_sums
-from grpo_jax.models.sight import Kernel, compiler_params
+from grpo_jax.models.tiles import Kernel, add_tile, compiler_params, start_of_sums
 
 LEAST_SIDE = 16
 """Least side of a tile: a product of tensor cores has no less."""

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.quantized import Quantized
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.layers import Quantized
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.types import Params
 
@@ -54,7 +54,7 @@ class LoraModel:
 
     Example:
       >>> import jax
-      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> from grpo_jax.models.config import TransformerConfig
       >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> tokens = jax.numpy.zeros((1, 3), "int32")
       >>> base = model.init(jax.random.key(0), tokens)["params"]

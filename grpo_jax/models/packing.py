@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.attention import Segments
+from grpo_jax.models.context import Segments
 
 BLOCK = 64
 """Tokens of a block: queries of one of attention's matrix products, and the unit to which a group is padded."""

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.sight import compiler_params
+from grpo_jax.models.tiles import compiler_params
 
 LEAST_SIDE = 16
 """Least side of a tile: a product of tensor cores has no less."""

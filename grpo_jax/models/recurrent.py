@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size: gated short convolutions, and the gated delta net.
+"""Layers that keep a state of fixed size: gated short convolutions and gated delta nets.
 
 ```
               tokens read together               one token, decoding
@@ -7,74 +7,83 @@ tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
 memory    of the prompt ──► of c3                of c3 ──► of c4
 ```
 
-Where the first token of a completion is read, its state is the prompt's: that is looked at in the `Prefix`, and not
-copied to the completions before. Tokens that are not there (`Context.present`) leave a state as it is.
+The state of a completion starts as its prompt's, which its first token reads from the `Prefix`, so it is not copied to
+the completions. Padding (`Context.present`) leaves a state unchanged.
+
+A gated delta net replaces keys and values by a memory S [d_k, d_v] for each head, which queries read and keys write.
+Each token decays it, and replaces what it returns for the key by a part β of the value (Yang et al. 2024, Gated Delta
+Networks, eq. 10):
+
+S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
+
+One token is `delta_step`. `delta_rule` cuts whole sequences into chunks: matrix products inside a chunk, and a scan
+over the memories between chunks.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.attention import Segments
-from grpo_jax.models.cache import State
-from grpo_jax.models.context import Context
-from grpo_jax.models.delta import CHUNK, delta_rule, delta_step
-from grpo_jax.models.layers import ConvShape, DeltaShape, RMSNorm, TransformerConfig, linear
+from grpo_jax.models.config import ConvShape, DeltaShape, TransformerConfig
+from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segments
+from grpo_jax.models.layers import RMSNorm, linear
+
+CHUNK = 64
+"""Largest chunk in tokens, a power of two: it fills an accelerator's matrix units; work per token grows with it."""
 
 
 class Positions(NamedTuple):
     """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence.
 
     Attributes:
-      position: [B, G or 1, T] int32 of each token, counted from the first one of its completion that is read here; of
-        a packed sequence from its segment's first.
-      there: [B, G or 1] int32, tokens that are there; None: all.
-      fresh: [B, G or 1] bool, the first of them is the first of its completion; None where there is no cache.
+      position: [B, G or 1, T] int32, counted from the first token of the completion in this call, or of the segment.
+      length: [B, G or 1] int32, tokens that are not padding; None: no padding.
+      fresh: [B, G or 1] bool, whether a completion's first token is among them; None without a cache.
       segments: of a packed sequence, or None.
     """
 
     position: jax.Array
-    there: jax.Array | None = None
+    length: jax.Array | None = None
     fresh: jax.Array | None = None
     segments: Segments | None = None
 
     @classmethod
     def of(cls, context: Context, shape: tuple[int, int, int]) -> Positions:
-        """Return the positions of tokens [B, G, T] of that shape in a `Context`."""
+        """Return the positions of tokens [B, G, T]."""
         b, _, t = shape
         if context.segments is not None:
             return cls(context.segments.position[:, None], segments=context.segments)
-        before, count = jnp.zeros((b, 1), jnp.int32), None
-        if context.present is not None:  # side by side, with nothing or something before and after them
+        before, length = jnp.zeros((b, 1), jnp.int32), None
+        if context.present is not None:  # contiguous, with padding before and after
             before = jnp.argmax(context.present, axis=-1).astype(jnp.int32)
-            count = jnp.sum(context.present, axis=-1, dtype=jnp.int32)
+            length = jnp.sum(context.present, axis=-1, dtype=jnp.int32)
         fresh = None
         if context.cache is not None:
             start = 0 if context.start is None else context.start.reshape(b, -1)
             fresh = context.index + before == start
-            fresh = fresh if count is None else fresh & (count > 0)
-        return cls(jnp.arange(t)[None, None] - before[..., None], count, fresh)
+            fresh = fresh if length is None else fresh & (length > 0)
+        return cls(jnp.arange(t)[None, None] - before[..., None], length, fresh)
 
-    def begin(self, prompt: jax.Array, kept: jax.Array | None) -> jax.Array:
-        """Return the state before the first token [B, X, G or 1, …]: `kept`, or the prompt's [B, X, …] if it is
-        fresh."""
+    def begin(self, prompt: jax.Array, cached: jax.Array | None) -> jax.Array:
+        """Return the state before the first token [B, X, G or 1, …]: cached, or if fresh the prompt's [B, X, …]."""
         prompt = prompt[:, :, None]
-        if kept is None or self.fresh is None:
+        if cached is None or self.fresh is None:
             return prompt
-        fresh = self.fresh.reshape(self.fresh.shape[0], 1, -1, *[1] * (kept.ndim - 3))
-        return jnp.where(fresh, prompt, kept)
+        fresh = jnp.expand_dims(self.fresh, (1, *range(3, cached.ndim)))
+        return jnp.where(fresh, prompt, cached)
 
-    def of_blocks(self, of_prompts: jax.Array) -> jax.Array:
-        """Return the states that the segments of each block of a packed sequence begin with [A, M, …], given those of
-        the prompts [B, …]."""
+    def of_blocks(self, prompts: jax.Array) -> jax.Array:
+        """Return the prompts' states [B, …] for each block of a packed sequence, [A, M, …]."""
         assert self.segments is not None
         prompt = self.segments.prompt
-        own = of_prompts.reshape(prompt.shape[0], -1, *of_prompts.shape[1:])
+        own = prompts.reshape(prompt.shape[0], -1, *prompts.shape[1:])
         return jax.vmap(lambda own, at: jnp.take(own, at, axis=0))(own, prompt)
 
 
@@ -83,85 +92,81 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
     Args:
       x: [B, G, T, C] float32.
-      kernel: [K, C]; its last row weighs the token itself.
-      tail: [R, S, K − 1, C] of what was before: R, S are B, G or 1, or of a packed sequence A, M.
+      kernel: [K, C]; its last row is the weight of the token itself.
+      tail: [R, S, K − 1, C] inputs before these tokens; R, S are B, G or 1, or of a packed sequence A, M.
 
     Returns:
       [B, G, T, C] float32.
     """
     width, (b, g, t, c) = kernel.shape[0], x.shape
 
-    def weigh(x, j):
-        return x * kernel[width - 1 - j].reshape(*[1] * (x.ndim - 1), c)
+    def weigh(x: jax.Array, j: int) -> jax.Array:
+        return x * jnp.expand_dims(kernel[width - 1 - j], tuple(range(x.ndim - 1)))
 
     y = weigh(x, 0)
     for j in range(1, min(width, t)):
         before = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
         y += weigh(jnp.where((positions.position >= j)[..., None], before, 0.0), j)
-    # The tail's part of each of the first K − 1 tokens; blocks of a packed sequence stand where completions do.
+    # The tail's part of each of the first K − 1 tokens; blocks of a packed sequence take the axis of completions.
     tail = tail.astype(jnp.float32)
     size = t if positions.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
     at = jnp.broadcast_to(positions.position, (b, positions.position.shape[1], t)).reshape(b, -1, size)
     for p in range(min(width - 1, t)):
-        more = sum(weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width))
+        parts = [weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width)]
+        more = functools.reduce(jnp.add, parts)
         y += jnp.where((at == p)[..., None], more[:, :, None], 0.0)
     return y.reshape(b, g, t, c)
 
 
 def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """The last K − 1 tokens [B, G, K − 1, C] of those that are there, x [B, G, T, C] after the tail [B, G or 1, …]."""
+    """Return the last K − 1 inputs [B, G, K − 1, C], without padding, of the tail [B, G or 1, …] and x [B, G, T, C]."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
-    if positions.there is None:
+    if positions.length is None:
         return jnp.concatenate([tail, x], axis=2)[:, :, t:]
 
     def take(x: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    # Of the tail and the tokens that are there, end to end.
-    at = jnp.broadcast_to(positions.there[..., None] + jnp.arange(width)[None, None], (b, g, width))
+    # Indices into the concatenation of the tail and the tokens without padding.
+    at = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
     of_tokens = take(x, at - width - jnp.broadcast_to(positions.position[..., :1], at.shape))
     return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
 
 
-def _before(
+def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
-) -> tuple[Positions, State, tuple[jax.Array | None, jax.Array | None]]:
-    """Return the positions of tokens [B, G, T, C], the state after their prompts (zeros without), and the cached
-    (memory, tail)."""
+) -> tuple[Positions, jax.Array | None, jax.Array | None, jax.Array]:
+    """Return positions of tokens [B, G, T, C], memory of the prompts (zeros without) and of the cache, and the tail."""
     b, g, t, _ = mixed.shape
+    positions = Positions.of(context, (b, g, t))
     memory, tail = shape.state
     if context.prefix is not None:
-        prompt = State(*context.prefix[:2])
+        prompt = cast(RecurrentState, context.prefix)
     else:
-        none_yet = None if memory is None else jnp.zeros((b, *memory), jnp.float32)
-        prompt = State(none_yet, jnp.zeros((b, *tail), mixed.dtype))
-    kept: tuple[jax.Array | None, jax.Array | None] = (None, None)
-    if context.cache is not None:
-        kept = jax.tree.map(lambda x, like: x.reshape(b, like.shape[1], g, *like.shape[2:]), context.cache, prompt)
-    return Positions.of(context, (b, g, t)), prompt, kept
-
-
-def _tail(positions: Positions, prompt: State, kept: jax.Array | None) -> jax.Array:
-    """Return the tail before the first token, as `convolve` takes it; `kept` is the cache's."""
+        zeros = None if memory is None else jnp.zeros((b, *memory), jnp.float32)
+        prompt = RecurrentState(zeros, jnp.zeros((b, *tail), mixed.dtype))
     if positions.segments is not None:
-        return positions.of_blocks(prompt.tail[:, 0])
-    return positions.begin(prompt.tail, kept)[:, 0]
+        return positions, prompt.memory, None, positions.of_blocks(prompt.tail[:, 0])
+    if context.cache is None:
+        return positions, prompt.memory, None, positions.begin(prompt.tail, None)[:, 0]
+    own = jax.tree.map(lambda x, like: x.reshape(b, like.shape[1], g, *like.shape[2:]), context.cache, prompt)
+    return positions, prompt.memory, own.memory, positions.begin(prompt.tail, own.tail)[:, 0]
 
 
-def _after(
+def _state_after(
     context: Context, positions: Positions, memory: jax.Array | None, mixed: jax.Array, tail: jax.Array
-) -> State | None:
-    """Return the state after the tokens; None for a packed sequence."""
+) -> LayerCache:
+    """Return the state after the tokens; () for a packed sequence."""
     if positions.segments is not None:
-        return None
-    after = State(memory, last_tokens(mixed, tail, positions)[:, None])
+        return ()
+    after = RecurrentState(memory, last_tokens(mixed, tail, positions)[:, None])
     return after if context.cache is None else jax.tree.map(lambda x, old: x.reshape(old.shape), after, context.cache)
 
 
 def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> jax.Array:
-    """Return a convolution's kernel [K, C] of a module, uniform over ±1/√K at first."""
+    """Return a convolution's kernel [K, C] of a module, initially uniform over ±1/√K."""
     bound = shape.kernel**-0.5
 
     def init(key: jax.Array, size: tuple[int, ...]) -> jax.Array:
@@ -171,44 +176,39 @@ def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> 
 
 
 class ShortConvolution(nn.Module):
-    """W (c ⊙ conv(b ⊙ x)), where b, c and x are three projections of the input; with Hugging Face's names.
-
-    Two gates and a convolution over the last K tokens, channel by channel, in the place of attention (LFM2).
-    """
+    """W (c ⊙ conv(b ⊙ x)), where b, c and x are three projections of the input (LFM2); Hugging Face's names."""
 
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x, context):
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
         c, shape = self.config, self.config.conv
         assert shape is not None
         first, second, x = jnp.split(linear(c, "in_proj", 3 * shape.width, shape.bias)(x), 3, axis=-1)
         mixed = first * x
-        positions, prompt, (_, kept) = _before(context, shape, mixed)
-        tail = _tail(positions, prompt, kept)
-        kernel = _kernel(self, shape, shape.width)
-        y = convolve(mixed.astype(jnp.float32), kernel, tail, positions)
+        positions, _, _, tail = _state_before(context, shape, mixed)
+        y = convolve(mixed.astype(jnp.float32), _kernel(self, shape, shape.width), tail, positions)
         if shape.bias:
             bias = self.param("conv1d_bias", nn.initializers.zeros, (shape.width,))
             y = y + bias.astype(jnp.float32).reshape(1, 1, 1, -1)
         y = linear(c, "out_proj", c.hidden_size, shape.bias)(context.pick(second * y.astype(c.dtype)))
-        return y, _after(context, positions, None, mixed, tail)
+        return y, _state_after(context, positions, None, mixed, tail)
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, short convolution, gated delta rule and gated norm of one layer, with Hugging Face's names."""
+    """Projections, short convolution, gated delta rule and gated norm of one layer; Hugging Face's names."""
 
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x, context):
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
         c, shape = self.config, self.config.delta
         b, g, t, _ = x.shape
         assert shape is not None
         h = shape.value_heads
         mixed, z, beta, a = self._project(x, shape)
 
-        def log_uniform(key, size):
+        def log_uniform(key: jax.Array, size: tuple[int, ...]) -> jax.Array:
             return jnp.log(jax.random.uniform(key, size, minval=0.01, maxval=16.0))
 
         rate, bias = self.param("A_log", log_uniform, (h,)), self.param("dt_bias", nn.initializers.ones, (h,))
@@ -218,31 +218,30 @@ class GatedDeltaNet(nn.Module):
         if context.present is not None:
             decay, beta = (jnp.where(context.present[..., None], x, 0.0) for x in (decay, beta))
 
-        positions, prompt, (memory, kept) = _before(context, shape, mixed)
-        assert prompt.memory is not None
-        tail = _tail(positions, prompt, kept)
+        positions, prompt, cached, tail = _state_before(context, shape, mixed)
+        assert prompt is not None
         kernel = _kernel(self, shape, mixed.shape[-1])
         y = nn.silu(convolve(mixed.astype(jnp.float32), kernel, tail, positions))
         q, k, v = jnp.split(y, [shape.key_width, 2 * shape.key_width], axis=-1)
 
-        def heads(x, d):
+        def heads(x: jax.Array, d: int) -> jax.Array:
             return x.reshape(b, g, t, -1, d).transpose(0, 3, 1, 2, 4)  # [B, H, G, T, d]
 
-        def unit(x):
+        def unit(x: jax.Array) -> jax.Array:
             return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
         q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
         decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
         rows = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
-        y, memory = self._read(rows, positions, prompt.memory, memory)
+        y, memory = self._read(rows, positions, prompt, cached)
 
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = linear(c, "out_proj", c.hidden_size)(y.reshape(*y.shape[:3], -1).astype(c.dtype))
-        return y, _after(context, positions, memory, mixed, tail)
+        return y, _state_after(context, positions, memory, mixed, tail)
 
     def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
-        """Return queries, keys, values side by side [B, G, T, C], gates [B, G, T, H d_v], β and decay [B, G, T, H]."""
+        """Return concatenated queries, keys, values [B, G, T, C], gates [B, G, T, H d_v], β and decay [B, G, T, H]."""
         c = self.config
         wide, narrow = (shape.mixed_width, shape.value_width), (shape.value_heads,) * 2
         if not shape.by_key_heads:
@@ -250,7 +249,7 @@ class GatedDeltaNet(nn.Module):
             return tuple(linear(c, name, n)(x) for name, n in zip(names, wide + narrow, strict=True))
 
         def project(name: str, features: int, ends: list[int]) -> list[jax.Array]:
-            """One product, whose columns are in the order of the key heads, cut at these ends inside each head."""
+            """Return a product whose columns are ordered by key head, split at these ends inside each head."""
             y = linear(c, name, features)(x)
             parts = jnp.split(y.reshape(*y.shape[:-1], shape.key_heads, -1), ends, axis=-1)
             return [part.reshape(*y.shape[:-1], -1) for part in parts]
@@ -261,14 +260,14 @@ class GatedDeltaNet(nn.Module):
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
 
     def _read(
-        self, rows: tuple[jax.Array, ...], positions: Positions, prompt: jax.Array, kept: jax.Array | None
+        self, rows: Sequence[jax.Array], positions: Positions, prompt: jax.Array, cached: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return what the queries read [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""
+        """Return the outputs [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""
         q, k, v, decay, beta = rows
         b, h, g, t, _ = q.shape
         precision = "highest" if self.config.dtype == "float32" else None
         if positions.segments is None:
-            memory = jnp.broadcast_to(positions.begin(prompt, kept), (b, h, g, *prompt.shape[2:]))
+            memory = jnp.broadcast_to(positions.begin(prompt, cached), (b, h, g, *prompt.shape[2:]))
             if t > 1:
                 return delta_rule(q, k, v, decay, beta, memory, precision=precision)
             q, k, v, decay, beta = (x[:, :, :, 0] for x in rows)
@@ -282,3 +281,123 @@ class GatedDeltaNet(nn.Module):
         return delta_rule(
             q, k, v, decay, beta, memory, position=position, begins=begins, chunk=chunk, precision=precision
         )
+
+
+def delta_step(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_rule` of one token, whose arrays lack the axis N."""
+    fade = jnp.exp(decay)[..., None]
+    # Both reads in one pass over the memory, the main cost of a step.
+    both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
+    known, read = both[..., 0, :] * fade, both[..., 1, :] * fade
+    new = (v - known) * beta[..., None]
+    memory = memory * fade[..., None] + k[..., :, None] * new[..., None, :]
+    return read + jnp.sum(q * k, axis=-1, keepdims=True) * new, memory
+
+
+def delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    memory: jax.Array,
+    *,
+    position: jax.Array | None = None,
+    begins: jax.Array | None = None,
+    chunk: int = CHUNK,
+    precision: str | None = "highest",
+) -> tuple[jax.Array, jax.Array]:
+    """The gated delta rule for N tokens, chunk by chunk.
+
+    Args:
+      q, k: [..., N, d_k] float32.
+      v: [..., N, d_v] float32.
+      decay: [..., N] float32, log α ≤ 0.
+      beta: [..., N] float32, in [0, 1]; tokens with beta and decay 0 do not change the memory.
+      memory: [..., d_k, d_v] float32, before the first token.
+      position: [..., N] int32 in the token's segment, broadcastable, N a multiple of the chunk; None: one segment,
+        which continues from `memory`.
+      begins: [..., N / chunk, d_k, d_v] float32, initial memory of the segments that begin in a chunk; needed with
+        `position`.
+      chunk: tokens of a chunk, a power of two.
+      precision: of the products.
+
+    Returns:
+      Outputs [..., N, d_v], and the memory after the last token.
+
+    References:
+      Yang et al. 2024, Gated Delta Networks, section 3.3. Decays are sums and never differences of sums, so that a
+      token with a decay of −∞ costs later tokens no precision.
+    """
+    *rows, n, _ = k.shape
+    chunk = min(chunk, 1 << max(0, n - 1).bit_length())
+    pad = -n % chunk
+
+    def cut(x: jax.Array, axes: int) -> jax.Array:
+        x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes)
+        return x.reshape(*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :])
+
+    q, k, v, decay, beta = cut(q, 1), cut(k, 1), cut(v, 1), cut(decay, 0), cut(beta, 0)
+    index = jnp.expand_dims(jnp.arange(chunk), tuple(range(len(rows) + 1)))
+    i, j = index[..., :, None], index[..., None, :]
+    visible, first = i >= j, None
+    if position is not None:
+        first = index - cut(position, 0)  # the segment's first token in the chunk; negative if in an earlier chunk
+        visible = visible & (j >= first[..., None])
+    product = functools.partial(jnp.einsum, precision=precision)
+    # D[i, j]: decay from token j's write to token i's read; inward: from before the chunk or the segment to the read.
+    fading = jnp.where(i > j, decay[..., None], 0.0)
+    d = jnp.where(visible, jnp.exp(jnp.cumsum(fading, axis=-2)), 0.0)
+    inward = jnp.exp(jnp.sum(jnp.where(visible, decay[..., None, :], 0.0), axis=-1))[..., None]
+    among = jnp.where(i > j, product("...id,...jd->...ij", k, k) * d * beta[..., None], 0.0)
+    solve = inverse_of_unit_lower(among, precision)
+    new = product("...ij,...jd->...id", solve, v * beta[..., None])
+    known = product("...ij,...jd->...id", solve, k * beta[..., None] * inward)
+    scores, reads = product("...id,...jd->...ij", q, k) * d, q * inward
+    write, keep = k * d[..., -1, :, None], inward[..., -1:, :]
+    read = added = None
+    if first is not None:
+        assert begins is not None
+        own = (first >= 0)[..., None]
+        new = new - product("...ik,...kv->...iv", jnp.where(own, known, 0.0), begins)
+        read = product("...ik,...kv->...iv", jnp.where(own, reads, 0.0), begins)
+        known, reads = jnp.where(own, 0.0, known), jnp.where(own, 0.0, reads)
+        added, keep = jnp.where(own[..., -1:, :], keep * begins, 0.0), jnp.where(own[..., -1:, :], 0.0, keep)
+
+    def one(memory: jax.Array, of_chunk: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        new, known, reads, write, keep, added = of_chunk
+        new = new - product("...ik,...kv->...iv", known, memory)
+        read = product("...ik,...kv->...iv", reads, memory)
+        memory = memory * keep + product("...ik,...iv->...kv", write, new)
+        return memory if added is None else memory + added, (new, read)
+
+    along = len(rows)
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, along, 0), (new, known, reads, write, keep, added))
+    memory, after = jax.lax.scan(one, memory, chunks)
+    new, carried = (jnp.moveaxis(x, 0, along) for x in after)
+    out = carried + product("...ij,...jd->...id", scores, new)
+    out = out if read is None else out + read
+    return out.reshape(*rows, n + pad, -1)[..., :n, :], memory
+
+
+def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
+    """(I + L)⁻¹ for strictly lower triangular L [..., n, n], n a power of two.
+
+    By blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]: as exact as substitution, and log n
+    batched products, which every backend has and every partitioner can cut.
+    """
+    *rows, n, _ = x.shape
+    inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1
+    while size < n:
+        pairs = n // (2 * size)
+        blocks = x.reshape(*rows, pairs, 2 * size, pairs, 2 * size)
+        of_pairs = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        below, both = of_pairs[..., size:, :size], inverse.reshape(*rows, pairs, 2, size, size)
+        a, c = both[..., 0, :, :], both[..., 1, :, :]
+        low = -jnp.einsum("...ij,...jk,...kl->...il", c, below, a, precision=precision)
+        upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([low, c], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]

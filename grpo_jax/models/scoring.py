@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from grpo_jax.maths.log_probs import log_probs_and_entropy, log_probs_of
 from grpo_jax.maths.sampling import Sampling, process_logits
-from grpo_jax.models.attention import Prefix, Segments
+from grpo_jax.models.context import Prefix, Segments
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
@@ -338,7 +338,7 @@ def completion_log_probs(
     Example:
       >>> import jax
       >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> from grpo_jax.models.config import TransformerConfig
       >>> from grpo_jax.rollout.generate import generate
       >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))

@@ -320,7 +320,7 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`models.targets`)."""
+    """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`models.devices`)."""
     function: Any = call.func
     with _lowering_for(place_of((call.args, call.keywords))):
         return function.lower(*call.args, **call.keywords)

@@ -129,7 +129,7 @@ def generate(
     Example:
       >>> import jax
       >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.layers import TransformerConfig
+      >>> from grpo_jax.models.config import TransformerConfig
       >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))
       >>> params = model.init(jax.random.key(0), prompts.tokens)["params"]

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.models.config import DecodeStep
+from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
-from grpo_jax.models.platform import platform_of
 from grpo_jax.models.sharding import shard_count
-from grpo_jax.models.sight import implementation
 from grpo_jax.models.streams import count_streams
+from grpo_jax.models.tiles import implementation
 from grpo_jax.types import CachedModel, Params
 
 BURST = 16

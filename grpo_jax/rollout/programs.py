@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.models.quantized import Quantized
+from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
 from grpo_jax.models.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections

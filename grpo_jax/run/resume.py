@@ -344,7 +344,7 @@ def _settings(model: Model) -> Json:
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
     recomputing = ("remat", "remat_on_cpu")
-    for name in ("dtype", *recomputing, "initializer_range", "attention", "mesh", "wide_sums", "loop_layers"):
+    for name in ("dtype", *recomputing, "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"):
         del shape[name]
     return json.loads(json.dumps({**shape, **lora}))
 

@@ -4,7 +4,7 @@
 engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the same params by the trainer's own scorer
                                                   │
                                                   ├─► ratio π / π_old of the policy loss
-                                                  └─► importance weights π_old / π_sampler (`maths.correction`)
+                                                  └─► importance weights π_old / π_sampler (`maths.sampler_weights`)
 ```
 """
 

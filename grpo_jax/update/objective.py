@@ -14,14 +14,12 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.maths.correction import sampler_weights
-from grpo_jax.maths.distillation import distillation_loss_terms, sampled_divergence
 from grpo_jax.maths.kl import kl_divergence
-from grpo_jax.maths.likelihood import likelihood_loss_terms
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.maths.surrogates import LossSettings, Surrogate
+from grpo_jax.maths.supervised import distillation_loss_terms, likelihood_loss_terms, sampled_divergence
+from grpo_jax.maths.surrogates import LossSettings, Surrogate, sampler_weights
 from grpo_jax.models.scoring import Scores
 from grpo_jax.types import Batch, Model, is_cached
 from grpo_jax.update.state import TrainState

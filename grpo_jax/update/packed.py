@@ -38,8 +38,8 @@ from grpo_jax.models.packing import (
 )
 from grpo_jax.models.scoring import ReadPrompts
 from grpo_jax.models.sharding import constrain, keep_placed, shard_count, split
-from grpo_jax.models.sight import implementation
 from grpo_jax.models.streams import devices_of, in_turn, run_in_streams
+from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, learns_by_advantages, sampling_of
 from grpo_jax.update.order import Packing, count_needs, count_work, plan_order
@@ -175,7 +175,7 @@ class PackedUpdater(BaseUpdater):
         t = batch[-1]
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.asks_for_wide_sums)
+        tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.uses_float32_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.maths.distillation import divergence, top_k_divergence
 from grpo_jax.maths.sampling import process_logits
+from grpo_jax.maths.supervised import divergence, top_k_divergence
 from grpo_jax.models.packing import PackedSequence
 from grpo_jax.models.scoring import Comparison, ReadPrompts, packed_states, predicting_states, unembed_of
 from grpo_jax.types import Batch, Model, Params, is_cached

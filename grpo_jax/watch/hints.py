@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.models.platform import compute_dtype as resolve
+from grpo_jax.models.devices import compute_dtype as resolve
 from grpo_jax.watch.summary import metric_names, numbers
 from grpo_jax.watch.writer import Line
 

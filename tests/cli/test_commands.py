@@ -25,7 +25,7 @@ from grpo_jax import (
 )
 from grpo_jax.cli import chat, commands
 from grpo_jax.cli.runfile import read_run
-from grpo_jax.models.quantized import is_quantized
+from grpo_jax.models.layers import is_quantized
 from grpo_jax.types import as_argument
 from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.writer import RunWriter

@@ -23,7 +23,7 @@ from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained, stored_array
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import tensor_plan
-from grpo_jax.models.cache import empty_like
+from grpo_jax.models.context import empty_cache
 from grpo_jax.models.experts import router_loss
 from grpo_jax.update.optimizer import is_decayed
 
@@ -226,7 +226,7 @@ def greedy(model, params, tokens, lengths, steps):
         return (cache, model.apply(variables, hidden[:, 0, 0], method="unembed")), (token, logits)
 
     first = model.apply(variables, last, method="unembed")
-    cache = empty_like(prefix.layers, 1, steps)
+    cache = empty_cache(prefix.layers, 1, steps)
     _, (chosen, logits) = jax.lax.scan(step, (cache, first), jnp.arange(steps))
     return chosen.T, logits.transpose(1, 0, 2)
 

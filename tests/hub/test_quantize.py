@@ -18,8 +18,8 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, read_quantized
 from grpo_jax.hub.tensors import Part
+from grpo_jax.models.layers import NF4, Quantized, is_quantized
 from grpo_jax.models.lora import LoraModel, merge_adapters
-from grpo_jax.models.quantized import NF4, Quantized, is_quantized
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.run.placement import place_policy
 from grpo_jax.update.state import create_state

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_enumeration import DTYPES, NO_CLIP, assert_gradient, complex_gradient, softmax
 
-from grpo_jax.maths.correction import MODES, sampler_weights
 from grpo_jax.maths.losses import grpo_loss
+from grpo_jax.maths.surrogates import SAMPLER_WEIGHT_MODES, sampler_weights
 
 # Ratios π_old / π_sampler of two completions of at most three tokens.
 RATIOS = np.array([[2.0, 0.5, 4.0], [0.25, 1.0, np.nan]])
@@ -39,7 +39,7 @@ def test_weights_by_hand(mode, clip_max, clip_min, expected):
     np.testing.assert_allclose(weights(mode=mode, clip_max=clip_max, clip_min=clip_min), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLER_WEIGHT_MODES)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_stands_under_the_mask_is_ignored(mode, rubbish):
     old, sampling = jnp.full((2, 3), -1.0), jnp.full((2, 3), -1.5)
@@ -67,7 +67,7 @@ def test_a_token_that_one_side_cannot_score_or_excludes():
 
 def test_dtypes_and_the_gradient():
     half = jnp.full((1, 2), -1.0, jnp.bfloat16)
-    for mode in MODES:
+    for mode in SAMPLER_WEIGHT_MODES:
         assert sampler_weights(half, half, jnp.ones((1, 2)), mode=mode).dtype == jnp.float32
         both = lambda x, y, mode=mode: sampler_weights(x, y, jnp.ones((1, 2)), mode=mode).sum()
         gradients = jax.grad(both, argnums=(0, 1))(jnp.full((1, 2), -1.0), jnp.full((1, 2), -1.1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.maths.distillation import (
+from grpo_jax.maths.supervised import (
     DIVERGENCES,
     distillation_loss_terms,
     divergence,

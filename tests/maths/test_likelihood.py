@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.maths.likelihood import likelihood_loss, likelihood_loss_terms
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
+from grpo_jax.maths.supervised import likelihood_loss, likelihood_loss_terms
 
 pytestmark = pytest.mark.quick
 

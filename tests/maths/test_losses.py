@@ -542,7 +542,7 @@ def test_a_surrogate_of_ones_own_stands_in_the_place_of_the_tables(loss_type):
     assert_same(plain, of(LOSS_TYPES[loss_type][0], "ref", "H"), tolerance=0)
     half, whole = of(lambda tokens, _: 0.5 * tokens.ratio), of(lambda tokens, _: tokens.ratio)
     np.testing.assert_allclose(2 * half[0], whole[0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"what surrogate returned has shape \(\); pass"):
+    with pytest.raises(ValueError, match=r"the result of surrogate has shape \(\); pass"):
         of(lambda tokens, _: tokens.ratio.sum())
 
 

@@ -9,15 +9,13 @@ import pytest
 
 from grpo_jax.maths import losses
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
-from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.credit import turn_advantages
-from grpo_jax.maths.distillation import distillation_loss_terms, divergence
 from grpo_jax.maths.kl import kl_divergence
-from grpo_jax.maths.likelihood import likelihood_loss
 from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
 from grpo_jax.maths.reference import mixup, sync_reference
 from grpo_jax.maths.sampling import sample_tokens
-from grpo_jax.maths.surrogates import LossSettings
+from grpo_jax.maths.supervised import distillation_loss_terms, divergence, likelihood_loss
+from grpo_jax.maths.surrogates import LossSettings, sampler_weights
 
 pytestmark = pytest.mark.quick
 REQUIRED = inspect.Parameter.empty

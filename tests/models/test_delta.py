@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.delta import delta_rule, delta_step
+from grpo_jax.models.recurrent import delta_rule, delta_step
 
 ROWS, KEY, VALUE = (2, 3), 6, 5
 

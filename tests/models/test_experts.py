@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.sharding import make_mesh, place
 
 SHAPE = TransformerConfig(

@@ -14,10 +14,11 @@ from tiny import tiny_model
 
 from grpo_jax import completion_log_probs
 from grpo_jax.models import fused
-from grpo_jax.models.attention import Prefix, attend, group_attention, packed_attention, see
+from grpo_jax.models.attention import group_attention, make_tile_mask, packed_attention, tiled_attention
+from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import pack
 from grpo_jax.models.sharding import constrained_sharding, make_mesh
-from grpo_jax.models.sight import Kernel, implementation
+from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
 KINDS = ["tiles", "interpreted"] + ["triton"] * (implementation("auto") == "triton")
@@ -62,8 +63,8 @@ def test_completions_side_by_side(kind, window, soft_cap, group, d, shared, sink
 
     def ours(q, k, v, pk, pv, sinks=None):
         prompts = Prefix(((pk, pv),), LENGTHS) if shared else None
-        sight = see((b, g, t), prompts, None, kernel, windows={window}, group=group)
-        return attend(q, k, v, prefix(pk, pv), sight, kernel, sinks=sinks)
+        tile_mask = make_tile_mask((b, g, t), prompts, None, kernel, windows={window}, group=group)
+        return tiled_attention(q, k, v, prefix(pk, pv), tile_mask, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -87,8 +88,10 @@ def test_packed_sequences(kind, window, least_part, monkeypatch):
         return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window, sinks=sinks)
 
     def ours(q, k, v, pk, pv, sinks=None):
-        sight = see((1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, kernel, windows={window}, group=group)
-        return there * attend(q, k, v, (pk, pv, LENGTHS), sight, kernel, sinks=sinks)
+        tile_mask = make_tile_mask(
+            (1, 1, size), Prefix(((pk, pv),), LENGTHS), segments, kernel, windows={window}, group=group
+        )
+        return there * tiled_attention(q, k, v, (pk, pv, LENGTHS), tile_mask, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 
@@ -97,11 +100,11 @@ def test_packed_sequences(kind, window, least_part, monkeypatch):
 def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
     """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
     kernel, t = Kernel("tiles", 16, 16), 128
-    sight = see((1, 1, t), None, None, kernel, windows=set(windows), group=1)
+    tile_mask = make_tile_mask((1, 1, t), None, None, kernel, windows=set(windows), group=1)
     for window in set(windows):
         expected = [min(x + 1, 2 if window else x + 1) for x in range(t // 16)]
-        assert sight.tiles[str(window)].key_count.tolist() == [expected]
-        assert int(sight.tiles[str(window)].query_count.sum()) == sum(expected)
+        assert tile_mask.tiles[str(window)].key_count.tolist() == [expected]
+        assert int(tile_mask.tiles[str(window)].query_count.sum()) == sum(expected)
 
 
 RICH = {"windows": (3, 20), "attention_soft_cap": 5.0, "remat": True, "qk_norm": "head"}
@@ -171,8 +174,8 @@ def test_each_device_of_a_mesh_computes_its_own(axes):
     (sinks,), lengths = arrays((h, group)), np.arange(b) % P + 1
 
     def loss(q, k, v, pk, pv, sinks, mesh=None):
-        sight = see((b, 1, t), Prefix(((pk, pv),), lengths), None, kernel, windows={None}, group=group)
-        return (attend(q, k, v, (pk, pv, lengths), sight, kernel, mesh, sinks) ** 2).sum()
+        tile_mask = make_tile_mask((b, 1, t), Prefix(((pk, pv),), lengths), None, kernel, windows={None}, group=group)
+        return (tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel, mesh, sinks) ** 2).sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=range(6)), static_argnames="mesh")
     heads = "tensor" if h % axes.get("tensor", 1) == 0 else None

@@ -13,7 +13,7 @@ from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
 from grpo_jax.models.fused_step import has_step_kernel, step_attention
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.models.sight import Kernel, implementation
+from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
 KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"

@@ -11,7 +11,7 @@ from tiny import random_params
 
 from grpo_jax.hub.tensors import abstract_params
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.models.layers import DeltaShape, LayerKind, TransformerConfig
+from grpo_jax.models.config import DeltaShape, LayerKind, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.packing import pack
 from grpo_jax.models.scoring import read_prompts, score_completions, score_packed

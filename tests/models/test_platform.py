@@ -5,8 +5,8 @@ import os
 import jax
 import pytest
 
-from grpo_jax.models import platform
-from grpo_jax.models.platform import compute_dtype, memory_of, platform_of
+from grpo_jax.models import devices
+from grpo_jax.models.devices import compute_dtype, memory_of, platform_of
 
 pytestmark = pytest.mark.quick
 
@@ -52,5 +52,5 @@ def test_the_memory_is_that_of_the_device_and_of_a_cpu_that_of_its_machine(monke
         groups = tmp_path / f"{limit}"
         (groups / name).parent.mkdir(parents=True)
         (groups / name).write_text(text)
-        monkeypatch.setattr(platform, "CONTROL_GROUPS", groups)
+        monkeypatch.setattr(devices, "CONTROL_GROUPS", groups)
         assert memory_of(jax.devices()[0]) == limit

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.quantized import NF4, Quantized, matmul_quantized
+from grpo_jax.models.layers import NF4, Quantized, matmul_quantized
 
 
 def held(kind, fan_in=128, fan_out=96):

@@ -7,10 +7,10 @@ import pytest
 from test_fused import arrays
 
 from grpo_jax.models import ragged
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.experts import MixtureOfExperts
-from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.ragged import ragged_dot
-from grpo_jax.models.sight import implementation
+from grpo_jax.models.tiles import implementation
 
 KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
 

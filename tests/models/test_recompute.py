@@ -10,7 +10,7 @@ import pytest
 from tiny import random_params
 
 from grpo_jax.models.block import recomputed
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 
 CONFIG = TransformerConfig(32, 64, 512, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16)

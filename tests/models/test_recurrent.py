@@ -8,9 +8,8 @@ import pytest
 from tiny import scored, tiny_model
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.models.bounds import DecodeStep, count_weights, state_bytes
-from grpo_jax.models.cache import State
-from grpo_jax.models.layers import ConvShape, DeltaShape
+from grpo_jax.models.config import ConvShape, DecodeStep, DeltaShape, count_weights, state_bytes
+from grpo_jax.models.context import RecurrentState
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
@@ -87,7 +86,7 @@ def test_weights_and_states_are_counted():
     kernels = sum(kernel.size for _, kernel in projections(params))
     assert count_weights(model.config, head=False) == kernels
     _, prefix = call("prefill", batch()[0], LENGTHS)
-    held = sum(x.nbytes for layer in prefix.layers if isinstance(layer, State) for x in jax.tree.leaves(layer))
+    held = sum(x.nbytes for layer in prefix.layers if isinstance(layer, RecurrentState) for x in jax.tree.leaves(layer))
     assert state_bytes(model.config, 4) == held / B
     steps = [
         DecodeStep.of(model.config, prompt_length=8, completion_length=n, itemsize=4, weight_itemsize=4)

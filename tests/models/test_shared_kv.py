@@ -13,9 +13,8 @@ from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
 from experiments.bounds import Work
-from grpo_jax.models.bounds import DecodeStep, count_weights, read_width
-from grpo_jax.models.cache import empty_like, slots_of, with_slots
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights, read_width
+from grpo_jax.models.context import empty_cache, num_slots, pad_slots
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.update.state import create_state, finish_update
@@ -66,10 +65,10 @@ def test_a_layer_over_others_keys_keeps_nothing():
     read = functools.partial(Transformer(SHAPE).apply, method="prefill")
     _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
     assert [len(layer) for layer in prefix.layers] == [2] * 2 + [0] * 2
-    cache = empty_like(prefix.layers, 3, 5)
+    cache = empty_cache(prefix.layers, 3, 5)
     assert [len(layer) for layer in cache] == [2] * 2 + [0] * 2
     assert [layer[0].shape[1:4:2] for layer in cache[:2]] == [(2, 6), (1, 10)]
-    assert slots_of(with_slots(cache, 9)) == 9
+    assert num_slots(pad_slots(cache, 9)) == 9
     names = {name for layer in range(2, 4) for name in params()[f"layers_{layer}"]["self_attn"]}
     assert names == {"q_proj", "q_norm", "o_proj"}
 

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from grpo_jax.models.targets import Target, collectives, compile_program
+from grpo_jax.models.devices import Target, collectives, compile_program
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -37,7 +37,7 @@ CAPTURED = {"capture_output": True, "text": True, "check": False}
 PROGRAM = """
 import json, os, sys
 request = json.load(sys.stdin)
-from grpo_jax.models.targets import ENVIRONMENT, Target, compile_program
+from grpo_jax.models.devices import ENVIRONMENT, Target, compile_program
 os.environ.update(ENVIRONMENT)
 from grpo_jax import GRPOConfig
 from grpo_jax.planning import programs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import block, transformer
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.experts import router_loss
-from grpo_jax.models.layers import TransformerConfig
 from grpo_jax.models.rope import ROPE_KINDS, Rope, rope_frequencies
 from grpo_jax.models.transformer import Transformer
 
@@ -56,7 +56,7 @@ SHARED = dataclasses.replace(
     num_experts_per_token=2,
     expert_size=16,
     expert_layers=(False, True, False, False, False),
-    experts_beside_mlp=True,
+    parallel_experts=True,
 )
 CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE, "shared": SHARED}
 

@@ -12,9 +12,9 @@ from test_platform import H100
 
 from grpo_jax import GRPOConfig
 from grpo_jax.hub.tensors import abstract_params
-from grpo_jax.models.layers import TransformerConfig
-from grpo_jax.models.matmul import matmul, matmul_transposed, wide_product, wide_sums
-from grpo_jax.models.platform import has_wide_sums
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.devices import has_fast_float32_sums
+from grpo_jax.models.matmul import dot_float32, dot_rounded, matmul, matmul_transposed
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.run.placement import with_settings
 
@@ -53,7 +53,7 @@ def test_value_and_derivatives_are_those_of_the_plain_product(contract):
             ],
         )
 
-    got = jax.jit(lambda *at: derivatives(lambda x, y: wide_product(x, y, contract), at))(*wide)
+    got = jax.jit(lambda *at: derivatives(lambda x, y: dot_rounded(x, y, contract), at))(*wide)
     plain = lambda x, y: jnp.tensordot(x, y, axes=([contract[0]], [contract[1]]))
     want = jax.jit(lambda *at: derivatives(plain, at))(*narrow)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -93,13 +93,13 @@ def operands(text):
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
     """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
     x = jnp.ones((64, 64), BF16)
-    text = jax.jit(lambda x, y: wide_sums(x, y, (1, 0))).lower(x, x).compile().as_text()
-    if not has_wide_sums() or operands(text) != [{"bf16"}]:
+    text = jax.jit(lambda x, y: dot_float32(x, y, (1, 0))).lower(x, x).compile().as_text()
+    if not has_fast_float32_sums() or operands(text) != [{"bf16"}]:
         pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
     tokens, params = np.zeros((2, 16), np.int32), abstract_params(SHAPE)
     counts = []
     for wide in (True, False):
-        model = Transformer(dataclasses.replace(SHAPE, wide_sums=wide))
+        model = Transformer(dataclasses.replace(SHAPE, float32_sums=wide))
         loss = lambda params, model=model: model.apply({"params": params}, tokens).sum()
         text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
         counts.append(sum(types == {"bf16"} for types in operands(text)))
@@ -109,19 +109,19 @@ def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
 
 @pytest.mark.quick
 def test_cpus_ask_for_them_and_others_do_not():
-    assert has_wide_sums(jax.devices("cpu")[:1]) == (jax.__version_info__ >= (0, 10))
-    assert not dataclasses.replace(SHAPE, dtype="float32").asks_for_wide_sums
-    assert not dataclasses.replace(SHAPE, wide_sums=False).asks_for_wide_sums
-    assert SHAPE.asks_for_wide_sums == has_wide_sums()
+    assert has_fast_float32_sums(jax.devices("cpu")[:1]) == (jax.__version_info__ >= (0, 10))
+    assert not dataclasses.replace(SHAPE, dtype="float32").uses_float32_sums
+    assert not dataclasses.replace(SHAPE, float32_sums=False).uses_float32_sums
+    assert SHAPE.uses_float32_sums == has_fast_float32_sums()
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
-    assert not dataclasses.replace(SHAPE, wide_sums=True, mesh=mesh).asks_for_wide_sums
-    assert not has_wide_sums([H100])
+    assert not dataclasses.replace(SHAPE, float32_sums=True, mesh=mesh).uses_float32_sums
+    assert not has_fast_float32_sums([H100])
 
 
 @pytest.mark.quick
 def test_a_run_asks_by_its_devices_unless_the_model_says(monkeypatch):
     config = GRPOConfig(compute_dtype="bfloat16")
     for named, here, asked in ((None, True, True), (None, False, False), (False, True, False), (True, False, True)):
-        monkeypatch.setattr("grpo_jax.hub.policy.has_wide_sums", lambda devices, here=here: here)
-        model = with_settings(Transformer(dataclasses.replace(SHAPE, wide_sums=named)), config, jax.devices()[:1])
-        assert model.config.asks_for_wide_sums == asked
+        monkeypatch.setattr("grpo_jax.hub.policy.has_fast_float32_sums", lambda devices, here=here: here)
+        model = with_settings(Transformer(dataclasses.replace(SHAPE, float32_sums=named)), config, jax.devices()[:1])
+        assert model.config.float32_sums == asked

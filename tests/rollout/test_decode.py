@@ -11,7 +11,7 @@ from tiny import random_params, tiny_model
 
 from grpo_jax import Prompts
 from grpo_jax.maths.sampling import draw_tokens, vocabulary_blocks
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.decode import prefill, refill

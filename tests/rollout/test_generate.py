@@ -13,7 +13,7 @@ from tiny import scored, tiny_model
 
 from experiments.bounds import Work
 from grpo_jax import Completions, Prompts, generate, make_prompts
-from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.models.config import DecodeStep
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from grpo_jax.models.bounds import DecodeStep
+from grpo_jax.models.config import DecodeStep
 from grpo_jax.rollout.ladder import BURST, FEWEST, MOST_RUNGS, Ladder
 
 pytestmark = pytest.mark.quick

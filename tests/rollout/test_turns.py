@@ -12,8 +12,8 @@ import pytest
 from test_generate import Bare, assert_same
 from tiny import random_params, scored
 
-from grpo_jax.models.cache import slots_of
-from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
+from grpo_jax.models.config import ConvShape, DeltaShape, TransformerConfig
+from grpo_jax.models.context import num_slots
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout import turns
@@ -124,7 +124,7 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     """Those that wait keep their keys while others draw more tokens than there are slots."""
     sizes, original = set(), turns.decode
     monkeypatch.setattr(turns, "TOGETHER", share)
-    spy = lambda *args, **how: sizes.add(slots_of(args[2].cache)) or original(*args, **how)
+    spy = lambda *args, **how: sizes.add(num_slots(args[2].cache)) or original(*args, **how)
     monkeypatch.setattr(turns, "decode", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
     np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)

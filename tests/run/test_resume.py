@@ -19,7 +19,7 @@ from test_stop_run import run as play
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import RewardError

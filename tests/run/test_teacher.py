@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import GRPOConfig, Policy, train
-from grpo_jax.maths.distillation import divergence
+from grpo_jax.maths.supervised import divergence
 from grpo_jax.run.teacher import check_same_tokenizer
 from grpo_jax.types import TeacherLogProbs
 

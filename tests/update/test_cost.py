@@ -9,7 +9,7 @@ import pytest
 from tiny import random_params
 
 from grpo_jax import Batch, GRPOConfig, Prompts
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.draw import DecodeSettings

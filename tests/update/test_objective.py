@@ -8,7 +8,7 @@ from test_packed import OPTIMIZER, G, T, batch
 
 from grpo_jax import GRPOConfig
 from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef

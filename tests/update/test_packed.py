@@ -13,8 +13,8 @@ from tiny import random_params, tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
+from grpo_jax.models.config import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.experts import router_loss
-from grpo_jax.models.layers import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Prompts, as_argument, join_rows

@@ -15,8 +15,8 @@ from test_scoring import whole_logits
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig, grpo_loss
-from grpo_jax.maths.correction import sampler_weights
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state

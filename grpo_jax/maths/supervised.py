@@ -1,4 +1,4 @@
-"""Learning from a teacher: how far the policy is from it, token by token, and the loss that this makes.
+"""Losses with a target: the likelihood of given tokens (SFT), and the divergence from a teacher (distillation).
 
 ```
 both distributions  ── divergence ────────────┐
@@ -6,7 +6,7 @@ k of the teacher's  ── top_k_divergence ──────┼──► [...,
 the drawn token     ── sampled_divergence ────┘
 ```
 
-The completions are the policy's own (on-policy distillation), and only the policy is differentiated.
+In distillation the completions are sampled from the policy (on-policy), and only the policy has a gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,80 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, bounded, choose, clean, floating, like_log_probs, read_mask, sg
-from grpo_jax.maths.metrics import token_totals
+from grpo_jax.maths.metrics import MetricSums, token_totals
 from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 
+
+def likelihood_loss(
+    log_probs: jax.Array, mask: jax.Array, *, loss_type: str = "nll", num_tokens: Scalar | None = None
+) -> jax.Array:
+    """Computes the negative log-likelihood of given tokens, the loss of SFT.
+
+        nll:  Σ m · (−l) / max(Σ m, 1)
+        dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l)
+
+    The gradient of "nll" is that of `grpo_loss(..., loss_type="bnpo")` where every advantage is 1, the ratio is 1 and
+    beta is 0.
+
+    Args:
+      log_probs: [..., T] float, l.
+      mask: [..., T], m: 1 on the tokens to learn.
+      loss_type: "nll" or "dft".
+      num_tokens: [], Σ m of the whole minibatch, so that the losses of its parts add up; None: of this call.
+
+    Returns:
+      [] float32, nats per token.
+
+    Raises:
+      ValueError: an unknown `loss_type`.
+
+    References:
+      Dynamic Fine-Tuning (arXiv:2508.05629), equation 9; TRL's `SFTTrainer.compute_loss`.
+
+    Example:
+      >>> float(likelihood_loss(jnp.array([[-1.0, -3.0, -9.0]]), jnp.array([[1, 1, 0]])))
+      2.0
+    """
+    choose("loss_type", loss_type, ("nll", "dft"))
+    log_probs = floating("log_probs", log_probs)
+    mask = read_mask(log_probs, mask)
+    l = clean(log_probs, mask)
+    per_token = jnp.where(mask, -l if loss_type == "nll" else -sg(jnp.exp(l)) * l, 0)
+    return per_token.sum() / jnp.maximum(mask.sum() if num_tokens is None else num_tokens, 1)
+
+
+def likelihood_loss_terms(
+    log_probs: jax.Array,
+    entropies: jax.Array,
+    likeliest: jax.Array,
+    mask: jax.Array,
+    *,
+    loss_type: str,
+    num_tokens: Scalar,
+) -> tuple[jax.Array, MetricSums]:
+    """`likelihood_loss` of a part of a minibatch, with metrics in a form that merges exactly.
+
+    Args:
+      log_probs: [..., T] float.
+      entropies: [..., T] float, nats; only a metric.
+      likeliest: [..., T] float, 1 where the token is the likeliest one; only a metric.
+      mask: [..., T] bool.
+      loss_type: as in `likelihood_loss`.
+      num_tokens: [], Σ m of the whole minibatch.
+
+    Returns:
+      ([] float32 loss, `MetricSums` of `loss`, `entropy`, `mean_token_accuracy`, `tokens` and `rows`).
+    """
+    chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
+    loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
+    totals = token_totals({"entropy": clean(entropies, mask), "mean_token_accuracy": clean(likeliest, mask)}, mask)
+    sums = {"loss": loss, "tokens": mask.sum(), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
+    sums |= {f"{name}_sum": total for name, total in totals.items()}
+    return loss, MetricSums(sums={name: sg(x.astype(loss.dtype)) for name, x in sums.items()}, maxes={})
+
+
 FULL = -1e-7
-"""Log of the largest mass that k tokens may have: the rest keeps about 1e-7, a rounding of float32."""
+"""Upper bound of the log of the mass of k tokens: the rest keeps about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -54,29 +123,29 @@ DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array, Scalar], jax.Array]] = {
 def divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """The divergence of two distributions over the vocabulary, the policy's p and the teacher's q.
+    """Computes the divergence of two distributions over the vocabulary, the policy's p and the teacher's q.
 
         reverse_kl: KL(p‖q) = Σ p (log p − log q)          forward_kl: KL(q‖p)
         jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
 
-    jsd / alpha tends to the forward KL for alpha → 0, and jsd / (1 − alpha) to the reverse one for alpha → 1. Log-probs
+    jsd / alpha tends to the forward KL for alpha → 0, and jsd / (1 − alpha) to the reverse KL for alpha → 1. Log-probs
     below −1e4 (−inf) count as −1e4.
 
     Args:
       log_probs: [..., V] float, nats; log-softmax of the policy's logits.
       teacher_log_probs: [..., V] float, nats; of the teacher's.
       kind: "reverse_kl", "forward_kl" or "jsd".
-      alpha: in (0, 1), weight of the teacher in jsd; the others do not look at it.
+      alpha: in (0, 1), weight of the teacher in jsd; unused by the others.
 
     Returns:
       [...] float32 (float64 for float64 input), nats ≥ 0.
 
     Raises:
-      ValueError: shapes that differ, dtypes that are not floating, a kind that is not known.
+      ValueError: shapes that differ, dtypes that are not floating, an unknown kind.
 
     Gradient:
-      With respect to `log_probs`; the teacher is constant. It is that of the divergence in a state that is given: what
-      a token does to the states after it is not in it, on-policy or not.
+      With respect to `log_probs`; the teacher is constant. The state is given: the effect of a token on later states is
+      not included, on-policy or not.
 
     References:
       GKD (arXiv:2306.13649), equation 1; there jsd's weight is beta.
@@ -94,9 +163,9 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Log-probs [..., k] of some tokens, and of all others as one: [..., k + 1].
+    """Append the log-prob of all other tokens to those of k tokens: [..., k] to [..., k + 1].
 
-    log(1 − Σ exp(log_probs)) stands last, at least about log 1e-7.
+    It is log(1 − Σ exp(log_probs)), at least about log 1e-7.
     """
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
@@ -105,21 +174,21 @@ def with_rest(log_probs: jax.Array) -> jax.Array:
 def top_k_divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """`divergence` of k tokens and the rest as one, for a teacher that tells no more of its distribution.
+    """`divergence` of k tokens and the rest as one token, for a teacher of which only top-k log-probs are known.
 
-    With r and s the mass that p and q leave to the rest, it is less than the divergence D of the whole distributions by
+    With r and s the mass of the rest under p and q, it is less than the divergence D of the whole distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
         jsd: at most ((1 − alpha)·r + alpha·s) · log 2
 
-    so it is never more than D. Without a rest it is D.
+    so it is at most D, and equal to D without a rest.
 
     Args:
-      log_probs: [..., k] float, nats; the policy's, of the k tokens that the teacher names (mostly its most probable).
-      teacher_log_probs: [..., k] float, nats; the teacher's, of the same tokens. None stands twice.
+      log_probs: [..., k] float, nats; the policy's, of k different tokens (usually the teacher's most probable).
+      teacher_log_probs: [..., k] float, nats; the teacher's, of the same tokens.
       kind: as in `divergence`.
-      alpha: likewise.
+      alpha: as in `divergence`.
 
     Returns:
       [...] float, nats ≥ 0.
@@ -144,9 +213,10 @@ def top_k_divergence(
 def sampled_divergence(
     log_probs: jax.Array, old_log_probs: jax.Array | None, teacher_log_probs: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """The reverse KL by the drawn token alone: w · sg(l − l_teacher), w = exp(l − l_old).
+    """Estimates the reverse KL from the drawn tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    It is the policy gradient of an advantage −(l − l_teacher) of each token, at the present params and without a clip.
+    Its gradient is the policy gradient with the advantage −(l − l_teacher) for each token, at the current params and
+    without a clip.
 
     Args:
       log_probs: [..., T] float, nats; l of the drawn tokens under the policy.
@@ -158,13 +228,12 @@ def sampled_divergence(
       [..., T] float, nats of either sign; 0 where the mask is 0.
 
     Gradient:
-      Over tokens drawn from the old policy its expectation is that of KL(p‖q) in each state that is given, however far
-      the policy has moved; its value estimates that KL. Of the divergence over the vocabulary it has the expectation
-      and not the variance.
+      Over tokens drawn from the old policy, its expectation is the gradient of KL(p‖q) in each given state, however far
+      the policy has moved; the value estimates that KL. The variance is larger than that of `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), whose recipe takes −(l_old − l_teacher) as the advantage: the
-      same at the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), with −(l_old − l_teacher) as the advantage: the same at the
+      first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
 
     Example:
       >>> l, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.5]]))
@@ -189,21 +258,22 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """coef · reduce(divergence), by the reduction of a `loss_type`; and its metrics as sums.
+    """Computes coef · reduce(divergence), with the reduction of a `loss_type`, and its metrics as sums.
 
-    With the counts of a whole minibatch the losses of its parts add up, as of `losses.grpo_loss_terms`.
+    With the counts of a whole minibatch the losses of its parts add up, as in `losses.grpo_loss_terms`.
 
     Args:
       per_token: [..., T] float, nats: one of the divergences above.
-      mask: [..., T] bool or 0/1; what stands under it is ignored.
+      mask: [..., T] bool or 0/1; other tokens are ignored.
       coef: ≥ 0, unitless.
-      loss_type: as of `grpo_loss`, of which only the reduction counts.
+      loss_type: as in `grpo_loss`; only its reduction is used.
       max_completion_length: tokens, for dr_grpo; None: T.
-      num_rows: completions of the whole minibatch; None: those of this call.
-      num_tokens: masked-in tokens of the whole minibatch, likewise.
+      num_rows: completions of the whole minibatch; None: of this call.
+      num_tokens: masked-in tokens of the whole minibatch; None: of this call.
 
     Returns:
-      [] float32 loss to minimise; and the sums `distillation_loss` and `distillation_sum`.
+      loss: [] float32, to be minimised.
+      sums: `distillation_loss` and `distillation_sum`.
 
     Example:
       >>> loss, _ = distillation_loss_terms(jnp.array([[0.2, 0.4, 9.0]]), jnp.array([[1, 1, 0]]), coef=2.0)

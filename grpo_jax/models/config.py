@@ -1,0 +1,366 @@
+"""The shape of a decoder, the number of its weights, and what a decode step reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax.sharding import Mesh
+
+from grpo_jax.models.devices import has_fast_float32_sums
+from grpo_jax.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """In what the layers of a decoder differ; layers of one kind share what is traced of them.
+
+    Attributes:
+      window: the sliding window in tokens; None for full attention.
+      rotary: whether queries and keys are rotated.
+      sparse: a mixture of experts in place of the MLP.
+      mixer: what mixes tokens: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
+      shared_kv: attention without keys and values of its own, over those of an earlier layer.
+    """
+
+    window: int | None = None
+    rotary: bool = True
+    sparse: bool = False
+    mixer: str = "attention"
+    shared_kv: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+    """The shape of a decoder's gated delta nets.
+
+    Attributes:
+      key_heads: heads of queries and keys.
+      value_heads: H, heads of values, of the memory and of its gates; a multiple of `key_heads`.
+      key_dim: d_k, width of a key.
+      value_dim: d_v, width of a value.
+      kernel: K, tokens that the convolution looks at.
+      by_key_heads: projections are two, with the columns of each key head side by side, and not four.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    by_key_heads: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values of a token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """C, width of what the convolution goes over: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of what is kept of one completion: (H, d_k, d_v) of the memory, (1, K − 1, C) of the tail."""
+        return (self.value_heads, self.key_dim, self.value_dim), (1, self.kernel - 1, self.mixed_width)
+
+    @property
+    def projected_width(self) -> int:
+        """Widths of all projections of a layer together, beside D."""
+        return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvShape:
+    """The shape of a decoder's gated short convolutions.
+
+    Attributes:
+      width: C, channels of the convolution: D.
+      kernel: K, tokens that it looks at.
+      bias: of the projections and the convolution.
+    """
+
+    width: int
+    kernel: int = 3
+    bias: bool = False
+
+    @property
+    def state(self) -> tuple[None, tuple[int, int, int]]:
+        """Shapes of one completion's state: no memory, and (1, K − 1, C) of the tail."""
+        return None, (1, self.kernel - 1, self.width)
+
+    @property
+    def projected_width(self) -> int:
+        """Widths of all projections of a layer together, beside D."""
+        return 4 * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      intermediate_size: width of the gated MLP.
+      num_layers: decoder layers.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides `num_heads`.
+      head_dim: width of one head.
+      rms_norm_eps: added to the mean square.
+      tie_word_embeddings: the output head is the embedding.
+      max_position_embeddings: context length the checkpoint was made for.
+      rope: rotary embedding of full-attention layers.
+      local_rope: that of sliding-window layers, where it differs.
+      rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
+      windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
+      mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
+      delta: shape of the gated delta nets.
+      conv: shape of the gated short convolutions.
+      full_heads: (key and value heads, width of a head) of the layers without a window, where those differ.
+      shared_kv_layers: number of layers, the last ones, without keys and values of their own: they use those of the
+        last layer before them with the same window.
+      shared_kv_mlp: width of the gated MLP of those layers, where it differs; 0 where it does not.
+      layer_input_size: width of the per-layer embedding (Gemma 4); 0 for none.
+      qkv_bias, o_bias, mlp_bias: biases of the projections.
+      attention_gate: attention's output is multiplied by a gate per channel, which `q_proj` gives beside the query.
+      qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
+      v_norm: RMS norm, without weights, of each head's values.
+      values_are_keys: layers without a window have no `v_proj`: their values are the output of `k_proj`.
+      norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
+      norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
+      activation: "silu", "gelu" or "gelu_tanh".
+      query_scale: factor on the attention scores; None means head_dim^(−1/2).
+      attention_sinks: each head has a score that takes a share of the softmax and gives no value.
+      attention_soft_cap: c in c·tanh(score/c), or None.
+      logit_soft_cap: the same on the logits.
+      embedding_scale: factor on the embeddings.
+      residual_scale: factor on the outputs of attention and MLP, before they are added.
+      logit_scale: factor on the logits.
+      layer_scalar: a factor on a layer's output, which comes with the checkpoint and is not trained.
+      num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
+      num_experts_per_token: experts that a token is sent to.
+      expert_size: width of one expert's gated MLP.
+      shared_expert_size: width of the gated MLP of all tokens beside the experts, by a gate of its own; 0 for none.
+      expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
+      parallel_experts: that mixture is beside the MLP, and its router a `ScaledRouter`.
+      expert_bias: biases of the experts and of their router.
+      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
+      normalize_expert_weights: the weights of a token's experts sum to one.
+      router_loss_coef: the checkpoint's own factor on `router_loss`, where `router_aux_loss_coef` is None.
+      initializer_range: standard deviation of freshly made weights.
+      dtype: compute dtype of the matrix products, "float32" or "bfloat16".
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat_on_cpu: recompute in a way that holds on CPUs (`recompute.recomputed`): nothing is kept whatever the policy,
+        and layers can be differentiated backwards alone.
+      attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
+        `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. With
+        "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
+        completions (`fused_step`); other steps with a cache write the scores out: they are small.
+      mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
+      float32_sums: request the products of bfloat16 matrices in float32 (`models.matmul`); None: if that is fastest.
+      loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
+        for all of them, at the cost of a copy of their weights at run time.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = 32768
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    local_rope: Rope | None = None
+    rotary_layers: tuple[bool, ...] | None = None
+    windows: tuple[int | None, ...] | None = None
+    mixers: tuple[str, ...] | None = None
+    delta: DeltaShape | None = None
+    conv: ConvShape | None = None
+    full_heads: tuple[int, int] | None = None
+    shared_kv_layers: int = 0
+    shared_kv_mlp: int = 0
+    layer_input_size: int = 0
+    attention_gate: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    v_norm: bool = False
+    values_are_keys: bool = False
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    query_scale: float | None = None
+    attention_sinks: bool = False
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    layer_scalar: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_size: int = 0
+    shared_expert_size: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    parallel_experts: bool = False
+    expert_bias: bool = False
+    expert_swiglu: tuple[float, float] | None = None
+    normalize_expert_weights: bool = False
+    router_loss_coef: float = 0.0
+    initializer_range: float = 0.02
+    dtype: str = "float32"
+    remat: bool = False
+    remat_on_cpu: bool = False
+    attention: str = "auto"
+    mesh: Mesh | None = None
+    float32_sums: bool | None = None
+    loop_layers: bool = False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from the first on."""
+        n = self.num_layers
+        windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
+        sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
+        shared = (False,) * (n - self.shared_kv_layers) + (True,) * self.shared_kv_layers
+        return tuple(map(LayerKind, windows, rotary, sparse, mixers, shared))
+
+    @property
+    def uses_float32_sums(self) -> bool:
+        """Whether products are asked for in float32, where their operands are not.
+
+        On a mesh they are not: in the gradient of weights XLA would put the tokens of all devices in one vector.
+        """
+        if self.dtype != "bfloat16" or self.mesh is not None:
+            return False
+        return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
+
+    def heads_of(self, kind: LayerKind) -> tuple[int, int]:
+        """Key and value heads of a layer of attention, and the width of one."""
+        full = self.full_heads is not None and kind.window is None
+        return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
+
+    def kv_source(self, i: int) -> int:
+        """The layer whose keys and values layer i is over: itself, if it has its own."""
+        kinds = self.layer_kinds
+        if not kinds[i].shared_kv:
+            return i
+        own = range(self.num_layers - self.shared_kv_layers)
+        return max(j for j in own if kinds[j].window == kinds[i].window)
+
+    @property
+    def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
+        """The shape of each layer that keeps a state of fixed size, from the first on."""
+        kinds = {"delta": self.delta, "conv": self.conv}
+        return tuple(shape for kind in self.layer_kinds if (shape := kinds.get(kind.mixer)) is not None)
+
+
+def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:
+    """Weights of a decoder's matrix products.
+
+    Args:
+      head: with the output head; the embedding's lookup multiplies nothing.
+      experts: of a mixture-of-experts layer, how many count; None for those that one token is sent to.
+
+    Example:
+      >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+      >>> count_weights(shape)  # 16·16 + 2·16·8 + 16·16 + 3·16·32, and the head's 16·32
+      2816
+    """
+    c = shape
+    sparse = sum(c.expert_layers)
+    chosen = c.num_experts_per_token if experts is None else experts
+    widths = sum(_attention_width(c, kind) for kind in c.layer_kinds) + 3 * c.layer_input_size * c.num_layers
+    dense = c.num_layers - (0 if c.parallel_experts else sparse)
+    wider = c.shared_kv_layers * (c.shared_kv_mlp - c.intermediate_size) if c.shared_kv_mlp else 0
+    widths += 3 * (dense * c.intermediate_size + wider)
+    widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
+    widths += sparse * (3 * c.shared_expert_size + (c.shared_expert_size > 0))
+    widths += sum(layer.projected_width for layer in c.recurrent)
+    return c.hidden_size * (widths + head * c.vocab_size)
+
+
+def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
+    """Channels that a layer's projections of attention go to or come from; 0 for a recurrent one."""
+    if kind.mixer != "attention":
+        return 0
+    heads, width = shape.heads_of(kind)
+    own = 0 if kind.shared_kv else 1 if shape.values_are_keys and kind.window is None else 2
+    return (shape.num_heads * (2 + shape.attention_gate) + own * heads) * width
+
+
+def read_width(shape: TransformerConfig) -> int:
+    """Numbers of a token's keys and values that all layers read."""
+    attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
+    return sum(2 * heads * width for heads, width in attention)
+
+
+def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
+    """Bytes of what a decoder's recurrent layers keep of one completion, or of one prompt, however long it is."""
+    memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
+    return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+    """Cost of a decode step for a layout [groups, width] of completions, in bytes that could be read meanwhile.
+
+    cost = weights + groups · (prompt + width · (own + state + products))
+
+    Weights are read once, whatever the completions; the prompt's keys and values once per group, a completion's own
+    once per completion, and a recurrent layer's state is read and written. So few completions cost nearly as much as
+    twice as many.
+
+    Attributes:
+      weights: bytes of the weights.
+      prompt: bytes of one prompt's keys and values.
+      own: bytes of one completion's own keys and values.
+      products: bytes that could be read while one completion is multiplied by the weights; 0 counts what is read alone.
+      state: bytes of one completion's states that are read and written, whatever its length.
+    """
+
+    weights: float
+    prompt: float
+    own: float
+    products: float = 0.0
+    state: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        shape: TransformerConfig,
+        *,
+        prompt_length: float,
+        completion_length: float,
+        itemsize: float,
+        weight_itemsize: float | None = None,
+        bytes_per_operation: float = 0.0,
+    ) -> DecodeStep:
+        """Return the step of a decoder for these lengths; `weight_itemsize` is that of the weights if it differs."""
+        token = read_width(shape) * itemsize
+        return cls(
+            weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
+            prompt=prompt_length * token,
+            own=completion_length * token,
+            products=2 * count_weights(shape) * bytes_per_operation,
+            state=2 * state_bytes(shape, itemsize),
+        )
+
+    def with_slots(self, slots: int, *, of: int) -> DecodeStep:
+        """Return the step that looks at `slots` slots of a completion, where this one looks at `of`."""
+        return dataclasses.replace(self, own=self.own * slots / of)
+
+    def cost(self, groups: int, width: int) -> float:
+        """Return the cost for a layout [groups, width]."""
+        return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))
