@@ -7,8 +7,8 @@ tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
 memory    of the prompt ──► of c3                of c3 ──► of c4
 ```
 
-The state of a completion starts as its prompt's, which its first token reads from the `Prefix`, so it is not copied to
-the completions. Padding (`Context.present`) leaves a state unchanged.
+A completion's first token reads the state of its prompt from the `Prefix`. Padding (`Context.present`) leaves a state
+unchanged.
 
 A gated delta net replaces keys and values by a memory S [d_k, d_v] for each head, which queries read and keys write.
 Each token decays it, and replaces what it returns for the key by a part β of the value (Yang et al. 2024, Gated Delta
@@ -64,12 +64,11 @@ class Positions(NamedTuple):
         if context.present is not None:  # contiguous, with padding before and after
             before = jnp.argmax(context.present, axis=-1).astype(jnp.int32)
             length = jnp.sum(context.present, axis=-1, dtype=jnp.int32)
-        fresh = None
-        if context.cache is not None:
-            start = 0 if context.start is None else context.start.reshape(b, -1)
-            fresh = context.index + before == start
-            fresh = fresh if length is None else fresh & (length > 0)
-        return cls(jnp.arange(t)[None, None] - before[..., None], length, fresh)
+        position = jnp.arange(t)[None, None] - before[..., None]
+        if context.cache is None:
+            return cls(position, length)
+        fresh = context.index + before == (0 if context.start is None else context.start.reshape(b, -1))
+        return cls(position, length, fresh if length is None else fresh & (length > 0))
 
     def begin(self, prompt: jax.Array, cached: jax.Array | None) -> jax.Array:
         """Return the state before the first token [B, X, G or 1, …]: cached, or if fresh the prompt's [B, X, …]."""
@@ -169,9 +168,7 @@ def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> 
     """Return a convolution's kernel [K, C] of a module, initially uniform over ±1/√K."""
     bound = shape.kernel**-0.5
 
-    def init(key: jax.Array, size: tuple[int, ...]) -> jax.Array:
-        return jax.random.uniform(key, size, minval=-bound, maxval=bound)
-
+    init = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
     return module.param("conv1d", init, (shape.kernel, channels)).astype(jnp.float32)
 
 
@@ -234,7 +231,6 @@ class GatedDeltaNet(nn.Module):
         decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
         rows = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
         y, memory = self._read(rows, positions, prompt, cached)
-
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = linear(c, "out_proj", c.hidden_size)(y.reshape(*y.shape[:3], -1).astype(c.dtype))
