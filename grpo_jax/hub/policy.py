@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.hub.keys import sees, text_config
-from grpo_jax.models.platform import platform_of
+from grpo_jax.models.devices import platform_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Params, Tokenizer

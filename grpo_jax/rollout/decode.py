@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax.models.attention import Cache, Prefix
-from grpo_jax.models.cache import empty_like, turned, with_slots
+from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
 from grpo_jax.models.sharding import constrain, for_head, for_lookup
 from grpo_jax.models.streams import shared
 from grpo_jax.rollout.draw import (
@@ -126,7 +125,7 @@ def prefill(
     `turns` says whether completions have several. On a mesh, each device holds the keys of its own prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns, mesh=mesh)
-    cache = empty_like(stream.prefix.layers, keys.shape[1], slots)
+    cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
     stream = stream.replace(cache=cache if turns or mesh is not None else _without_ones(cache))
     return place_stream(stream, mesh, constrain), drawn
 
@@ -306,7 +305,7 @@ def move(
         return jax.vmap(lambda own, at: own[at])(x, order) if groups is None else x[groups[:, None], order]
 
     cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), whole.cache)
-    cache = with_slots(cache, slots) if start is None else turned(cache, pick(whole.start) - start, slots)
+    cache = pad_slots(cache, slots) if start is None else rotate_ring(cache, pick(whole.start) - start, slots)
     prefix, begins = whole.prefix, whole.start
     if groups is not None:
         prefix, begins = jax.tree.map(lambda x: x[groups], (prefix, begins))
@@ -323,7 +322,7 @@ def move(
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
     """The stream with a larger cache of `slots` slots."""
-    return place_stream(stream.replace(cache=with_slots(stream.cache, slots)), mesh, constrain)
+    return place_stream(stream.replace(cache=pad_slots(stream.cache, slots)), mesh, constrain)
 
 
 def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -> Stream:

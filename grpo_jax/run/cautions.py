@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_jax.config.checks import position_problems
 from grpo_jax.messages import show
-from grpo_jax.models.quantized import is_quantized
+from grpo_jax.models.layers import is_quantized
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds

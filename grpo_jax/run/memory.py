@@ -7,6 +7,7 @@ import functools
 
 import jax
 
+from grpo_jax.models.devices import ProgramCost, compile_program
 from grpo_jax.models.sharding import (
     device_bytes,
     gather_objects,
@@ -15,7 +16,6 @@ from grpo_jax.models.sharding import (
     split_sharding,
     tree_sharding,
 )
-from grpo_jax.models.targets import ProgramCost, compile_program
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape

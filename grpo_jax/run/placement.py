@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.models.layers import TransformerConfig
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.devices import compute_dtype, has_fast_float32_sums, platform_of
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.platform import compute_dtype, has_wide_sums, platform_of
 from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of, place
-from grpo_jax.models.sight import implementation
+from grpo_jax.models.tiles import implementation
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Model, Params, is_cached
@@ -71,7 +71,7 @@ def with_settings(
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
-        wide_sums=has_wide_sums(devices) if model.config.wide_sums is None else model.config.wide_sums,
+        float32_sums=has_fast_float32_sums(devices) if model.config.float32_sums is None else model.config.float32_sums,
         # The TPU compiler takes a second or more for each unrolled layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )

@@ -15,7 +15,7 @@ from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import Faults, show
-from grpo_jax.models.platform import compute_dtype, memory_of
+from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy

@@ -16,8 +16,8 @@ import optax
 from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import Faults
+from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.packing import evenly, lengths_of
-from grpo_jax.models.platform import compute_dtype
 from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
@@ -53,7 +53,7 @@ def sft(
     """Train a policy on given completions (supervised fine-tuning).
 
     The loop, the update and the run directory are those of `train`; only a batch and its loss
-    (`maths.likelihood.likelihood_loss`) are others. Examples are laid end to end, and what all of them begin with (BOS,
+    (`maths.supervised.likelihood_loss`) are others. Examples are laid end to end, and what all of them begin with (BOS,
     a system prompt, tools) is read once for a batch. Where their first tokens differ, each is padded to whole blocks of
     64 tokens.
 

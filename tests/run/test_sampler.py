@@ -12,7 +12,7 @@ from test_teacher import Pairs
 from tiny import scored, tiny_policy
 
 from grpo_jax import Completions, GRPOConfig, evaluate, generate, make_prompts, train
-from grpo_jax.maths.correction import sampler_weights
+from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import new_state
 from grpo_jax.run.sampler import ARGUMENTS, check_sampler, mismatch, read_completions, with_old_log_probs
