@@ -248,7 +248,7 @@ def test_a_plan_is_that_of_the_api(tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lost(tmp_path):
-    """`compat/test_scripts.py` tests the fields."""
+    """`compat/test_migrate.py` tests the fields."""
     script, out = tmp_path / "grpo.yaml", tmp_path / "run.yaml"
     text = "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: openai/gsm8k\nreward_funcs: [my.rewards.short]\n"
     script.write_text(text + "learning_rate: 1.0e-5\n")

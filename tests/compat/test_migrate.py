@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.compat.migrate import from_trl
+from grpo_jax.compat.migrate import from_trl, from_trl_script
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
 from grpo_jax.config.settings import OTHER_NAMES
 
@@ -83,10 +83,8 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
         ),
         ({"generation_kwargs": '{"stop": ".", "stop_token_ids": [3]}'}, {"stop": ".", "stop_token_ids": [3]}),
         # The correction for vLLM.
-        ({VLLM + "mode": "token_truncate"}, {"sampler_correction": "token_truncate"}),
         ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
         ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
-        ({VLLM + "cap": 5.0}, {"sampler_correction_max": 5.0}),
         ({VLLM + "clip_max": None}, {"sampler_correction_max": None}),
         ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
     ],
@@ -117,13 +115,10 @@ def test_the_metric_of_the_best_model():
         ({"optim": "adafactor"}, "'adafactor': pass optimizer to train"),
         ({"eval_strategy": "epoch"}, "'epoch' does not count steps: give eval_steps a number"),
         ({"logging_strategy": "no"}, "always logged"),
-        ({"repetition_penalty": 1.1}, "does not have this penalty"),
-        ({"save_on_each_node": True}, "one checkpoint"),
         ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams: its stop_strings"),
         ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained takes"),
         ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
-        ({"deepspeed": "zero3.json"}, "mesh determines how params are sharded"),
         ({"metric_for_best_model": "eval_loss"}, "'eval_loss': evaluations measure rewards; name eval_reward or"),
         ({"vllm_mode": "serve", "use_vllm": True}, "'serve': \"server\" names a server of vLLM"),
     ],
@@ -176,3 +171,36 @@ def test_unknown_names_are_refused_with_a_hint():
     hints = "did you mean num_generations.*use warmup_steps.*use temperature, .*use max_prompt_length.*zzz: no such"
     with pytest.raises(ValueError, match=f"(?s){hints}"):
         from_trl(dict.fromkeys(("num_generation", "warmup_ratio", "vllm_sampling_params", "max_seq_length", "zzz"), 1))
+
+
+# The YAML of TRL's script
+
+
+def test_a_run_evaluates_if_trl_does():
+    cases = [({"eval_strategy": "steps"}, "test"), ({"eval_strategy": "no"}, None), ({"eval_strategy": False}, None)]
+    cases += [({"eval_strategy": "steps", "dataset_test_split": "held_out"}, "held_out")]
+    cases += [({"dataset_test_split": "test"}, None)]
+    for given, evaluated in cases:
+        run, moved = from_trl_script({"dataset_name": "me/sums", **given})
+        assert run.get("eval_data", {}).get("split") == evaluated, given
+        assert ("dataset_test_split" in moved.left_out) == ("dataset_test_split" in given and evaluated is None)
+        assert not moved.missing
+
+
+def test_the_base_under_adapters_is_quantized():
+    adapters = {"use_peft": True, "lora_target_modules": "all-linear"}
+    for bits, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        run, moved = from_trl_script({bits: True, "use_bnb_nested_quant": True, **adapters})
+        assert (run["quantize"], moved.missing) == (kind, {})
+        assert set(from_trl_script({bits: True})[1].missing) == {bits}, "without adapters nothing could be trained"
+
+
+def test_values_server_and_rewards_of_a_script():
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "b", "vllm_server_port": 81}
+    run, moved = from_trl_script(
+        {"reward_weights": (1.0,), "reward_funcs": "get_soft_overlong_punishment", "bf16": None, **server}
+    )
+    punishment = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
+    sampler = {"vllm": {"base_url": "http://b:81", "patience": 240.0}}
+    assert run == {"reward_weights": [1.0], "rewards": [punishment], "sampler": sampler}
+    assert not moved.missing

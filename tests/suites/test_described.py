@@ -14,7 +14,7 @@ ALL = ("data", "rewards")
 
 
 def judge(completions, **_):
-    """A reward function of somebody's own."""
+    """A reward function that is not a suite's."""
     return [0.5] * len(completions)
 
 
@@ -53,7 +53,7 @@ def test_what_a_run_does_not_say_is_the_suites(tmp_path):
     assert read_run(tmp_path / "again.yaml", wanted=ALL).rows == run.rows
 
 
-def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
+def test_what_a_run_says_replaces_the_suites(tmp_path):
     text = "data: {made: sums}\nprompt: '{answer}?'\n"
     run = read_run(
         written(tmp_path, text + "rewards: [suite, test_described:judge]\nreward_weights: [1, 0, 1]"), wanted=ALL
@@ -70,12 +70,9 @@ def test_what_a_run_says_stands_in_the_place_of_the_suites(tmp_path):
     [
         ("data: {made: sums, size: 0}", "data: size = 0: give more"),
         ("data: {made: sums, sead: 0}", "data.sead: no such key; did you mean 'seed'"),
-        ("data: {made: sums, of: 0}", "data.of: no such key; beside made there are size, seed"),
         ("data: {openenv: 'http://127.0.0.1:1'}", "data.prompt: is missing, and openenv needs it"),
         ("data: {made: sums, reasoning_gym: acre}", "data names made and reasoning_gym: give one suite"),
-        ("data: {made: sums}\neval_data: {made: sums, size: 0}", "eval_data: size = 0"),
         ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
-        ("data: {path: rows.jsonl}", "rewards: is missing"),
     ],
 )
 def test_faults_are_said_with_their_key(tmp_path, text, message):

@@ -105,7 +105,6 @@ def test_what_is_read_and_what_is_done_are_the_environments_fields(server):
     [
         ({"base_url": "ftp://host"}, "base_url = 'ftp://host': begin with http"),
         ({"size": 0}, "size = 0: give a whole number from 1 up"),
-        ({"max_turns": 0}, "max_turns = 0: give a whole number from 1 up"),
         ({"timeout": 0}, "timeout = 0: give a positive number of seconds"),
     ],
 )

@@ -42,14 +42,11 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
     ("value", "message"),
     [
         ([1, 2, 3], f"returned [1, 2, 3], a list; {NUMBERS}, or a list with one for each turn (2)"),
-        ([], f"returned [], a list; {NUMBERS}, or a list with one for each turn (2)"),
         (np.zeros(2), f"returned array([0., 0.]), a ndarray; {NUMBERS}, or an array with one for each token (3)"),
         ([1, None], "returned [1, None], whose number for turn 1 is not finite"),
-        ([1, "2"], "returned [1, '2'], whose number for turn 1 is not finite"),
         (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), whose number for token 1 is not finite"),
         ([3e38, 3e38], "returned 6e+38; rewards are finite, in the range of float32"),
         ("12", f"returned '12', a str; {NUMBERS}"),
-        ({1: 2}, f"returned {{1: 2}}, a dict; {NUMBERS}"),
     ],
 )  # fmt: skip
 def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
@@ -57,12 +54,6 @@ def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, mess
     assert read_parts(0, value, function=0, turns=[2], tokens=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
-
-
-def test_without_turns_only_numbers_are_taken():
-    for value in ([1.0], [1, 2], np.zeros(3)):
-        with pytest.raises(RewardError, match=rf"a (list|ndarray); {NUMBERS} for prompt"):
-            compute_rewards(returned(value, 0, 0, 0), **INPUTS)
 
 
 def test_rewards_stand_at_the_tokens_that_they_were_given_for():
