@@ -147,7 +147,7 @@ def _translate_optimizer(moved: Migration, name: str, value: object) -> None:
         moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
 
 
-def _as_dict(value: str | Json) -> dict[str, Any]:
+def _as_dict(value: str | Json) -> dict[str, object]:
     return dict(json.loads(value) if isinstance(value, str) else value)
 
 
@@ -286,7 +286,7 @@ _REWARDS: dict[str, Json] = {
 }
 
 
-def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
+def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     """Translate the YAML config of TRL's GRPO script into the keys of a RUN.yaml.
 
     The values are arguments of the script, of its `ModelConfig` and of `GRPOConfig`. The notes of the `Migration` cover
@@ -302,7 +302,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
     moved.missing |= {name: note for name, note in _MISSING.items() if name in set_names}
     moved.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in set_names}
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
-    run: dict[str, Any] = {
+    run: dict[str, object] = {
         "model": script.get("model_name_or_path"),
         **_data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no"),
         "rewards": _rewards(script["reward_funcs"], moved.missing) if script.get("reward_funcs") else None,
@@ -316,14 +316,14 @@ def from_trl_script(values: Json) -> tuple[dict[str, Any], Migration]:
     return {name: x for name, x in run.items() if x is not None} | {name: config[name] for name in moved.values}, moved
 
 
-def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, Any]:
+def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, object]:
     """Return the keys of the data; TRL evaluates on the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
         return {}
     config = {"config": script["dataset_config"]} if script.get("dataset_config") else {}
     train = {"name": name, **config, "split": script.get("dataset_train_split", "train")}
-    data: dict[str, Any] = {"data": name if train == {"name": name, "split": "train"} else train}
+    data: dict[str, object] = {"data": name if train == {"name": name, "split": "train"} else train}
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     elif "dataset_test_split" in script:
@@ -361,9 +361,9 @@ def _quantized(script: Json, missing: dict[str, str]) -> str | None:
     return "nf4" if bits == "load_in_4bit" else "int8"
 
 
-def _lora(script: Json, missing: dict[str, str]) -> dict[str, Any]:
+def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     """Return the adapters, with the defaults of TRL's `ModelConfig`."""
-    lora: dict[str, Any] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
+    lora: dict[str, object] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")
     targets = [targets] if isinstance(targets, str) else targets

@@ -166,7 +166,7 @@ class GRPOTrainer:
         callbacks: Sequence[object] | None = None,
         optimizers: tuple[optax.GradientTransformation | None, None] = (None, None),
         peft_config: Any = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
+        tools: Sequence[Callable[..., object]] | None = None,
         environment_factory: Environments | None = None,
         **others: object,
     ):

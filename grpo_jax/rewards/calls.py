@@ -31,7 +31,7 @@ from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState
 from grpo_jax.rewards.outcomes import Faults, RewardParts, describe_fault, read_outcome, read_parts
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Messages, RewardFn
+    from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
 """A warning is issued if more than this share of a function's completions has a fault."""
@@ -55,7 +55,7 @@ class Rewards(NamedTuple):
     stats: dict[str, float]
     parts: list[RewardParts]
     metrics: dict[str, list[float]]
-    columns: list[dict[str, Any]]
+    columns: list[Row]
     completions: list[str | Messages]
 
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import RewardError, arguments_of, function_name, is_async
+from grpo_jax.rewards.contract import Inputs, RewardError, arguments_of, function_name, is_async
 from grpo_jax.rewards.outcomes import Faults, PartialRewards, describe_fault, give_scores, read_outcome
 from grpo_jax.rewards.shipped import completion_text
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
-Judge = Callable[[str, dict[str, Any]], float | Awaitable[float | None] | None]
+Judge = Callable[[str, "Row"], float | Awaitable[float | None] | None]
 """Scores one completion, given its text and its row."""
 
 
@@ -187,7 +187,7 @@ class _Combinator:
             return scores
         raise RewardError(f"{self.__name__!r} returned an awaitable: define it by `async def`")
 
-    def score(self, inputs: dict[str, Any]) -> Coroutine[None, None, list[float | None]]:
+    def score(self, inputs: Inputs) -> Coroutine[None, None, list[float | None]]:
         raise NotImplementedError
 
 
@@ -195,7 +195,7 @@ class _Combinator:
 class _Mapped(_Combinator):
     function: Callable[[np.ndarray], np.ndarray]
 
-    async def score(self, inputs: dict[str, Any]) -> list[float | None]:
+    async def score(self, inputs: Inputs) -> list[float | None]:
         values, faults = await _scores_of(self.fn, inputs)
         return give_scores(self.function(values), faults)
 
@@ -210,7 +210,7 @@ class _Gated(_Combinator):
     def parts(self) -> tuple[RewardFn, ...]:
         return (self.gate, self.fn)
 
-    async def score(self, inputs: dict[str, Any]) -> list[float | None]:
+    async def score(self, inputs: Inputs) -> list[float | None]:
         values, faults = await _scores_of(self.gate, inputs)
         scores = np.where(np.isnan(values), np.nan, np.nan if self.otherwise is None else self.otherwise)
         passed = np.flatnonzero(values > self.threshold).tolist()
@@ -223,7 +223,7 @@ class _Gated(_Combinator):
         return give_scores(scores, faults)
 
 
-async def _scores_of(fn: RewardFn, inputs: dict[str, Any]) -> tuple[np.ndarray, Faults]:
+async def _scores_of(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
     """Call a function; return its scores, NaN for None, and the faults of single completions."""
     outcome: object
     try:

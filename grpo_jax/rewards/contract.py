@@ -22,6 +22,9 @@ SAMPLED = ("prompts", "completions", "completion_ids")
 EXTRAS = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are not lists, passed only to functions that name them."""
 
+Inputs = Mapping[str, Any]
+"""The arguments of reward functions by name: lists with one entry for each completion, and `EXTRAS`."""
+
 ON_ERROR = ("raise", "none")
 
 _Returned = TypeVar("_Returned")
@@ -227,7 +230,7 @@ def own_copy(value: Any) -> Any:
     return copy.deepcopy(value) if mutable else value
 
 
-def select_inputs(fn: Callable[..., object], inputs: Mapping[str, Any]) -> dict[str, Any]:
+def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
     """Return the inputs that a function takes; lists are copied, so that functions cannot change each other's."""
     named, bound, everything = arguments_of(fn), _bound(fn), takes_everything(fn)
     extras = {name: value for name, value in inputs.items() if name in EXTRAS and name in named}
@@ -239,7 +242,7 @@ def select_inputs(fn: Callable[..., object], inputs: Mapping[str, Any]) -> dict[
     return lists | extras
 
 
-def call_selected(fn: Callable[..., _Returned], inputs: Mapping[str, object]) -> _Returned:
+def call_selected(fn: Callable[..., _Returned], inputs: Inputs) -> _Returned:
     """Call a function with the inputs that it takes."""
     return fn(**select_inputs(fn, inputs))
 
@@ -264,14 +267,14 @@ class Log:
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}
-        self.columns: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.columns: list[Row] = [{} for _ in range(count)]
 
     def metric(self, name: str, value: float) -> None:
         """Log a number with the metrics of the step, where the mean of all numbers of a name appears."""
         check_metrics([name], [name] if name.startswith(RUN_METRIC_KINDS) else RUN_METRICS)
         self.metrics.setdefault(name, []).append(float(value))
 
-    def extra(self, column: str, values: Sequence[Any]) -> None:
+    def extra(self, column: str, values: Sequence[object]) -> None:
         """Log a value for each completion in `completions.jsonl`."""
         if column in RUN_COLUMNS:
             raise SetupError(f"log_extra({column!r}, ...): completions.jsonl has this column, choose another name")

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
+from grpo_jax.rewards.contract import EXTRAS, Inputs, RewardError, SetupError, arguments_of, function_name
 from grpo_jax.rewards.outcomes import Faults, describe_fault, give_scores, read_number, read_outcome
 
 if TYPE_CHECKING:
@@ -117,11 +117,11 @@ class _IsolatedFunction:
         self._pool: ProcessPool | None = None
 
     def __call__(self, **inputs: Any) -> list[float | None]:
-        inputs = contract.select_inputs(self.fn, inputs)
-        count = len(next(values for name, values in inputs.items() if name not in EXTRAS))
+        taken = contract.select_inputs(self.fn, inputs)
+        count = len(next(values for name, values in taken.items() if name not in EXTRAS))
         size = self._per_call or math.ceil(count / self._workers)
         spans = [range(count)[start : start + size] for start in range(0, count, size)]
-        requests = [(len(span), self._pickled(inputs, span)) for span in spans]
+        requests = [(len(span), self._pickled(taken, span)) for span in spans]
         values, faults = np.full(count, np.nan), Faults()
         with self._lock:
             for span, (scores, found) in zip(spans, self._run(requests), strict=True):
@@ -141,7 +141,7 @@ class _IsolatedFunction:
             self._finalizer.detach()
             self._pool = None
 
-    def _pickled(self, inputs: dict[str, Any], span: range) -> bytes:
+    def _pickled(self, inputs: Inputs, span: range) -> bytes:
         """Return the inputs for a part of the batch."""
         part = {name: x if name in EXTRAS else x[span.start : span.stop] for name, x in inputs.items()}
         try:
@@ -279,7 +279,7 @@ class _WorkerProcess(SpawnProcess):
     _starting = threading.Lock()
 
     def start(self) -> None:
-        def without_main(name: str) -> dict[str, Any]:
+        def without_main(name: str) -> dict[str, object]:
             data = prepare(name)
             return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
