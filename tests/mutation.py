@@ -5,7 +5,7 @@
     python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
 
 Expected: at least 95 % killed. The survivors are printed; each one should be on the list of `EQUIVALENT` below, with
-the reason why no test can tell it from the original.
+the reason why no test can fail.
 
 The changes are made in the syntax tree: comparisons, arithmetic, logic, constants, defaults, min/max, `where` branches,
 dropped keyword arguments, dropped stop_gradient, bounds and casts. An import hook serves the changed module; nothing is
@@ -24,7 +24,6 @@ import importlib
 import importlib.abc
 import importlib.util
 import os
-import random
 import select
 import signal
 import sys
@@ -64,7 +63,7 @@ ALREADY = "the value has that type already; the line is for callers that pass li
 SAME_AXIS = "axis −1 is axis 1 of [B, G] and of [B, K]"
 CLAMPED = "an index beyond an axis of one is clamped to it"
 ZERO = "at A = 0 the surrogate is 0 either way"
-UNDER = "values under the mask do not count, as long as they are finite"
+UNDER = "finite values under the mask do not count"
 EQUIVALENT = [
     ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own smallest: the sum is 0"),
     ("advantages", "mean = jnp.sum(shifted", "1 → -1", EMPTY),
@@ -335,8 +334,6 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", default=list(TESTS))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", nargs="*", type=int)
-    parser.add_argument("--sample", type=int, help="only so many of each module, drawn with a fixed seed")
-    parser.add_argument("--trust", action="store_true", help="don't first run the tests on the unchanged code")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per mutant; a timeout counts as killed")
     arguments = parser.parse_args()
 
@@ -361,11 +358,7 @@ def main() -> None:
                 print(f"{module} {i} line {line}: {description}: {lines[line - 1].strip()}")
             continue
         targets = [i for i in range(len(found)) if not arguments.only or i in arguments.only]
-        if arguments.sample is not None and arguments.sample < len(targets):
-            targets = sorted(random.Random(0).sample(targets, arguments.sample))
-        for i, result in run(
-            module, targets if arguments.trust else [-1, *targets], arguments.timeout, verbose=bool(arguments.only)
-        ):
+        for i, result in run(module, [-1, *targets], arguments.timeout, verbose=bool(arguments.only)):
             if i == -1:
                 if result != "survived":
                     sys.exit(f"The tests of {module} fail without any change.")

@@ -23,7 +23,7 @@ scored = jax.jit(completion_log_probs, static_argnames=("model", "temperature", 
 
 @functools.cache
 def tiny_tokenizer():
-    """Every byte is a token; no merges. It survives the round trip through AutoTokenizer beside a qwen3 config."""
+    """Every byte is a token; no merges. It survives the round trip through AutoTokenizer with a qwen3 config."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -180,7 +180,7 @@ def test_chat_prints_what_generate_draws(folder, trained, state):
 def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
     shown, said = chat.Printer(tiny_policy().tokenizer), []
     ids = np.array(tiny_policy().tokenizer("aé!")["input_ids"])
-    for count in range(len(ids) + 1):  # tokens are printed as they are drawn, and an incomplete character waits
+    for count in range(len(ids) + 1):  # an incomplete character is not printed
         shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
         said.append(capsys.readouterr().out)
     assert said == ["", "a", "", "é", "!"]

@@ -63,7 +63,6 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
         (reward_function, "os:sep", "is a str, not a function"),
         (sampler_of, {"sglang": {}}, "write {vllm: {base_url"),
         (sampler_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
-        (sampler_of, {"vllm": {"base_url": SERVER, "api_key": "x"}}, "set VLLM_API_KEY in the environment"),
         (sampler_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm refuses its arguments .*patient"),
     ],
 )

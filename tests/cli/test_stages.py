@@ -36,7 +36,7 @@ def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path, monkeypatc
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(params, tiny_policy().params, atol=1e-3)
 
-    # The directory of the stage is that of a run of `sft` in Python: of a batch of 3 rows, which is no batch of groups.
+    # The directory of the stage is read like one of `sft` in Python, although 3 rows are not whole groups.
     run("export", kept / "sft", tmp_path / "out")
     assert "> ab\n" in run("chat", kept / "sft", "--say", "ab", "--max_completion_length", "4")
 

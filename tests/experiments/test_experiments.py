@@ -22,8 +22,7 @@ def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
     for row in [*train, *held_out]:
         assert row["prompt"] == f"sort {row['digits']}:"
         assert row["answer"] == "".join(sorted(row["digits"])) != row["digits"]
-    assert sort_digits.make_rows(0) == (train, held_out)
-    assert sort_digits.make_rows(1)[1] != held_out
+    assert sort_digits.make_rows(0) == (train, held_out) != sort_digits.make_rows(1)
 
 
 @pytest.mark.quick
@@ -63,12 +62,9 @@ def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(tmp_path, monk
 
 
 @pytest.mark.quick
-def test_stories_has_the_task_of_the_run_it_is_compared_with():
+def test_stories_are_rewarded_for_whole_words_and_prompts_are_held_out():
     train, held_out = stories.make_rows()
-    assert (len(train), len(held_out)) == (256, 64)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    for row in [*train, *held_out]:
-        assert row["prompt"].startswith(f"{row['word']}. Once upon a time, there was a ")
     completions = ["He had a hat.", "Hat! he said", "He had hats.", "He had a cat", ""]
     assert stories.uses_word(completions=completions, word=["hat"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
