@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -42,30 +42,14 @@ def evaluate(
     num_generations: int = 1,
     max_completion_length: int = 256,
     temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: int | Sequence[int] | None = None,
-    max_turn_length: int | None = None,
     batch_size: int = 64,
-    pad_to_multiple_of: int = 32,
     seed: int = 0,
-    max_prompt_length: int | None = None,
-    on_long_prompt: Literal["error", "drop"] = "error",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    on_reward_error: Literal["raise", "none"] = "raise",
-    reward_weights: Sequence[float] | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
-    max_tool_calling_iterations: int | None = None,
-    environment_timeout: float | None = 300.0,
-    on_environment_error: Literal["raise", "end"] = "raise",
     sampler: Sampler | None = None,
+    **settings: Any,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Mean reward of each function over the completions of a dataset.
-
-    Arguments that are not listed here have the meaning of the field of `GRPOConfig` with the same name.
 
     Args:
       policy: model, params and tokenizer.
@@ -73,14 +57,15 @@ def evaluate(
       reward_fns: reward functions with TRL's contract; they may be others than in training.
       params: parameters to use instead of the policy's own, such as `TrainState.params`.
       num_generations: completions of each prompt.
+      max_completion_length: T, tokens.
       temperature: 0 is greedy.
       batch_size: prompts at a time on each data-parallel device. It does not change the samples.
-      pad_to_multiple_of: tokens; with the value used in training, a run and its evaluations share compiled programs.
       seed: of the samples; prompt n of the dataset has its own keys.
-      reward_weights: weights of the functions in the metric `reward`; None for ones.
       tools: as in `train`.
       environment_factory: as in `train`.
       sampler: an engine instead of `generate`, as in `train`; it is given `params`, and prompts of one batch at a time.
+      settings: other fields of `GRPOConfig`, such as `top_p`, `stop`, `reward_weights`, `on_reward_error`,
+        `chat_template_kwargs` or `max_tool_calling_iterations`.
 
     Returns:
       metrics: for each function its mean over the scored completions under its name (or as `rewards/<name>/mean`, if
@@ -118,23 +103,9 @@ def evaluate(
         num_generations_eval=num_generations,
         max_completion_length=max_completion_length,
         temperature_eval=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        max_turn_length=max_turn_length,
         per_device_eval_batch_size=batch_size * num_generations,
-        pad_to_multiple_of=pad_to_multiple_of,
         seed=seed,
-        max_prompt_length=max_prompt_length,
-        on_long_prompt=on_long_prompt,
-        chat_template_kwargs=chat_template_kwargs,
-        on_reward_error=on_reward_error,
-        reward_weights=reward_weights,
-        max_tool_calling_iterations=max_tool_calling_iterations,
-        environment_timeout=environment_timeout,
-        on_environment_error=on_environment_error,
+        **settings,
     )
     return evaluate_rows(
         policy,
