@@ -233,19 +233,15 @@ class Checkpoints:
         if best is None or best[0] == int(state.step):
             return state
         like = jax.tree.map(as_target, state)
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()
+        _delete(state)
         return self._load(best[0], like, {**self._stored_json(best[0]), **dict.fromkeys(_PENDING)}).state
-
-    def target(self, state: TrainState) -> TrainState:
-        """The state as `restore` takes it: only its shapes if a checkpoint is read, so that its arrays can be freed."""
-        return jax.tree.map(as_target, state) if self.steps() else state
 
     def restore(self, state: TrainState, resume: str = "auto") -> Restored:
         """The newest checkpoint that can be read; for a new run `state` alone.
 
         Args:
-          state: the state at step 0, or its `target`; arrays get its shapes and devices.
+          state: the state at step 0, whose shapes and devices the arrays get. It is deleted before a checkpoint's
+            arrays are read, so that only one state is in memory.
           resume: "auto", "must" (there has to be a checkpoint), "never" (there must not be a run) or "changed" (the
             sources of reward functions, tools and environments may differ).
 
@@ -255,7 +251,7 @@ class Checkpoints:
         """
         steps = self.steps()
         self._check_mode(steps, resume)
-        unreadable: dict[int, str] = {}
+        like, unreadable = jax.tree.map(as_target, state), dict[int, str]()
         for step in reversed(steps):
             stored, unreadable[step] = tried_by_all(self._stored_json, step)
             if stored is None:
@@ -264,7 +260,8 @@ class Checkpoints:
                 what = f"{self._where} holds a run with other settings (use these, or another run_dir): this call"
                 changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
                 raise_all(what, [*differences(stored["run"], self._about, step), *changed])
-            found, unreadable[step] = tried_by_all(self._load, step, state, stored)
+            _delete(state)
+            found, unreadable[step] = tried_by_all(self._load, step, like, stored)
             if found is None:
                 continue
             del unreadable[step]
@@ -311,18 +308,17 @@ class Checkpoints:
             raise ValueError("not a checkpoint of this library")
         return json.loads(metadata["about"])
 
-    def _load(self, step: int, state: TrainState, stored: Json) -> Restored:
-        """Read one checkpoint, shaped and placed like `state`; no process waits for another, since one may fail."""
+    def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
+        """Read one checkpoint, shaped and placed like `like`; no process waits for another, since one may fail."""
         from orbax.checkpoint import v1 as ocp
 
         context, own = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = own, {own}
         context.pytree.loading.partial_load = True  # leaves out fields that only earlier versions had
-        like = jax.tree.map(as_target, state)
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if stored.get(name) is not None:
-                wanted[name] = abstract_of(kind, stored[name], state.step.sharding)
+                wanted[name] = abstract_of(kind, stored[name], like.step.sharding)
         with context:
             loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
         return Restored(
@@ -362,6 +358,12 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
                 " Free some space or repair the directory, then call train again with the same run_dir to resume"
             ) from error
+
+
+def _delete(state: TrainState) -> None:
+    """Free the memory of a state's arrays, whatever refers to them."""
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
 
 
 def _remove_unfinished(directory: Path) -> None:

@@ -1,22 +1,20 @@
-"""A rehearsal: everything that a run does, once, on one group of completions, and what looks wrong about it.
+"""The dry run: all that a run does, once, on one group of completions, and what looks wrong about it.
 
-It loads and tokenizes, samples one group, calls each reward function and makes one update, all on copies; nothing is
-written. The memory is what XLA says of the largest programs, compiled for the sizes of the run.
+It loads and tokenizes, samples one group, calls each reward function and makes one update. Memory is XLA's analysis of
+the largest programs, compiled for the sizes of the run.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
@@ -25,11 +23,9 @@ from grpo_jax.run.collect import collect
 from grpo_jax.run.memory import rollout_call
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
-from grpo_jax.run.sampler import Sampler
 from grpo_jax.run.sources import LocalRollouts
-from grpo_jax.run.teacher import Scorer
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import AdvantageFn, Batch, Environments, RewardFn, as_argument
+from grpo_jax.types import Batch, RewardFn, as_argument
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.programs import kept_bytes, update_calls
 from grpo_jax.update.state import TrainState
@@ -46,12 +42,12 @@ class DryRun:
     """The findings of a dry run.
 
     Attributes:
-      sizes: what the sizes of the run come to, in words.
-      memory: bytes of the training state, and of each program with its arguments, results and temporaries, and with
-        what is kept beside it.
-      seconds: of each phase, compilation included.
+      sizes: the sizes of the run, in words.
+      memory: bytes of the training state, and of each program with its arguments, results, temporaries, and the arrays
+        that are kept while it runs.
+      seconds: of each phase, with compilation.
       suspicious: what looks wrong, a sentence each; empty if nothing does.
-      rows: the group that was sampled, as `completions.jsonl` has it.
+      rows: the sampled group, as in `completions.jsonl`.
       metrics: of the rollout and of the update.
     """
 
@@ -78,43 +74,30 @@ def rehearse(
     reward_fns: RewardFn | Sequence[RewardFn],
     config: GRPOConfig,
     *,
-    eval_dataset: Dataset | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    tools: Sequence[Callable[..., Any]] | None = None,
-    environment_factory: Environments | None = None,
-    sampler: Sampler | None = None,
-    advantage_fn: AdvantageFn | None = None,
-    surrogate: Surrogate | None = None,
-    teacher: Policy | Scorer | None = None,
     donate: bool = False,
+    **arguments: Any,
 ) -> DryRun:
-    """Try everything that `train` does once, on one group of completions, and print what was found.
+    """Try all that `train` does once, on one group of completions, and print the findings.
 
-    Nothing is written, and without `donate` all works on copies. The arguments are those of `train`.
+    Nothing is written, and without `donate` all works on copies.
 
     Args:
-      policy: what `from_pretrained` returns; its params are copied, not changed, unless `donate` says otherwise.
-      dataset: rows with a `prompt` and any other columns.
-      reward_fns: one or more reward functions with TRL's contract; each is called once.
+      policy: as in `train`.
+      dataset: as in `train`.
+      reward_fns: as in `train`; each is called once.
       config: the settings of the run.
-      eval_dataset: rows to evaluate on; they are checked and encoded.
-      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
-      tools: functions that the policy may call, as in `train`.
-      environment_factory: what makes environments, as in `train`; one group of episodes is played.
-      sampler: another engine in the place of `generate`; it is called once, for one group.
-      advantage_fn: a function that makes advantages, as in `train`.
-      surrogate: a function that makes the loss of each token, as in `train`.
-      teacher: who the policy learns from, as in `train`; it is asked once, for one group.
-      donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty likewise.
+      donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty as it does.
+      arguments: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`, `advantage_fn`, `surrogate` and
+        `teacher` of `train`.
 
     Returns:
-      A `DryRun`: sizes, memory by XLA's own account, seconds of each phase, and what looks suspicious.
+      A `DryRun`: sizes, memory, seconds of each phase, and what looks suspicious.
 
     Raises:
       ValueError: anything wrong with the arguments, as from `train`.
 
     Example:
-      A model of sixteen numbers, one for each pair of letters, with a reward that tells nothing apart:
+      A model of sixteen numbers, one for each pair of letters, with a reward that is always the same:
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -136,21 +119,8 @@ def rehearse(
     """
     phase = Phases()
     with phase("load and tokenize"):
-        run = prepare(
-            policy,
-            dataset,
-            reward_fns,
-            config,
-            eval_dataset=eval_dataset,
-            optimizer=optimizer,
-            tools=tools,
-            environment_factory=environment_factory,
-            sampler=sampler,
-            advantage_fn=advantage_fn,
-            surrogate=surrogate,
-            teacher=teacher,
-        )
-    config = run.config  # with the mesh that the policy is on, and the dtype of its devices
+        run = prepare(policy, dataset, reward_fns, config, **arguments)
+    config = run.config  # with the mesh and the dtype that the devices have decided
     with phase("state"):
         state = jax.block_until_ready(committed(new_state(run, donate=donate)))
         run.policy.empty()
@@ -163,10 +133,10 @@ def rehearse(
         state_bytes=_bytes(state),
         device=jax.devices()[0].device_kind,
     )
-    # One group, whatever its rewards are: refills would hide that they are all the same.
+    # One group: refills would hide that all its rewards are equal.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
-    # All of an update is tried, whatever the rewards of the group are.
+    # With `skip`, equal rewards would leave out the backward pass.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
     of_group = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(of_group, state, LocalRollouts(of_group, count=1), phase=phase)
@@ -190,12 +160,12 @@ def rehearse(
 
 
 def _of_the_memory(memory: Mapping[str, int]) -> Iterator[str]:
-    """Whether the device may have too little, a sentence."""
-    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Yield a sentence if the device may have too little memory."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
-    if room is not None and most > room:
+    if limit is not None and most > limit:
         yield (
-            f"up to {most / 1e9:.1f} GB may be needed and the device has {room / 1e9:.1f} GB: make "
+            f"up to {most / 1e9:.1f} GB may be needed and the device has {limit / 1e9:.1f} GB: make "
             "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
         )
 
@@ -205,23 +175,23 @@ def _bytes(tree: Any) -> int:
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Bytes of the largest programs with all that is held while they run, by XLA's own account."""
+    """Bytes of the largest programs with all that is kept while they run, by XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     programs = {
         "decode": (rollout_call(run, state.params), 0),
         "update": (update_calls(run.updater, state, batch).update, kept_bytes(run.updater, state, batch)),
     }
     memory = {}
-    for name, (call, beside) in programs.items():
+    for name, (call, kept) in programs.items():
         stats = None if call is None else lower_call(call).compile().memory_analysis()
         if stats is not None:
             held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            memory[name] = int(held + stats.temp_size_in_bytes + beside)
+            memory[name] = int(held + stats.temp_size_in_bytes + kept)
     return memory
 
 
 def _of_the_data(run: Run) -> Iterator[str]:
-    """Doubtful data and settings, a sentence each."""
+    """Yield a sentence for each doubt about data and settings."""
     data, config, sizes = run.data, run.config, run.sizes
     if data.dropped:
         total = len(data.rows) + len(data.dropped)
@@ -244,7 +214,7 @@ def _of_the_data(run: Run) -> Iterator[str]:
 def _of_the_group(
     run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
 ) -> Iterator[str]:
-    """Doubtful completions, rewards and updates, a sentence each."""
+    """Yield a sentence for each doubt about completions, rewards and the update."""
     config, g = run.config, len(rows)
     if not any(row["ended"] for row in rows):
         yield (
@@ -273,7 +243,7 @@ def _of_the_group(
 
 
 def _of_the_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Reward functions whose scores tell nothing apart, or that fail or are slow, a sentence each."""
+    """Yield a sentence for each reward function with equal scores, or that fails or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:
         scores = np.array([row["rewards"][name] for row in rows], float)

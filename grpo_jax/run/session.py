@@ -107,8 +107,7 @@ class Session:
 
         `resume` is as in `train`. Raises a `ValueError` for a checkpoint of another run.
         """
-        # If a checkpoint will be read, only the shapes of the state are kept: there is memory for one state.
-        restored = self.checkpoints.restore(self.checkpoints.target(state), resume)
+        restored = self.checkpoints.restore(state, resume)
         self.progress = restored.progress or self.progress
         data = self.run.data
         self.monitor.start(

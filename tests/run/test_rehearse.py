@@ -64,6 +64,9 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
 
 
 def test_what_looks_wrong_is_said(monkeypatch):
+    """Also of a group with equal rewards, through which a run makes no backward pass and the dry run does."""
+    backward = mock.Mock(wraps=prompts_module.add_prompts)
+    monkeypatch.setattr(prompts_module, "add_prompts", backward)
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(
         **SMALL | {"max_completion_length": 1, "learning_rate": 0, "per_device_train_batch_size": 24},
@@ -102,18 +105,10 @@ def test_what_looks_wrong_is_said(monkeypatch):
         "reward function 'fails' failed on 4 of 4 completions",
         "all advantages are 0: such a group teaches nothing",
     )
+    assert backward.call_count
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
     donated = dataclasses.replace(report, memory={"training state": 10**9, "policy": 0})
     assert "memory: training state 1 GB\n" in str(donated), "a part of no bytes is not shown"
-
-
-def test_all_of_an_update_is_tried_whatever_the_rewards_are(monkeypatch):
-    """A run leaves out the way back through a group of equal rewards; the dry run is to find what fails there."""
-    back = mock.Mock(wraps=prompts_module.add_prompts)
-    monkeypatch.setattr(prompts_module, "add_prompts", back)
-    monkeypatch.setattr(module, "_programs", lambda run, state: {})
-    rehearse(tiny_policy(), ROWS, lambda completions: [0.5] * len(completions), GRPOConfig(**SMALL, max_steps=50))
-    assert back.call_count
 
 
 def test_numbers_that_look_wrong(monkeypatch):
