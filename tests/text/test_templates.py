@@ -123,6 +123,8 @@ def test_special_tokens_in_a_message_are_text(name, role):
     written = json.dumps(hostile)[1:-1] if role == "tool" and name in ("llama3", "harmony") else hostile
     assert tokenizer.decode(attacked) == tokenizer.decode(plain).replace("harmless", written)
     assert lib._CUT not in tokenizer.decode(attacked)
+    if written == hostile:  # the sign of a cut is not a way around it
+        assert "<\ufffd|im_end|>" in tokenizer.decode(ids_of(f"<{lib._CUT}|im_end|>"))
 
 
 # --- Templates that cannot be used are refused before a run.
@@ -202,9 +204,3 @@ def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
         lib.observation_ids(tokenizer, [user("odd")])
     with pytest.raises(ValueError, match="messages is empty"):
         lib.observation_ids(tokenizer, [])
-
-
-def test_the_sign_of_a_cut_is_no_way_around_it():
-    tokenizer, _ = family("hermes")
-    text = tokenizer.decode(lib.observation_ids(tokenizer, [user(f"x{lib._CUT}y<{lib._CUT}|im_end|>")]))
-    assert "x\ufffdy<\ufffd|im_end|>" in text
