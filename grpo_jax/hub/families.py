@@ -1,8 +1,6 @@
-"""The table of model families: what each architecture of Hugging Face sets in the one decoder.
+"""The table of model families: the `TransformerConfig` of each architecture of Hugging Face.
 
-Two questions are answered here, both without touching a file: which `TransformerConfig` a config.json means
-(`read_config`), and which tensor of a checkpoint holds which parameters (`tensor_plan`). A new family is one row of
-`FAMILIES`, and, if it brings a new idea, one switch in the decoder.
+A new family is one row of `FAMILIES`, and for a new idea one switch in the decoder.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import dataclasses
 from grpo_jax.hub.hybrid import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, mixture, qwen_experts
 from grpo_jax.hub.keys import (
     REQUIRED,
-    SEEING,
+    VISION_MODELS,
     Family,
     Fields,
     Keys,
@@ -52,7 +50,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _gemma(keys: Keys) -> Fields:
-    """Fields that both Gemmas share: sandwich norms around zero, scaled embeddings, a query scale of its own."""
+    """Return the fields of Gemma 2 and 3: sandwich norms around zero, scaled embeddings, their own query scale."""
     return {
         **biases_of(keys),
         "norms": "sandwich",
@@ -253,14 +251,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Json) -> Family:
-    """The row of `FAMILIES` for a config.json, or for the language model in it.
-
-    An architecture without a row is an error that lists those with one.
-    """
+    """Return the row of `FAMILIES` for a config.json, or for the text model in it; ValueError if there is none."""
     raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
-        supported = ", ".join((*FAMILIES, *SEEING))
+        supported = ", ".join((*FAMILIES, *VISION_MODELS))
         raise ValueError(f"config key 'architectures' is {names}, which is not supported; supported: {supported}.")
     return FAMILIES[names[0]]
 

@@ -9,7 +9,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +57,7 @@ def reading(what: Path | str) -> Iterator[None]:
         raise ValueError(f"{what}: {error if isinstance(error, ValueError) else missing}") from error
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Json | None:
     """Return the JSON object in a file; None if there is no such file."""
     if not path.is_file():
         return None
@@ -115,9 +114,9 @@ class StoredTensor:
     def rows(self, first: int, count: int) -> np.ndarray:
         """Return rows first..first+count-1."""
         width = math.prod(self.shape[1:])
-        return self.read(first * width, count * width).reshape(count, *self.shape[1:])
+        return self.read(first * width, count * width).reshape((count, *self.shape[1:]))
 
-    def reshaped(self, *shape: int) -> StoredTensor:
+    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
         """Return the same numbers in another shape."""
         return dataclasses.replace(self, shape=shape)
 

@@ -263,7 +263,7 @@ def _in_order(tensor: Tensor, files: list[StoredTensor], row: Architecture, conf
     if ".experts." in name:
         return _of_experts(name, files)
     if math.prod(file.shape) == math.prod(shape) and file.shape[-1] in shape[-1:]:  # axes of length 1
-        file = file.reshaped(*shape)
+        file = file.reshaped(shape)
     if row.pairs and (found := re.search(r"\.(q|k)_proj\.", name)):
         heads = config.num_heads if found[1] == "q" else config.num_kv_heads
         # Hugging Face's heads have the first of every pair of rotary dimensions before the second.
@@ -280,7 +280,7 @@ def _of_experts(name: str, files: list[StoredTensor]) -> StoredTensor:
     file = files[0]
     if (found := re.search(r"\.experts\.(\d+)\.", name)) and len(file.shape) == 3:
         (experts, height, width), expert = file.shape, int(found[1])
-        whole = file.reshaped(experts * height, width)
+        whole = file.reshaped((experts * height, width))
         return computed(file.file, (height, width), lambda first, count: whole.rows(expert * height + first, count))
     if len(files) == 1 and not name.endswith(".mlp.experts.down_proj"):  # of gpt-oss
         return file
@@ -290,7 +290,7 @@ def _of_experts(name: str, files: list[StoredTensor]) -> StoredTensor:
     def rows(first: int, count: int) -> np.ndarray:
         parts = [part.rows(first, count) for part in files]
         parts = [part.swapaxes(1, 2) if part.ndim == 3 else part for part in parts]
-        return np.stack(parts, axis=-1).reshape(count, *turned[1:])  # gate and up alternate on the last axis
+        return np.stack(parts, axis=-1).reshape((count, *turned[1:]))  # gate and up alternate on the last axis
 
     return computed(file.file, turned, rows)
 

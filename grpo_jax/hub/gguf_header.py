@@ -49,7 +49,7 @@ class Header:
 
     def read(self, keys: Mapping[str, str | tuple[str, object]]) -> Json:
         """Return the values of config keys, given the GGUF key of each, or its GGUF key and the default."""
-        return {name: self[at] if isinstance(at, str) else self.get(*at) for name, at in keys.items()}
+        return {name: self[at] if isinstance(at, str) else self.get(at[0], at[1]) for name, at in keys.items()}
 
     @property
     def head_dim(self) -> int:
@@ -115,7 +115,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     row = ARCHITECTURES[name]
     check_sizes({"num_hidden_layers": header["block_count"]}, header.shapes)
     ids = {key: header.fields.get(f"tokenizer.ggml.{each}_token_id") for key, each in _IDS.items()}
-    raw: dict[str, Any] = {
+    raw: Json = {
         "architectures": [row.family],
         "vocab_size": header.shapes["token_embd.weight"][0],  # may exceed the number of tokens
         **header.read(_COMMON),
@@ -130,7 +130,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
         **header.read(row.keys),
     }
     if row.more is not None:
-        raw |= row.more(header, raw)
+        raw = {**raw, **row.more(header, raw)}
     header.check_all_read()
     check_sizes(raw, header.shapes)
     return row, {**raw, "model_type": FAMILIES[raw["architectures"][0]].model_type}

@@ -35,7 +35,7 @@ from grpo_jax.hub.files import (
     write_json,
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
-from grpo_jax.hub.keys import sees, text_config
+from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.hub.policy import files_of, quiet_import, state_of
 from grpo_jax.hub.quantize import (
     Nf4Tensor,
@@ -132,7 +132,7 @@ def from_pretrained(
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
-    extra = check_tensors(path, plan, stored, tied=tied, seeing=sees(raw), spare=spare)
+    extra = check_tensors(path, plan, stored, tied=tied, vision=has_vision(raw), spare=spare)
     return Policy(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
@@ -282,7 +282,7 @@ def _check_plain(policy: Policy) -> None:
             "policy.params are quantized, and checkpoints are written plain: train adapters by `add_lora`, and write"
             " them by `save_lora`, or all weights after `merge_lora(policy)`."
         )
-    if sees(policy.config) and not policy.extra_tensors:
+    if has_vision(policy.config) and not policy.extra_tensors:
         raise ValueError("policy.extra_tensors is empty: load a vision-language model by `from_pretrained`.")
 
 
@@ -385,12 +385,12 @@ def _with_head(
     prefixes = ("model.", *(model for model, _ in LAYOUTS))
     tables = [stored[name] for prefix in prefixes if (name := f"{prefix}embed_tokens.weight") in stored]
     tied = config.tie_word_embeddings
-    if sees(raw):
+    if has_vision(raw):
         stated = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
         tied = next((x for x in stated if x is not None), not heads)
     if tied and heads and tables:
         tied = same_weights(heads[0], tables[0])
-    if sees(raw) or tied != config.tie_word_embeddings:
+    if has_vision(raw) or tied != config.tie_word_embeddings:
         older = raw.keys() & {"tie_embedding"}  # of LFM2
         raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
     return raw, dataclasses.replace(config, tie_word_embeddings=tied)

@@ -9,17 +9,17 @@ from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
-"""Names of `layer_types` in a config.json, and ours."""
+"""Names of `layer_types` in a config.json, and the decoder's."""
 
 
 def hybrid(keys: Keys) -> Fields:
-    """Fields that Qwen3.5 and Qwen3-Next share: delta nets between layers of gated attention, norms around zero."""
+    """Return the fields of Qwen3.5 and Qwen3-Next: delta nets and gated attention, norms around zero."""
     layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
     return {**biases_of(keys), **layers, "qk_norm": "head", "norm_offset": 1.0}
 
 
 def lfm2(keys: Keys) -> Fields:
-    """Gated short convolutions between layers of attention, and an MLP whose width is worked out from the config."""
+    """Return the fields of LFM2: gated short convolutions and attention, and an MLP of adjusted width."""
     layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
     if not isinstance(kernel, int) or kernel < 2:
         raise keys.refuse("conv_L_cache", kernel, "an int ≥ 2")
@@ -37,7 +37,7 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Width of LFM2's MLP: two thirds of what the config says, times a factor, up to the next multiple."""
+    """Return the width of LFM2's MLP: two thirds of the config's, times a factor, rounded up to a multiple."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size
@@ -47,14 +47,14 @@ def _adjusted_size(keys: Keys) -> int:
 
 
 def full_attention_last(keys: Keys) -> tuple[str, ...]:
-    """The mixer of each layer: `layer_types` if the config lists them, else attention in each n-th layer."""
+    """Return the mixer of each layer: by `layer_types` if the config has them, else attention in every n-th layer."""
     every = keys["full_attention_interval"]
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
     return _mixers(keys, types, "linear_attention")
 
 
 def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
-    """The mixer of each layer: by `layer_types` if the config lists them, else by `types`."""
+    """Return the mixer of each layer: by `layer_types` if the config has them, else by `types`."""
     types, known = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
     if len(types) != keys["num_hidden_layers"] or set(types) - set(known):
         raise keys.refuse("layer_types", types, f"one of {', '.join(map(repr, known))} for each layer")
@@ -62,7 +62,7 @@ def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
 
 
 def delta_nets(keys: Keys) -> DeltaShape:
-    """The shape of a config's gated delta nets."""
+    """Return the shape of the gated delta nets."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {name: keys[f"linear_{name}"] for name in names}
     for name, size in sizes.items():
@@ -71,15 +71,15 @@ def delta_nets(keys: Keys) -> DeltaShape:
     heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
     if values % heads:
         raise keys.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {heads}")
-    widths = sizes["key_head_dim"], sizes["value_head_dim"], sizes["conv_kernel_dim"]
-    return DeltaShape(heads, values, *widths, keys.architecture == "Qwen3NextForCausalLM")
+    key, value, kernel = sizes["key_head_dim"], sizes["value_head_dim"], sizes["conv_kernel_dim"]
+    return DeltaShape(heads, values, key, value, kernel, keys.architecture == "Qwen3NextForCausalLM")
 
 
 def gemma4(keys: Keys) -> Fields:
-    """The fields in which the family differs from Llama."""
+    """Return the fields of Gemma 4."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
-    windows = (*windows[:-1], None)  # transformers makes the last layer one of full attention
+    windows = (*windows[:-1], None)  # in transformers the last layer always has full attention
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0
     if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
@@ -107,7 +107,7 @@ def gemma4(keys: Keys) -> Fields:
 
 
 def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
-    """How many layers are over the keys and values of an earlier one."""
+    """Return the number of layers that use the keys and values of an earlier layer."""
     shared, layers = keys["num_kv_shared_layers"], keys["num_hidden_layers"]
     if not isinstance(shared, int) or not 0 <= shared < layers:
         raise keys.refuse("num_kv_shared_layers", shared, f"0 to num_hidden_layers − 1 = {layers - 1}")
@@ -117,7 +117,7 @@ def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
 
 
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """Key heads, and the width of a head, of the layers of full attention."""
+    """Return the number of key heads and their width in the layers with full attention."""
     heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
     per_layer = keys["per_layer_config"]
     if per_layer is None:

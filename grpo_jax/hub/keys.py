@@ -195,7 +195,7 @@ def two_ropes(keys: Keys, local_theta: float) -> Fields:
     }
 
 
-SEEING: dict[str, tuple[dict[str, str], Json]] = {
+VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, {"model_type": "gemma3_text",
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "max_position_embeddings": 131072}),
@@ -216,17 +216,17 @@ SEEING: dict[str, tuple[dict[str, str], Json]] = {
 Only the text model is loaded; all other tensors of the checkpoint are copied into an export."""
 
 
-def sees(raw: Json) -> bool:
+def has_vision(raw: Json) -> bool:
     """Whether a config.json describes a vision-language model."""
     names = raw.get("architectures") or []
-    return len(names) == 1 and names[0] in SEEING
+    return len(names) == 1 and names[0] in VISION_MODELS
 
 
 def text_config(raw: Json) -> Json:
     """Return the config of the text model: `text_config` of a vision-language model, else the config itself."""
-    if not sees(raw):
+    if not has_vision(raw):
         return raw
-    architectures, defaults = SEEING[raw["architectures"][0]]
+    architectures, defaults = VISION_MODELS[raw["architectures"][0]]
     inner = {**defaults, **(raw.get("text_config") or {})}
     if inner["model_type"] not in architectures:
         supported = ", ".join(map(repr, architectures))

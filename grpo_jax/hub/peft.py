@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapte
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
+from grpo_jax.types import Json
 
 
 def add_lora(
@@ -132,7 +133,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     model = _lora_model(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    adapters: dict[tuple[str, ...], dict[str, Any]] = {}  # path of the projection: its "a" and "b"
+    adapters: dict[tuple[str, ...], dict[str, jax.Array]] = {}  # path of the projection: its "a" and "b"
     for path, leaf in flatten_dict(policy.params).items():
         adapters.setdefault(path[:-1], {})[path[-1]] = leaf
     tensors: dict[str, np.ndarray] = {}
@@ -231,7 +232,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
     check_read(stored)
-    adapters: dict[tuple[str, ...], Any] = {}
+    adapters: dict[tuple[str, ...], jax.Array] = {}
     for tensor in tensor_plan(policy.config, policy.model.config):
         module = tensor.name.removesuffix(".weight")
         names = [f"base_model.model.{module}.lora_{side}.weight" for side in "AB"]
@@ -262,7 +263,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     return policy.replace(model=model, params=unflatten_dict(adapters))
 
 
-def _check_supported(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Json) -> None:
     """Raise ValueError for a PEFT config of other than plain low-rank adapters."""
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
-from grpo_jax.hub.keys import sees, text_config
+from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
@@ -55,7 +55,7 @@ def init_policy(
       >>> policy.eos_token_ids, policy.config["model_type"]
       ((3,), 'qwen3')
     """
-    if sees(config):
+    if has_vision(config):
         inner = text_config(config)["architectures"]
         raise ValueError(
             f"config key 'architectures' is {config['architectures']}; only its text model {inner} is made."

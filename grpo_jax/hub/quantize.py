@@ -325,9 +325,9 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
     weight = value(four bits) · 2^(scale − 127)
     """
-    pairs = _PAIRS[blocks].reshape(*scales.shape, -1)
+    pairs = _PAIRS[blocks].reshape((*scales.shape, -1))
     weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
-    return weights.astype(jnp.bfloat16).reshape(*scales.shape[:-1], -1)
+    return weights.astype(jnp.bfloat16).reshape((*scales.shape[:-1], -1))
 
 
 def without_mxfp4(raw: Json) -> Json:

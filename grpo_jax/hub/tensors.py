@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.families import family_of
-from grpo_jax.hub.keys import sees
+from grpo_jax.hub.keys import has_vision
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
@@ -141,7 +141,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     for name, members in groups.items():
         parts = tuple(members[i] for i in sorted(members))
         plan.append(Tensor(name, _stored_shape(parts, stacked=stacked), parts))
-    if not sees(raw):
+    if not has_vision(raw):
         return tuple(plan)
     model, head = LAYOUTS[layout]
     for i, tensor in enumerate(plan):

@@ -115,18 +115,18 @@ def check_tensors(
     stored: Mapping[str, StoredTensor | Nf4Tensor],
     *,
     tied: bool,
-    seeing: bool,
+    vision: bool,
     spare: tuple[str, ...] = (),
 ) -> list[str]:
     """Compare a checkpoint's tensors with the plan; return the names of the tensors outside the language model.
 
-    `tied`: the head is the embedding. `seeing`: the language model is part of a vision-language model. `spare`: regular
+    `tied`: the head is the embedding. `vision`: the language model is part of a vision-language model. `spare`: regular
     expressions of tensors of the language model that are not read.
     """
     wanted = {tensor.name: tensor.shape for tensor in plan}
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
     unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # old files hold the frequencies
-    inside = {name for name in stored if not seeing or name.startswith(LAYOUTS[layout_of(stored)])}
+    inside = {name for name in stored if not vision or name.startswith(LAYOUTS[layout_of(stored)])}
     left = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in spare)}
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in left]
     problems = {
@@ -151,7 +151,7 @@ def same_weights(a: StoredTensor | Nf4Tensor, b: StoredTensor | Nf4Tensor) -> bo
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
     spans = [(start, min(step, a.shape[0] - start)) for start in range(0, a.shape[0], step)]
-    return all(np.array_equal(a.rows(*span), b.rows(*span)) for span in spans)
+    return all(np.array_equal(a.rows(first, count), b.rows(first, count)) for first, count in spans)
 
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:

@@ -63,7 +63,8 @@ def reward_inputs(
     """
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
     ids = completion_token_ids(tokens, mask)
-    before = [before_of(tokenizer, *pair) for pair in zip(prompts, prompt_ids or [()] * len(prompts), strict=True)]
+    starts = prompt_ids or [()] * len(prompts)
+    before = [before_of(tokenizer, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
     decoded = tokenizer.batch_decode(
         [[*before[i // group].tokens, *completion] for i, completion in enumerate(ids)], skip_special_tokens=True
     )

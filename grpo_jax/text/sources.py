@@ -106,14 +106,14 @@ def is_stream(dataset: object) -> bool:
     return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
 
 
-def _read_name(name: str | os.PathLike[str], argument: str) -> list[Any]:
+def _read_name(name: str | os.PathLike[str], argument: str) -> list[object]:
     """Read a file, or the split "train" of a dataset on the hub."""
     if isinstance(name, str) and is_hub_name(name) and not os.path.exists(name):
         return list(_hub_dataset(name, None, "train", argument))
     return _read_file(Path(name), argument)
 
 
-def _read_described(source: Json, argument: str) -> list[Any]:
+def _read_described(source: Json, argument: str) -> list[object]:
     """Read the first `rows` of a `path`, or of the `split` of the hub's dataset `name` in its `config`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
@@ -155,7 +155,7 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     return found
 
 
-def _read_file(path: Path, argument: str) -> list[Any]:
+def _read_file(path: Path, argument: str) -> list[object]:
     """Read the rows of a file by its suffix: .csv, .parquet, and any other as JSONL."""
     if not path.is_file():
         what = "a directory" if path.is_dir() else "not a file"
@@ -195,11 +195,11 @@ def _read_lines(path: Path, argument: str) -> Iterator[str]:
                 ) from error
 
 
-def _read_csv(path: Path, argument: str) -> list[dict[str, str]]:
+def _read_csv(path: Path, argument: str) -> list[object]:
     """Read the rows of a CSV file."""
     lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # which may end in \r alone
     reader = csv.DictReader(lines)
-    rows = []
+    rows: list[object] = []
     try:
         for row in reader:
             if None in row:
@@ -210,9 +210,9 @@ def _read_csv(path: Path, argument: str) -> list[dict[str, str]]:
     return rows
 
 
-def _read_jsonl(path: Path, argument: str) -> list[Json]:
+def _read_jsonl(path: Path, argument: str) -> list[object]:
     """Read one JSON object from each non-empty line."""
-    rows: list[Json] = []
+    rows: list[object] = []
     for number, line in enumerate(_read_lines(path, argument), start=1):
         if not line.strip():
             continue

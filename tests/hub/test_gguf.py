@@ -68,7 +68,7 @@ def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
     tensor = file_tensor(tmp_path / "blocks", entry)
     whole = gguf.quants.dequantize(data.reshape(24, -1), kind).reshape(4, 6, 512)
     np.testing.assert_array_equal(tensor.rows(1, 2), whole[1:3])
-    np.testing.assert_array_equal(tensor.reshaped(24, 512).rows(7, 11), whole.reshape(24, 512)[7:18])
+    np.testing.assert_array_equal(tensor.reshaped((24, 512)).rows(7, 11), whole.reshape(24, 512)[7:18])
 
 
 def mixed_lines(count=300):

@@ -24,7 +24,7 @@ from test_families import (
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.files import stored_tensors
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.keys import SEEING
+from grpo_jax.hub.keys import VISION_MODELS
 from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import LAYOUTS, tensor_plan
@@ -161,7 +161,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
 
 @pytest.mark.quick
 def test_what_cannot_be_is_named(tmp_path):
-    assert {architecture for architecture, _ in TEXT.values()} == set(SEEING), "each has its case"
+    assert {architecture for architecture, _ in TEXT.values()} == set(VISION_MODELS), "each has its case"
     raw = raw_of("gemma3")
     with pytest.raises(ValueError, match=r"'text_config.model_type' is 'llama'.*'gemma3_text'"):
         read_config({**raw, "text_config": {**raw["text_config"], "model_type": "llama"}})
