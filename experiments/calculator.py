@@ -42,7 +42,7 @@ from grpo_jax import GRPOConfig, Policy, add_lora, evaluate, from_pretrained, in
 from grpo_jax import train as train_grpo
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text.calls import tool_message
-from grpo_jax.text.templates import observation_ids
+from grpo_jax.text.templates import ChatTemplate
 
 STORIES = (
     ("Ann has {a} boxes of {b} pens. How many pens?", "*"),
@@ -218,7 +218,8 @@ def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> l
         own = [False] * len(ids)
         for turn, result in taught(problem, draw):
             said = [*encode(turn), end]
-            heard = observation_ids(tokenizer, [tool_message("calculate", result)], tools=schemas) if result else []
+            template = ChatTemplate(tokenizer, tools=schemas)
+            heard = template.observation_ids([tool_message("calculate", result)]) if result else []
             ids, own = [*ids, *said, *heard], [*own, *[True] * len(said), *[False] * len(heard)]
         shown.append(lesson(ids, own))
     return shown

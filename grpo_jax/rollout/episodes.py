@@ -29,7 +29,7 @@ from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, e
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
 from grpo_jax.text.completions import Before, Texts, before_of, continuation
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.text.templates import observation_ids
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
 
 WORKERS = 64
@@ -229,14 +229,9 @@ class Episode:
             return range(room + 1)
         if isinstance(observation, str):
             return self._texts.encode(observation)
-        return observation_ids(
-            self._interaction.tokenizer,
-            observation,
-            chat_template_kwargs=self._interaction.template_kwargs,
-            tools=schemas_of(self.tools),
-            eos_token_ids=self._interaction.eos_token_ids,
-            drawn=drawn,
-        )
+        tokenizer, ends = self._interaction.tokenizer, self._interaction.eos_token_ids
+        template = ChatTemplate(tokenizer, self._interaction.template_kwargs, schemas_of(self.tools), ends)
+        return template.observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Return what a function of the environment returns; an error ends the run, or the episode by `_Failed`."""

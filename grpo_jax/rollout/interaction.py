@@ -16,7 +16,7 @@ from grpo_jax.text.calls import Format, call_fault, hidden_ids
 from grpo_jax.text.formats import FORMATS, format_of
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.text.templates import check_template, opens_thinking, template_of
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")
@@ -134,8 +134,8 @@ def make_interaction(
     # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools have different ones.
     shown = [schemas_of({**functions, **of_rows}) for of_rows in own.values()] or [schemas_of(functions)]
     schemas = next((some for some in shown if some), None)
-    template = template_of(tokenizer, chat_template_kwargs=kwargs, tools=schemas) if talks else None
-    form = format_of(template) if called else None
+    template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
+    form = format_of(template.source) if called and talks else None
     if called and talks and form is None:
         problems.append(
             "the chat template of policy.tokenizer writes no tool calls in a known form"
@@ -145,7 +145,7 @@ def make_interaction(
         speaks = any(hasattr(environment, "respond") for environment in made.values())
         roles = ["tool"] * called + ["user"] * speaks
         for tools_of_rows in shown:
-            problems += _template_problems(tokenizer, form, tools_of_rows, kwargs, eos_token_ids, roles)
+            problems += _template_problems(ChatTemplate(tokenizer, kwargs, tools_of_rows, eos_token_ids), form, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
     return Interaction(
         tokenizer=tokenizer,
@@ -155,7 +155,7 @@ def make_interaction(
         tools=functions,
         format=form,
         hidden=None if form is None else hidden_ids(tokenizer, form),
-        thinking=talks and opens_thinking(tokenizer, chat_template_kwargs=kwargs, tools=schemas),
+        thinking=talks and template.opens_thinking,
         template_kwargs=kwargs,
         eos_token_ids=tuple(eos_token_ids),
         most_calls=most_calls,
@@ -165,24 +165,11 @@ def make_interaction(
     )
 
 
-def _template_problems(
-    tokenizer: Tokenizer,
-    form: Format | None,
-    tools: list[Json] | None,
-    chat_template_kwargs: Json,
-    eos_token_ids: Sequence[int],
-    roles: Sequence[str],
-) -> list[str]:
-    """Return problems of a chat template with messages of these roles and calls of these tools."""
+def _template_problems(template: ChatTemplate, form: Format | None, roles: Sequence[str]) -> list[str]:
+    """Return problems of a chat template with messages of these roles and calls of its tools."""
     try:
-        check_template(
-            tokenizer, roles=roles, chat_template_kwargs=chat_template_kwargs, tools=tools, eos_token_ids=eos_token_ids
-        )
-        if form is None or not tools:
-            return []
-        fault = call_fault(
-            tokenizer, form, tools, chat_template_kwargs=chat_template_kwargs, eos_token_ids=eos_token_ids
-        )
+        template.check(roles)
+        fault = call_fault(template, form) if form is not None and template.tools else ""
         return [fault] if fault else []
     except ValueError as error:
         return [str(error)]

@@ -19,7 +19,7 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.run.placement import shape_of, vocab_size
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.text.templates import closing_token
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Json, Messages, Params, RewardFn, Row, Tokenizer
 
 _THINK = "<think>"
@@ -132,7 +132,7 @@ def _endless(
     """Warns where no learned token ends a turn, or where the chat template ends turns with a token that does not."""
     stops, token, foreign = {*policy.eos_token_ids, *ends.stop_token_ids}, None, None
     if _messages_in(data.rows[0]):
-        token = closing_token(policy.tokenizer, stops, chat_template_kwargs=template_kwargs)
+        token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
     if token is not None:
         name = policy.tokenizer.decode([token])
         foreign = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.completions import special_tokens
-from grpo_jax.text.templates import opens_thinking, turn_of
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MOST_LEVELS = 100
@@ -205,40 +205,25 @@ def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[in
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 
-def call_fault(
-    tokenizer: Tokenizer,
-    form: Format,
-    tools: Sequence[Json],
-    *,
-    eos_token_ids: Collection[int],
-    chat_template_kwargs: Json | None = None,
-) -> str:
-    """Return why a call that the chat template writes is not parsed back from its tokens; "" if it is.
-
-    Args:
-      tokenizer: with the chat template.
-      form: the format of the template's calls.
-      tools: schemas, at least one; the first is called, with all of its arguments.
-      eos_token_ids: tokens that end the turn.
-      chat_template_kwargs: further keywords for the chat template.
-    """
+def call_fault(template: ChatTemplate, form: Format) -> str:
+    """Return why a call of the first tool, as the template writes it, is not parsed from its tokens; "" if it is."""
+    tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
     call = ToolCall(function["name"], {name: _example(schema) for name, schema in properties.items()})
     schemas = {tool["function"]["name"]: tool for tool in tools}
-    opened = opens_thinking(tokenizer, chat_template_kwargs=chat_template_kwargs, tools=tools)
     faults = []
     for arguments in (call.arguments, json.dumps(call.arguments)):  # templates take a dict, or text
         message = assistant_message(Parsed("", (ToolCall(call.name, arguments),)))
         try:
-            written, whole = turn_of(tokenizer, message, chat_template_kwargs=chat_template_kwargs, tools=tools)
+            written, whole = template.turn_of(message)
         except ValueError as error:
             faults.append(f"the chat template cannot write a call: {error}")
             continue
         ids = np.array(tokenizer(text=written, add_special_tokens=False)["input_ids"], np.int32)
-        ends = np.flatnonzero(np.isin(ids, list(eos_token_ids)))
+        ends = np.flatnonzero(np.isin(ids, template.eos_token_ids))
         text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, form, hidden_ids(tokenizer, form))
-        parsed = form.parse(text, schemas=schemas, thinking=opened and whole)
+        parsed = form.parse(text, schemas=schemas, thinking=whole and template.opens_thinking)
         if [(one.name, json_value(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
             return ""
         found = f"no call ({parsed.problems[0]})" if parsed.problems else "no call"

@@ -37,7 +37,7 @@ from grpo_jax.text.rows import (
     messages_fault,
 )
 from grpo_jax.text.sources import Dataset
-from grpo_jax.text.templates import opening_token
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
@@ -331,7 +331,7 @@ def _learn_openings(
     if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last turn
         return
     role = "tool" if last.get("tool_calls") else "user"
-    end = opening_token(tokenizer, role, chat_template_kwargs=keywords, eos_token_ids=eos_token_ids)
+    end = ChatTemplate(tokenizer, keywords, eos_token_ids=eos_token_ids).opening_token(role)
     if end is None:
         return
     for i in range(len(ids) - 1):

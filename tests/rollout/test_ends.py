@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.text.completions import special_tokens, token_bytes
-from grpo_jax.text.templates import observation_ids
+from grpo_jax.text.templates import ChatTemplate
 
 pytestmark = pytest.mark.quick
 
@@ -73,10 +73,11 @@ def test_behind_a_turn_without_an_eos_the_observation_has_it(name):
     """As the template writes it: the next turn begins as it always does."""
     tokenizer, ends = family(name)
     said = [{"role": "user", "content": "and then?"}]
-    usual = observation_ids(tokenizer, said, eos_token_ids=ends, drawn=ends[0])
-    assert usual == observation_ids(tokenizer, said, eos_token_ids=ends)
+    template = ChatTemplate(tokenizer, eos_token_ids=ends)
+    usual = template.observation_ids(said, drawn=ends[0])
+    assert usual == template.observation_ids(said)
     letter = ids_of(tokenizer, "x")[-1]
-    closed = observation_ids(tokenizer, said, eos_token_ids=ends, drawn=letter)
+    closed = template.observation_ids(said, drawn=letter)
     assert closed[-len(usual) :] == usual
     assert len(closed) == len(usual) + 1
     assert closed[0] in ends

@@ -12,7 +12,7 @@ from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import calls as lib
 from grpo_jax.text.formats import FORMATS
-from grpo_jax.text.templates import turn_of
+from grpo_jax.text.templates import ChatTemplate
 
 pytestmark = pytest.mark.quick
 
@@ -58,11 +58,10 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
     right form are told to the policy.
     """
     tokenizer, ends = family(name)
-    given = {"eos_token_ids": ends, "chat_template_kwargs": kwargs}
-    assert lib.call_fault(tokenizer, FORMATS[name], schemas(tool), **given) == ""
+    assert lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(tool), ends), FORMATS[name]) == ""
     assert lib.hidden_ids(tokenizer, FORMATS[name]) is None
     for other in FORMATS.keys() - {name}:
-        assert "no call" in lib.call_fault(tokenizer, FORMATS[other], schemas(add), **given), other
+        assert "no call" in lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(add), ends), FORMATS[other]), other
 
 
 def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
@@ -76,15 +75,18 @@ def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
 def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():
     written = "{{ call.function.arguments | tojson }}"
     assert written in HERMES
-    how = {"eos_token_ids": tokenizer_of(HERMES).convert_tokens_to_ids(["<|im_end|>"])}
+    ends = tokenizer_of(HERMES).convert_tokens_to_ids(["<|im_end|>"])
+    fault_of = lambda tokenizer, tool: lib.call_fault(
+        ChatTemplate(tokenizer, None, schemas(tool), ends), FORMATS["hermes"]
+    )
     as_text = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments }}"))  # of a dict, this is no JSON
-    assert lib.call_fault(as_text, FORMATS["hermes"], schemas(add), **how) == ""
+    assert fault_of(as_text, add) == ""
     escaped = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments | tojson | replace('3', '4') }}"))
-    fault = lib.call_fault(escaped, FORMATS["hermes"], schemas(add), **how)
+    fault = fault_of(escaped, add)
     assert "is add with {'a': 4, 'b': 4}:" in fault
     lossy = tokenizer_of(HERMES)
     lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
-    fault = lib.call_fault(lossy, FORMATS["hermes"], schemas(everything), **how)
+    fault = fault_of(lossy, everything)
     assert "'text': 'Xw5'" in fault
     assert "'text': 'xw5'" in fault
 
@@ -97,7 +99,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
     (end,) = tokenizer.convert_tokens_to_ids([eos])
     interaction = make_interaction(tokenizer, (end,), [CHAT], tools=[add])
-    text, _ = turn_of(tokenizer, CALL, tools=schemas(add))
+    text, _ = ChatTemplate(tokenizer, tools=schemas(add)).turn_of(CALL)
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
@@ -116,4 +118,5 @@ def test_a_call_comes_back_where_the_prompt_opens_a_thought_that_past_turns_lack
             "if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'"
         )
     )
-    assert lib.call_fault(tokenizer, FORMATS["hermes"], schemas(add), eos_token_ids=[tokenizer.eos_token_id]) == ""
+    template = ChatTemplate(tokenizer, None, schemas(add), [tokenizer.eos_token_id])
+    assert lib.call_fault(template, FORMATS["hermes"]) == ""

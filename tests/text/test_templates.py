@@ -8,6 +8,7 @@ from chat_families import CALL, FAMILIES, GLM, HERMES, PLAIN, SPECIAL, add, fami
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import templates as lib
 from grpo_jax.text.calls import tool_message
+from grpo_jax.text.templates import ChatTemplate
 
 pytestmark = pytest.mark.quick
 
@@ -42,7 +43,7 @@ def test_an_answer_continues_the_conversation(name, answer):
     # The turn up to its EOS, as the policy draws it; what was rendered before it is the same in both.
     closed = render(tokenizer, conversation[:2], opened=False).rstrip("\n")
     assert whole.startswith(closed)
-    ids = lib.observation_ids(tokenizer, conversation[2:], tools=TOOLS, eos_token_ids=ends)
+    ids = ChatTemplate(tokenizer, None, TOOLS, ends).observation_ids(conversation[2:])
     assert encode(tokenizer, closed)[-1] in ends
     assert encode(tokenizer, closed) + ids == encode(tokenizer, whole)
 
@@ -57,19 +58,19 @@ def test_a_user_continues_the_conversation(name, reply):
     # In gpt-oss the policy draws <|return|>, for which templates write <|end|> in a turn of the past.
     closing = "<|end|>" if name == "harmony" else tokenizer.decode(ends)
     assert whole[at:].startswith(closing)
-    ids = lib.observation_ids(tokenizer, conversation[2:], eos_token_ids=ends)
+    ids = ChatTemplate(tokenizer, eos_token_ids=ends).observation_ids(conversation[2:])
     assert encode(tokenizer, whole[: at + len(closing)]) + ids == encode(tokenizer, whole)
     assert tokenizer.decode(ids) == whole[at + len(closing) :]
 
 
 def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
     tokenizer, _ = family("hermes")
-    ids = lib.observation_ids(tokenizer, [user("x")], chat_template_kwargs={"enable_thinking": False})
+    ids = ChatTemplate(tokenizer, {"enable_thinking": False}).observation_ids([user("x")])
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert not tokenizer.decode(lib.observation_ids(tokenizer, [user("x")])).endswith("</think>\n\n")
+    assert not tokenizer.decode(ChatTemplate(tokenizer).observation_ids([user("x")])).endswith("</think>\n\n")
     tokenizer, ends = family("harmony")
     for name in ("add", "look"):
-        text = tokenizer.decode(lib.observation_ids(tokenizer, [tool_message(name, "3")], eos_token_ids=ends))
+        text = tokenizer.decode(ChatTemplate(tokenizer, eos_token_ids=ends).observation_ids([tool_message(name, "3")]))
         assert text.startswith(f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"3"<|end|>')
 
 
@@ -81,10 +82,11 @@ def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role)
     conversation = [USER, {"role": "assistant", "content": "32"}, says]
     whole = encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     before = encode(tokenizer, tokenizer.apply_chat_template(conversation[:2], tokenize=False))
-    lib.check_template(tokenizer, roles=(role,), eos_token_ids=ends)
+    template = ChatTemplate(tokenizer, eos_token_ids=ends)
+    template.check((role,))
     opening = ends[1] if role == "tool" else ends[0]
     for drawn in (None, *ends):
-        ids = lib.observation_ids(tokenizer, [says], eos_token_ids=ends, drawn=drawn)
+        ids = template.observation_ids([says], drawn=drawn)
         if drawn in (None, opening):
             assert [*before, opening, *ids] == whole
         else:  # another EOS ended the turn: what opens the next one is told
@@ -100,7 +102,7 @@ def test_a_token_that_swallows_what_follows_it_is_encoded_as_in_the_conversation
     tokenizer.chat_template = PLAIN.replace("<|im_end|>", "<|over|>")
     conversation = [USER, {"role": "assistant", "content": "32"}, user("higher")]
     closed = render(tokenizer, conversation[:2], opened=False).rstrip("\n")
-    ids = lib.observation_ids(tokenizer, conversation[2:])
+    ids = ChatTemplate(tokenizer).observation_ids(conversation[2:])
     assert encode(tokenizer, closed) + ids == encode(tokenizer, render(tokenizer, conversation))
 
 
@@ -115,7 +117,7 @@ def test_special_tokens_in_a_message_are_text(name, role):
 
     def ids_of(text):
         message = tool_message("add", text) if role == "tool" else user(text)
-        return lib.observation_ids(tokenizer, [message], eos_token_ids=ends)
+        return ChatTemplate(tokenizer, eos_token_ids=ends).observation_ids([message])
 
     special = set(tokenizer.all_special_ids) | set(tokenizer.convert_tokens_to_ids(SPECIAL))
     plain, attacked = ids_of("harmless"), ids_of(hostile)
@@ -159,48 +161,46 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 )
 def test_templates_that_cannot_be_used_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
-        lib.check_template(tokenizer_of(template), tools=TOOLS)
+        ChatTemplate(tokenizer_of(template), tools=TOOLS).check()
 
 
 def test_templates_are_asked_for_what_is_needed_of_them():
-    lib.check_template(tokenizer_of(chat()), tools=TOOLS)
-    lib.check_template(
-        tokenizer_of(chat("<|eot_id|>")),
-        roles=("user",),
-        eos_token_ids=[300, *encode(tokenizer_of(None), "<|eot_id|>")],
-    )
+    ChatTemplate(tokenizer_of(chat()), tools=TOOLS).check()
+    ends = [300, *encode(tokenizer_of(None), "<|eot_id|>")]
+    ChatTemplate(tokenizer_of(chat("<|eot_id|>")), eos_token_ids=ends).check(("user",))
     with pytest.raises(ValueError, match="has 2 errors"):
-        lib.check_template(tokenizer_of(chat("")), roles=("tool", "user"))
+        ChatTemplate(tokenizer_of(chat(""))).check(("tool", "user"))
     with pytest.raises(ValueError, match="the tokenizer has no EOS"):
-        lib.check_template(tokenizer_of(PLAIN, eos=None), roles=("user",))
+        ChatTemplate(tokenizer_of(PLAIN, eos=None)).check(("user",))
 
 
 def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
     strict = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
     alone = tokenizer_of(strict)
     with pytest.raises(ValueError, match="not iterable"):
-        lib.opens_thinking(alone)
+        print(ChatTemplate(alone).opens_thinking)
     named = tokenizer_of({"default": PLAIN, "tool_use": strict})
     for tokenizer, kwargs in ((alone, {}), (named, {}), (tokenizer_of(PLAIN), {"chat_template": strict})):
-        how = {"chat_template_kwargs": kwargs, "tools": TOOLS}
-        assert lib.template_of(tokenizer, **how) == strict
-        lib.check_template(tokenizer, **how)
-        assert not lib.opens_thinking(tokenizer, **how)
-        text = tokenizer.decode(lib.observation_ids(tokenizer, [tool_message("add", "3")], **how))
+        template = ChatTemplate(tokenizer, kwargs, TOOLS)
+        assert template.source == strict
+        template.check()
+        assert not template.opens_thinking
+        text = tokenizer.decode(template.observation_ids([tool_message("add", "3")]))
         assert text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert lib.template_of(named) == PLAIN
-    assert lib.template_of(tokenizer_of(None)) is None
+    assert ChatTemplate(named).source == PLAIN
+    assert ChatTemplate(tokenizer_of(None)).source is None
     with pytest.raises(ValueError, match=r"not have a chat template for this: .*multiple chat templates"):
-        lib.template_of(tokenizer_of({"tool_use": strict}))
+        print(ChatTemplate(tokenizer_of({"tool_use": strict})).source)
     with pytest.raises(ValueError, match="writes the same prompt with tools and without"):
-        lib.check_template(named, chat_template_kwargs={"chat_template": "default"}, tools=TOOLS)
+        ChatTemplate(named, {"chat_template": "default"}, TOOLS).check()
 
 
 def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
     ending = "{% if messages[-1].content == 'odd' %}..<|im_end|>{% else %}<|im_end|>{% endif %}"
     tokenizer = tokenizer_of(chat(ending))
-    assert tokenizer.decode(lib.observation_ids(tokenizer, [user("even")])).startswith("user: even")
+    template = ChatTemplate(tokenizer)
+    assert tokenizer.decode(template.observation_ids([user("even")])).startswith("user: even")
     with pytest.raises(ValueError, match=r"ends the turn before these messages with '\.\.<"):
-        lib.observation_ids(tokenizer, [user("odd")])
+        template.observation_ids([user("odd")])
     with pytest.raises(ValueError, match="messages is empty"):
-        lib.observation_ids(tokenizer, [])
+        template.observation_ids([])
