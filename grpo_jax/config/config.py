@@ -69,8 +69,8 @@ class GRPOConfig(Settings):
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Further token ids that end a turn, as an EOS does. Ours."""
     max_turn_length: Count | None = None
-    """Largest number of tokens of one turn. A longer turn is passed to the environment as it is so far, and counted in
-    the metric `turns/cut_short`; without tools and environments the completion is truncated there. None: bounded by
+    """Largest number of tokens of one turn. A turn that reaches it goes to the environment unfinished, and is counted in
+    the metric `turns/cut_short`; without tools and environments the completion is truncated. None: bounded by
     `max_completion_length` only. Ours."""
 
     # Batches (see `Sizes`).
@@ -169,7 +169,7 @@ class GRPOConfig(Settings):
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference; 0: no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator of the KL in the loss, see `kl`. TRL has k3 only."""
+    """Per-token estimator of the KL in the loss, see `kl_divergence`. TRL has k3 only."""
     use_bias_correction_kl: bool = True
     """Multiply the estimator by the ratio, which makes its gradient the gradient of KL(π‖ref), token by token, at
     any μ (DeepSeek-V3.2). Otherwise k3 has the gradient of KL(ref‖π) even at μ = 1, and is biased off-policy.
