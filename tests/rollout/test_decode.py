@@ -42,7 +42,7 @@ def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
     text = lower_call(call).compile().as_text()
     collectives = COLLECTIVE.findall(text)
     assert collectives or axes == {"data": 8}
-    assert not any("pred" in shapes for shapes in collectives), "who has ended is nobody's business at a step"
+    assert not any("pred" in shapes for shapes in collectives), "a step exchanges no predicates"
     of_the_head = {width // n for n in (1, 2, 4, 8)}
     for dims in (dims for shapes in collectives for dims in dimensions(shapes)):
         large = max(dims, default=0) >= V // 8
@@ -79,7 +79,7 @@ def stream_of(model, params, groups=4, width=2, slots=20):
     return prompts, keys, stream
 
 
-def test_a_refill_moves_nothing_in_the_cache_and_stands_where_the_stream_stood():
+def test_a_refill_leaves_the_cache_and_the_other_groups_in_place():
     model, params = tiny_model(layers=1)
     prompts, keys, stream = stream_of(model, params)
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))

@@ -94,7 +94,7 @@ def begun(interaction, row=ROW):
 # Environments that speak text ---------------------------------------------------------------------------------------
 
 
-def test_an_environment_is_told_each_turn_and_a_last_one_without_room_is_noted():
+def test_an_environment_receives_each_turn_and_a_cut_last_turn_is_recorded():
     interaction = interaction_of(Guess)
     tokenizer = interaction.tokenizer
     with Episodes(interaction, [ROW], 1, [0]) as episodes:
@@ -115,7 +115,7 @@ def test_an_environment_is_told_each_turn_and_a_last_one_without_room_is_noted()
     assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
-def test_a_turn_of_text_is_told_as_it_goes_on_behind_the_prompt_and_behind_what_was_said():
+def test_a_turn_is_decoded_after_the_prompt_and_the_observation():
     tokenizer = sentencepiece()
     rows = [{"prompt": "Once upon", "target": 7}]
     one, two, three = (ids(tokenizer, text) for text in ("a", "time", "there was"))
@@ -144,7 +144,7 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
 
 
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
-def test_turns_are_rewarded_by_what_stands_beside_the_answer(last, end):
+def test_respond_may_return_a_reward_of_the_turn(last, end):
     class Scored:
         def __init__(self):
             self.answers = iter([("go", 1), "go", [None, np.float32(2.0)]])  # a list will do
@@ -243,7 +243,7 @@ def test_tools_are_called_in_the_form_of_the_template(name):
     assert episode.reward() == 7.0
 
 
-def test_what_goes_wrong_in_a_call_is_told_to_the_policy():
+def test_errors_of_a_call_become_its_result():
     interaction = chat_interaction()
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     for call, told in (
@@ -285,7 +285,7 @@ def double(n: int) -> int:
     return 2 * n
 
 
-def test_plain_functions_are_tools_and_the_environments_own_come_beside():
+def test_tools_are_functions_and_methods_of_the_environment():
     for factory in (None, Sums):
         interaction = chat_interaction(factory, tools=[double])
         episode = begun(interaction, CHAT)

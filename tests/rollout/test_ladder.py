@@ -44,7 +44,7 @@ def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
     assert reached == set(range(1, len(ladder.shapes)))
 
 
-def test_completions_stand_alone_or_with_their_group_as_their_prompts_cost():
+def test_completions_keep_their_group_if_prompts_are_expensive():
     """A completion by itself has a prompt of its own to read."""
     assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
     shapes = ladder_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes

@@ -12,11 +12,8 @@ from tiny import scored, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rollout import ladder
-from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
@@ -107,14 +104,7 @@ def test_inside_a_jit_and_without_a_cache_it_is_the_same():
     assert_same(generate(Bare(model), params, prompts, key, **arguments(stop=STOP)), expected())
 
 
-@pytest.mark.quick
-def test_without_texts_the_programs_are_those_of_more_eos_ids():
-    made = decode_settings(Sampling(), (EOS,), PAD, stop_token_ids=[5], tokenizer=tokenizer())
-    assert made == DecodeSettings((EOS, 5), PAD)
-    assert made.stops is None
-
-
-def test_a_completion_of_one_turn_is_as_long_as_a_turn_may_be():
+def test_max_turn_length_cuts_a_completion_of_one_turn():
     short = sample(max_turn_length=6)
     assert short.tokens.shape == (4, 8, T)
     ends_there = (np.asarray(unstopped().tokens[..., 5]) == EOS) & np.asarray(unstopped().mask[..., 5])
@@ -144,32 +134,29 @@ def test_bad_ends_are_named(change, message):
 # Several turns ------------------------------------------------------------------------------------------------------
 
 
-SAID = {"b": [9, 2, 10], "stop": [2, 10, 9, 4, 16, 16]}
-"""An observation that goes on with what a turn may have ended with, and one that has all the texts in it."""
+SAID = [9, 2, 10, 2, 10, 9, 4, 16, 16]
+"""An observation that continues the end of a turn to a text, and contains all the texts."""
 
 
 class Answers:
-    def __init__(self, said, most=3):
-        self.heard, self.said, self.most = {}, said, most
+    def __init__(self):
+        self.heard = {}
 
     def __call__(self, completion, turn, room):
         heard = self.heard.setdefault(completion, [])
         heard.append(turn.tolist())
-        return promise(None if len(heard) == self.most else self.said)
+        return promise(None if len(heard) == 3 else SAID)
 
 
-def play(said="stop", params=None, **settings):
-    model, own = model_and_params()
-    answers = Answers(SAID[said], most=settings.pop("most", 3))
-    params = own if params is None else params
-    prompts = make_prompts(PROMPTS)
+def play(**settings):
+    model, params = model_and_params()
+    answers, prompts = Answers(), make_prompts(PROMPTS)
     completions = generate(model, params, prompts, jax.random.key(7), answers=answers, **arguments(**settings))
     return completions, answers.heard
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_each_turn_ends_with_its_own_text_and_with_no_observations(said):
-    completions, heard = play(said, stop=STOP)
+def test_each_turn_ends_with_its_own_text_and_with_no_observations():
+    completions, heard = play(stop=STOP)
     pieces, by_text, by_eos = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
     for turn in (turn for turns in heard.values() for turn in turns):
         text = searched(STOP, pieces, turn)
@@ -186,12 +173,12 @@ def test_each_turn_ends_with_its_own_text_and_with_no_observations(said):
 
 
 @pytest.mark.parametrize("longest", [1, 5])
-def test_a_turn_that_is_as_long_as_it_may_be_is_handed_over(longest):
-    completions, heard = play(stop=STOP, max_turn_length=longest, most=4)
+def test_a_turn_of_the_maximum_length_is_answered(longest):
+    completions, heard = play(stop=STOP, max_turn_length=longest)
     lengths = [len(turn) for turns in heard.values() for turn in turns]
     assert max(lengths) == longest
     assert (longest == 1) == (min(lengths) == longest)
-    assert all(len(turns) == 4 for turns in heard.values())  # all of them fit
+    assert all(len(turns) == 3 for turns in heard.values())  # all of them fit
     assert np.asarray(completions.ended).all()
     for i, turns in heard.items():
         row, own = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))

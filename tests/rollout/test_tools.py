@@ -199,7 +199,7 @@ OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of
         ("count", None, None),
     ],
 )
-def test_values_are_made_to_fit_the_schema_or_the_policy_is_told(name, value, wanted):
+def test_values_are_converted_to_the_schema_or_the_error_names_them(name, value, wanted):
     """A tool gets values of the types that its schema names."""
     bound = bind_arguments(OF_TYPES, {name: value})
     if isinstance(bound, str):

@@ -119,11 +119,9 @@ def test_log_probs_are_those_of_the_whole_row_read_once():
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
-    """Those that wait keep their keys while others draw more tokens than there are slots."""
+def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch):
+    """Completions that wait keep their keys while others draw more tokens than there are slots."""
     sizes, original = set(), turns.decode
-    monkeypatch.setattr(turns, "TOGETHER", share)
     spy = lambda *args, **how: sizes.add(num_slots(args[2].cache)) or original(*args, **how)
     monkeypatch.setattr(turns, "decode", spy)
     completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
@@ -132,7 +130,7 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch, share):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
 
-def test_samples_depend_neither_on_the_clock_nor_on_who_else_is_there(monkeypatch):
+def test_samples_depend_neither_on_the_clock_nor_on_other_completions(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)
     expected, _ = played()

@@ -150,7 +150,7 @@ def test_adapters_follow(server):
         assert line["sampler/log_prob_difference_max"] < 1e-3  # where a token is at the edge of the 50, both may differ
 
 
-def test_it_tells_a_teachers_log_probs(server):
+def test_a_teacher_scores_completions(server):
     """Of texts of several lengths, as its weights have them here; one at a time, as the server has `--enable-lora`."""
     teacher = from_pretrained(server.model)
     prompts = make_prompts(teacher.tokenizer([row["prompt"] for row in ROWS])["input_ids"], on_host=True)
