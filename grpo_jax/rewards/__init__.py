@@ -6,7 +6,7 @@ and `answers`: those that come with the package; `workers`: functions in worker 
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
 from grpo_jax.rewards.calls import Rewards, compute_rewards
-from grpo_jax.rewards.combine import clipped, from_row, gated, weighted
+from grpo_jax.rewards.combine import clipped, from_row, gated
 from grpo_jax.rewards.contract import RewardError, TrainerState, check_reward_fns, reward_names
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import (
@@ -40,5 +40,4 @@ __all__ = [
     "number_reward",
     "reward_names",
     "sole_number",
-    "weighted",
 ]

@@ -99,8 +99,6 @@ def compute_rewards(
     fns, columns = contract.as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
     contract.check_reward_fns(fns, columns)
-    if on_error not in contract.ON_ERROR:
-        raise ValueError(f"on_error is {on_error!r}: choose one of {', '.join(map(repr, contract.ON_ERROR))}")
     inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
     count = len(completions)
     for name, values in inputs.items():
@@ -125,9 +123,7 @@ def compute_rewards(
         if faults and (on_error == "raise" or errors > LOUD_SHARE * count):
             explanation, first = _explain(name, faults, inputs, num_generations), next(iter(faults.values()))
             if on_error == "raise":
-                fix = (
-                    "Fix it, or score such completions as missing with on_error='none' (on_reward_error in GRPOConfig)"
-                )
+                fix = "Fix it, or score such completions as missing: on_error='none' (on_reward_error in GRPOConfig)"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
             message = f"{errors} of {count} completions scored as missing: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

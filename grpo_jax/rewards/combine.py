@@ -1,4 +1,4 @@
-"""Reward functions made of others: by row, weighted, clipped and gated.
+"""Reward functions made of others: by row, clipped and gated.
 
 A combinator is asynchronous if a function inside is, and passes on faults.
 """
@@ -84,25 +84,6 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
     return outcomes
-
-
-def weighted(fn: RewardFn, weight: float) -> RewardFn:
-    """Multiply the scores of a reward function: r = weight · fn.
-
-    For parts of combined functions; `reward_weights` in the config weighs whole ones.
-
-    Args:
-      fn: a reward function.
-      weight: any finite number, negative for a penalty.
-
-    Example:
-      >>> from grpo_jax.rewards import format_reward
-      >>> weighted(format_reward(r"<a>.*</a>"), -0.5)(completions=["<a>1</a>", "1"])
-      [-0.5, 0.0]
-    """
-    if not np.isfinite(weight):
-        raise ValueError(f"weight is {weight}: give a finite number")
-    return _Mapped(fn, functools.partial(np.multiply, float(weight)))
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:

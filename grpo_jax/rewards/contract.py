@@ -25,8 +25,6 @@ EXTRAS = ("trainer_state", "log_metric", "log_extra")
 Inputs = Mapping[str, Any]
 """The arguments of reward functions by name: lists with one entry for each completion, and `EXTRAS`."""
 
-ON_ERROR = ("raise", "none")
-
 _Returned = TypeVar("_Returned")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.combine import clipped, from_row, gated, weighted
+from grpo_jax.rewards.combine import clipped, from_row, gated
 from grpo_jax.rewards.contract import RewardError, check_reward_fns, reward_names
 from grpo_jax.rewards.shipped import (
     accuracy_reward,
@@ -102,7 +102,7 @@ def test_combinators_take_the_arguments_of_the_functions_inside():
     def second(completions, trainer_state, level=None):
         return [0.0] * len(completions)
 
-    reward = weighted(clipped(gated(first, second), 0, 1), 2.0)
+    reward = clipped(gated(first, second), 0, 1)
     with pytest.raises(ValueError, match="reward function 'second' needs the argument 'answer'"):
         check_reward_fns(reward, ["prompt", "level"])
     check_reward_fns(reward, ["prompt", "answer"])
@@ -118,7 +118,7 @@ def fives(completions):
 def combined(fn):
     """The function inside each combinator, scoring everything as it does itself."""
     passes = some([1.0, 1.0, 1.0])
-    return [weighted(fn, 1.0), clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
+    return [clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
 
 
 @pytest.mark.parametrize("outcome", [None, [1.0], [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]])
@@ -140,9 +140,9 @@ def test_a_fault_of_one_row_leaves_the_other_scores_also_in_combinators():
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
     for reward, expected in [
         (divided, [6, np.nan, 2]),
-        *((reward, [6, np.nan, 2]) for reward in combined(divided)[:3]),
+        *((reward, [6, np.nan, 2]) for reward in combined(divided)[:2]),
         (gated(some([0.0, 1.0, 1.0]), divided), [0, np.nan, 2]),
-        (weighted(from_row(later), 2.0), [12, np.nan, 4]),
+        (clipped(from_row(later)), [6, np.nan, 2]),
     ]:
         assert score(reward, ["x"] * 3, by=by, on_error="none") == pytest.approx(expected, nan_ok=True)
 
@@ -159,9 +159,8 @@ def test_combinators_of_async_functions_are_async():
         return float(len(begun))
 
     for reward, expected in (
-        (weighted(judge, 2.0), [2, 4, 6]),
         (clipped(judge, high=2), [1, 2, 2]),
-        (gated(judge, weighted(judge, -1.0), threshold=1), [0, -2, -3]),
+        (gated(judge, clipped(judge, high=2), threshold=1), [0, 2, 2]),
         (gated(some([0.0, 1.0, 1.0]), judge), [0, 2, 3]),
         (gated(judge, length, threshold=2), [0, 0, 3]),
         (from_row(together), [3, 3, 3]),
@@ -172,7 +171,6 @@ def test_combinators_of_async_functions_are_async():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: weighted(length, float("nan")), "weight is nan: give a finite number"),
         (lambda: clipped(length, 2, 1), "low is 2 and high is 1: give low ≤ high"),
         (lambda: accuracy_reward(extract="("), r"extract is '\(', which is not a regular expression: missing \)"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache is 11 and max_completion_len is 10"),
@@ -251,7 +249,7 @@ def test_all_of_them_pickle_and_score_the_same_after():
     divided, texts, columns = from_row(divide), ["<answer>4</answer>", "4 4 4"], {"answer": ["4", "4"], "by": [1, 2]}
     for reward in (
         *(accuracy_reward("answer", r"<answer>(.*?)</answer>"), format_reward(".*"), get_repetition_penalty_reward(2)),
-        *(get_soft_overlong_punishment(4, 2), divided, weighted(length, 2.0), clipped(length, 0, 2)),
+        *(get_soft_overlong_punishment(4, 2), divided, clipped(length, 0, 2)),
         *(gated(length, divided, threshold=3), functools.partial(length)),
     ):
         assert score(pickle.loads(pickle.dumps(reward)), texts, **columns) == score(reward, texts, **columns)

@@ -15,7 +15,7 @@ import pytest
 import worker_functions as functions
 
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.combine import from_row, gated, weighted
+from grpo_jax.rewards.combine import clipped, from_row, gated
 from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState, check_reward_fns
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import format_reward
@@ -238,13 +238,13 @@ def test_it_takes_the_arguments_of_its_function():
 
 def test_inside_and_around_combinators():
     fn, divided = isolated(functions.length, timeout=10), isolated(from_row(functions.row_of_worker), timeout=10)
-    around = isolated(weighted(from_row(functions.row_of_worker_async), 3.0), timeout=1.4)
-    assert score(weighted(gated(format_reward("[bc]+"), fn), 2.0))[0].tolist() == [0, 4, 6, 0]
+    around = isolated(clipped(from_row(functions.row_of_worker_async), high=3), timeout=1.4)
+    assert score(clipped(gated(format_reward("[bc]+"), fn), high=2))[0].tolist() == [0, 2, 2, 0]
     with pytest.raises(PartialRewards) as caught:
         divided(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
     assert caught.value.values == [6, None, 2]
     assert caught.value.faults == {1: "raised ZeroDivisionError: division by zero"}
-    assert around(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == [3 * by for by in range(8)]
+    assert around(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == [min(by, 3) for by in range(8)]
     for isolated_fn in (fn, divided, around):
         isolated_fn.close()
 
@@ -289,7 +289,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
         module.write_text(source, encoding="utf-8")
         for on_error in ("raise", "none"):
             with pytest.raises(SetupError, match=rf"(?s)reward function 'reward': its worker process {message}"):
-                score(weighted(fn, 2.0), on_error=on_error)
+                score(clipped(fn), on_error=on_error)
 
 
 def test_a_function_of_the_running_script_is_refused():

@@ -11,7 +11,7 @@ from tiny import EOS, tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
-from grpo_jax.rewards import format_reward, weighted
+from grpo_jax.rewards import clipped, format_reward
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.cautions import warn_of_tokens
 from grpo_jax.run.prepare import prepare
@@ -152,7 +152,7 @@ def without(completions):
 
 ASKING = [lambda completions: [float(MARK.match(text) is not None) for text in completions], by_closure("<think>")]
 ASKING += [by_constant, ByMethod(), ByMethod().__call__]
-ASKING += [format_reward(r"<think>.*</think>.*"), weighted(by_constant, 2.0)]
+ASKING += [format_reward(r"<think>.*</think>.*"), clipped(by_constant)]
 
 
 @pytest.mark.parametrize("fn", ASKING, ids=lambda fn: getattr(fn, "__name__", "method"))
