@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on this machine: repositories with branches, commits, large files, downloads."""
+"""A local stand-in for the Hugging Face hub: repositories with branches, commits, large files and downloads."""
 
 import base64
 import contextlib
@@ -10,18 +10,13 @@ import urllib.parse
 
 
 class Hub:
-    """What was asked of it, and what it holds.
-
-    Attributes:
-      requests: (method, path, authorization, content).
-      commits: (repository, revision, message, files by name).
-      large: names that end so are large files (LFS), sent by their own way.
-      broken: refuse every commit.
-    """
+    """Its requests, and its repositories."""
 
     def __init__(self):
-        self.url, self.requests, self.commits, self.broken = "", [], [], False
-        self.large: tuple[str, ...] = ()
+        self.url, self.broken = "", False  # broken: refuses every commit
+        self.requests = []  # (method, path, authorization, content)
+        self.commits = []  # (repository, revision, message, files by name)
+        self.large: tuple[str, ...] = ()  # endings of the names of LFS files
         self.private: dict[str, bool | None] = {}
         self.heads: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.trees: dict[str, dict[str, bytes]] = {}  # commit: files

@@ -247,39 +247,25 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     [
         (lambda path: (path / "config.json").unlink(), r"has no config\.json"),
         (text("config.json", "{"), r"config\.json is not JSON"),
-        (
-            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-            r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors",
-        ),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            r"has no weights: model\.safetensors; pytorch_model\.bin .*safetensors"),
         (cut, r"was cut off: it ends before tensor '.*' does"),
         (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
-        (
-            config(architectures=["MambaForCausalLM"]),
-            r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, ",
-        ),
-        (
-            tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
-            r"missing: model\.layers\.1\.mlp\.up_proj\.weight\.",
-        ),
+        (config(architectures=["MambaForCausalLM"]),
+            r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, "),
+        (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
+            r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."),
         (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),
-        (
-            config(intermediate_size=20),
-            r"of another shape: .*mlp\.down_proj\.weight \[16, 24\] where config\.json says \[16, 20\].* and 1 more",
-        ),
-        (
-            tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
-            r"stored as F64, which is not supported; supported: F32, F16, BF16",
-        ),
+        (config(intermediate_size=20),
+            r"of another shape: .*mlp\.down_proj\.weight \[16, 24\] where config\.json says \[16, 20\].* and 1 more"),
+        (tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
+            r"stored as F64, which is not supported; supported: F32, F16, BF16"),
         (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
         (text("model.safetensors", "version https://git-lfs.github.com/"), r"safetensors is a Git LFS pointer"),
-        (
-            lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
-            r"model-00001-of-00002\.safetensors are parts .* model\.safetensors\.index\.json lists: it is missing",
-        ),
-        (
-            lambda path: (path / "config.json").rename(path / "adapter_config.json"),
-            r"model' has an adapter and no config\.json: load the model that it belongs to.*load_lora\('.*', policy\)",
-        ),
+        (lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
+            r"model-00001-of-00002\.safetensors are parts .* model\.safetensors\.index\.json lists: it is missing"),
+        (lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+            r"model' has an adapter and no config\.json: load the model that it belongs to.*load_lora\('.*', policy\)"),
         # Sizes are compared before anything of them is made.
         (config(num_hidden_layers=10**9), r"config\.json: .*'num_hidden_layers' is 1,000,000,000, .* have 2 layers"),
         (config(vocab_size=10**12), r"config\.json: config key 'vocab_size' is 1,000,000,.* have 96 numbers on"),
@@ -294,7 +280,7 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
         (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': its 4 bytes do not hold "),
         (header(lambda entry: entry.update(data_offsets=7)), r"model\.safetensors: tensor '.*': TypeError: "),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_directory_is_named(spoil, message, checkpoint):
     spoil(checkpoint)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -353,17 +339,6 @@ def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, m
         save_pretrained(tmp_path / "new", policy)
     assert stored(checkpoint) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_hub_name_is_fetched_by_patterns(checkpoint, monkeypatch):
-    import huggingface_hub
-
-    asked = {}
-    fetch = lambda name, allow_patterns, **_: asked.update({name: allow_patterns}) or str(checkpoint)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert from_pretrained("owner/model").config["vocab_size"] == 96
-    assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(asked["owner/model"])
-    assert not any(pattern.endswith((".bin", ".pth", "*")) for pattern in asked["owner/model"])
 
 
 @pytest.mark.quick

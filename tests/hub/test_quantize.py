@@ -14,6 +14,7 @@ from test_families import raw_config, write_checkpoint
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.hub import weights
+from grpo_jax.hub.files import computed
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, read_quantized
@@ -45,20 +46,11 @@ def array(entry):
     return np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"]).reshape(entry["shape"])
 
 
-class InMemory:
-    """A stored tensor that is an array."""
-
-    def __init__(self, x):
-        self.x = x
-        self.shape = x.shape
-
-    def rows(self, first, count):
-        return self.x[first : first + count]
-
-
 def quantized(x, method):
     """A kernel [in, out] as `Quantized`."""
-    source = Source(InMemory(np.asarray(x).T), 0, Part(("layers_0", "up_proj", "kernel"), x.shape))
+    rows = np.asarray(x).T
+    stored = computed(Path(), rows.shape, lambda first, count: rows[first : first + count])
+    source = Source(stored, 0, Part(("layers_0", "up_proj", "kernel"), x.shape))
     return read_quantized(x.shape, [source], method, "float32")
 
 

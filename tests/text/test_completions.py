@@ -57,14 +57,6 @@ def byte_level(*, add_prefix_space=False):
     return fast(tokenizer)
 
 
-def word_piece():
-    """As BERT's: a space between words that decoding puts there, and none before a full stop."""
-    tokenizer = Tokenizer(models.WordPiece(words("##ce", "On", space="##"), unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece()
-    return fast(tokenizer)
-
-
 def word_ends():
     """As CLIP's: a word's last token says so, and decoding makes a space of it unless nothing follows."""
     letters = sorted(set("".join(WORDS)))
@@ -83,7 +75,6 @@ FAMILIES = {
     "metaspace never": lambda: metaspace("never"),
     "bytes": byte_level,
     "bytes with a space in front": lambda: byte_level(add_prefix_space=True),
-    "word pieces": word_piece,
     "ends of words": word_ends,
 }
 

@@ -100,32 +100,24 @@ F = (ToolCall("f", {}),)
     ("name", "text", "parsed"),
     [
         ("hermes", " It is 2. ", Parsed(" It is 2. ")),
-        (
-            "hermes",
-            "So: " + hermes() + "\nthen " + hermes("g"),
-            Parsed("So: \nthen", (ToolCall("f", {}), ToolCall("g", {}))),
-        ),
+        ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (*F, ToolCall("g", {})))),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
         ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        (
-            "qwen_xml",  # without a schema a value is JSON where it can be
+        ("qwen_xml",  # without a schema a value is JSON where it can be
             "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
             "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
-            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),)),
-        ),
+            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),))),
         ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
         ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
         ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
         ("harmony", "just text", Parsed("just text")),
-        (
-            "harmony",
+        ("harmony",
             "<|channel|>analysis<|message|>to=functions.f<|end|>"
             "<|start|>assistant<|channel|>final<|message|>2<|return|>",
-            Parsed("<think>\nto=functions.f\n</think>\n\n2"),
-        ),
+            Parsed("<think>\nto=functions.f\n</think>\n\n2")),
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
     ],
-)
+)  # fmt: skip
 def test_what_a_turn_says(name, text, parsed):
     assert FORMATS[name].parse(text) == parsed
 
