@@ -244,9 +244,6 @@ _ENDINGS = {
 
 def _names_of(name: str, find: Callable[[str], str | None]) -> list[str]:
     """Return the file's tensors that hold a tensor of Hugging Face's."""
-    if name.endswith(".in_proj_qkvz.weight"):
-        layer = name.split(".")[2]
-        return [f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_gate.weight"]
     module = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     ending = next(each for each in _ENDINGS if module.endswith(each))
     end, suffix = _ENDINGS[ending]
@@ -271,7 +268,7 @@ def _in_order(tensor: Tensor, files: list[StoredTensor], row: Architecture, conf
     if row.shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return computed(file.file, file.shape, lambda first, count: file.rows(first, count) - np.float32(1))
     if delta is not None and "linear_attn" in name:
-        return _of_delta(name, [file, *files[1:]], delta)
+        return _of_delta(name, file, delta)
     return file
 
 
@@ -306,25 +303,19 @@ def _reordered(stored: StoredTensor, order: np.ndarray) -> StoredTensor:
     return computed(stored.file, stored.shape, rows)
 
 
-def _of_delta(name: str, files: list[StoredTensor], shape: DeltaShape) -> StoredTensor:
-    """Return a tensor of a delta net.
-
-    Qwen3.5's files have the first value head of every key head before the second heads; Qwen3-Next's have one matrix of
-    queries, keys and values and one of gates, where Hugging Face has one per key head.
-    """
-    plain, end, value = files[0], name.split("linear_attn.")[1].removesuffix(".weight"), shape.value_dim
-    file = plain
-    if end == "A_log":
-        file = computed(plain.file, plain.shape, lambda first, count: np.log(-plain.rows(first, count)))
-    if shape.by_key_heads:
-        return _by_key_heads(files, shape) if len(files) > 1 else file
+def _of_delta(name: str, file: StoredTensor, shape: DeltaShape) -> StoredTensor:
+    """Return a tensor of a delta net: files have the first value head of every key head before the second heads."""
+    end, value = name.split("linear_attn.")[1].removesuffix(".weight"), shape.value_dim
     if end == "out_proj":
-        order = _grouped(shape, value)
-        return computed(plain.file, plain.shape, lambda first, count: plain.rows(first, count)[:, order])
+        columns = _grouped(shape, value)
+        return computed(file.file, file.shape, lambda first, count: file.rows(first, count)[:, columns])
     if end in ("in_proj_qkv", "conv1d"):
         before = 2 * shape.key_width
         return _reordered(file, np.append(np.arange(before), before + _grouped(shape, value)))
-    if end in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "in_proj_z"):
+    if end == "A_log":
+        log = computed(file.file, file.shape, lambda first, count: np.log(-file.rows(first, count)))
+        return _reordered(log, _grouped(shape, 1))
+    if end in ("dt_bias", "in_proj_a", "in_proj_b", "in_proj_z"):
         return _reordered(file, _grouped(shape, value if end == "in_proj_z" else 1))
     return file
 
@@ -332,20 +323,3 @@ def _of_delta(name: str, files: list[StoredTensor], shape: DeltaShape) -> Stored
 def _grouped(shape: DeltaShape, width: int) -> np.ndarray:
     """Return the row in the file of each of Hugging Face's rows; a value head has `width` of them."""
     return np.arange(shape.value_heads * width).reshape(-1, shape.key_heads, width).swapaxes(0, 1).ravel()
-
-
-def _by_key_heads(files: list[StoredTensor], shape: DeltaShape) -> StoredTensor:
-    """Return queries, keys, values and gates of each key head together, from the matrices of all of them."""
-    widths = np.array((shape.key_width, shape.key_width, shape.value_width, shape.value_width))
-    starts, split = np.cumsum(widths) - widths, files[0].shape[0]
-    blocks = [
-        start + np.arange(width).reshape(shape.key_heads, -1) for start, width in zip(starts, widths, strict=True)
-    ]
-
-    def rows(first: int, count: int) -> np.ndarray:
-        begin, end = max(first - split, 0), max(first + count - split, 0)
-        mixed = files[0].rows(min(first, split), count - (end - begin))
-        return np.concatenate([mixed, files[1].rows(begin, end - begin)])
-
-    both = computed(files[0].file, (split + files[1].shape[0], *files[0].shape[1:]), rows)
-    return _reordered(both, np.concatenate(blocks, axis=1).ravel())

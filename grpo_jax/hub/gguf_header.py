@@ -340,7 +340,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("Ministral3ForCausalLM", {}, _ministral3, pairs=True),
     "olmo2": Architecture("Olmo2ForCausalLM", {}, _olmo),
     "gpt-oss": Architecture("GptOssForCausalLM", _GPT_OSS, _gpt_oss),
-    "qwen3next": Architecture("Qwen3NextForCausalLM", _SPARSE, _hybrid, shifted=True),
     "qwen35": Architecture("Qwen3_5ForCausalLM", _DELTA, _hybrid, shifted=True),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _SPARSE, _hybrid, shifted=True),
     "lfm2": Architecture("Lfm2ForCausalLM", {"conv_L_cache": "shortconv.l_cache"}, _lfm2),

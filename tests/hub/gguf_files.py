@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from test_families import CASES, GEMMA, HYBRID, SPARSE, YARN, raw_config
+from test_families import CASES, GEMMA, YARN, raw_config
 
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.tensors import tensor_plan
@@ -39,8 +39,8 @@ CHANGES = {
     "qwen3_moe": {"num_hidden_layers": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24, "norm_topk_prob": True},
     "gpt_oss": {key: value for key, value in CASES["gpt_oss"] [1].items() if key != "swiglu_limit"},
-    "qwen3_next": {**HYBRID, **SPARSE, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
+FILES = [name for name in CASES if name != "qwen3_next"]  # of 80 billion parameters: GGUF files of it are not read
 
 
 def config_of(name):
@@ -111,4 +111,4 @@ def write_golden(llama_cpp, names):
 
 
 if __name__ == "__main__":
-    write_golden(Path(sys.argv[1]), sys.argv[2:] or CASES)
+    write_golden(Path(sys.argv[1]), sys.argv[2:] or FILES)
