@@ -85,7 +85,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("page", [*GUIDES, *OTHERS], ids=lambda page: page.name)
-def test_files_modules_and_names_that_are_named_are_there(page):
+def test_named_files_modules_and_names_exist(page):
     text = page.read_text()
     places = (ROOT, ROOT / "grpo_jax", ROOT / "tests", ROOT / "experiments")
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
@@ -100,7 +100,7 @@ def test_files_modules_and_names_that_are_named_are_there(page):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_names_and_fields_are_those_of_the_code(page):
+def test_names_and_fields_exist_in_the_code(page):
     functions = [getattr(grpo_jax, name) for name in FUNCTIONS]
     functions += [grpo_jax.rewards.workers.isolated, importlib.import_module("grpo_jax.engines").vllm_scorer]
     known = {field.name for config in (GRPOConfig, SFTConfig) for field in dataclasses.fields(config)}
@@ -120,7 +120,7 @@ def test_the_settings_to_start_with_are_a_config():
     assert names["config"].sizes()[:2] == (16, 128)
 
 
-def test_the_algorithm_of_ones_own_runs():
+def test_the_custom_algorithm_runs():
     (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "advantage_fn=" in block)
     config = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_completion_length=4, max_steps=1)
     seen: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
 
 
 @pytest.mark.quick
-def test_pickle_is_where_security_says():
+def test_only_workers_unpickle():
     """Only a worker unpickles, and only data from its own run."""
     text = {path: path.read_text(encoding="utf-8") for path in (ROOT / "grpo_jax").rglob("*.py")}
     imports = re.compile(r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b", flags=re.M)

@@ -66,7 +66,7 @@ def lowest(specifier):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "tpu"])
-def test_an_accelerator_extra_is_jaxs_own_from_the_same_lowest(extra):
+def test_an_accelerator_extra_is_jaxs_own_with_the_same_bound(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert (requirement.name, requirement.extras) == ("jax", {extra})
     assert requirement.specifier == LOWEST["jax"]

@@ -29,7 +29,7 @@ def test_equal_models_are_compiled_once_and_other_ones_again():
     assert traces_of([model, other], params, tokens)[1] == 2
 
 
-def test_the_base_of_an_adapter_is_an_argument_and_no_constant():
+def test_the_base_of_an_adapter_is_an_argument_and_not_a_constant():
     model, base = tiny_model()
     adapters = init_adapters(jax.random.key(0), base, rank=2)
     tokens = jnp.ones((1, 3), jnp.int32)
@@ -50,7 +50,7 @@ def test_which_models_have_a_cache():
 
 
 @pytest.mark.quick
-def test_a_model_of_ones_own_keeps_its_attributes():
+def test_a_custom_model_keeps_its_attributes():
     class Own:
         width = 3
 

@@ -67,7 +67,7 @@ def adapted(folder, **how):
     return add_lora(from_pretrained(folder / "model", **how), jax.random.key(0), rank=2, alpha=4.0)
 
 
-def test_training_is_that_of_the_api(folder, trained, state):
+def test_training_equals_the_api(folder, trained, state):
     assert metrics_of(trained) == metrics_of(folder / "by_api")
     assert len(metrics_of(trained)) > 2
     assert run("report", trained).split() == [str(trained / "report.html"), str(trained / "report.png")]
@@ -122,7 +122,7 @@ def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_sample
         run("evaluate", tmp_path)
 
 
-def test_evaluation_is_that_of_the_run(folder, trained, state):
+def test_evaluation_equals_the_last_one_of_the_run(folder, trained, state):
     out = folder / "completions.jsonl"
     found = json.loads(run("evaluate", trained, "--out", out))
     evaluations = [line for line in metrics_of(trained) if "eval/early" in line]
@@ -151,7 +151,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
             run(*command)
 
 
-def test_chat_prints_what_generate_draws(folder, trained, state):
+def test_chat_prints_the_completions_of_generate(folder, trained, state):
     policy, letters = adapted(folder).replace(params=state.params), [*"abcdefghijklm", "."]
     how = {"max_completion_length": 40, "stop": letters, "stop_token_ids": 9, "max_turn_length": 30}
     printed = ""
@@ -227,7 +227,7 @@ def test_a_teacher_that_scores_is_not_called_and_a_class_or_function_is(tmp_path
 
 
 @pytest.mark.quick
-def test_a_plan_is_that_of_the_api(tmp_path, monkeypatch):
+def test_plan_calls_the_api(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(commands, "plan_run", lambda *given, **how: asked.append((given, how)) or "a plan")
     command = ["plan", write_run(tmp_path)]

@@ -78,7 +78,7 @@ def rows_of(source, folder: Path, **columns):
 @pytest.mark.parametrize(
     "source", ["rows.jsonl", "rows_of_my_own.py:ROWS", "rows_of_my_own:make", {"path": "rows_of_my_own:make"}]
 )
-def test_rows_are_those_of_a_file_in_the_folder_or_of_a_reference(folder, source):
+def test_rows_come_from_a_file_of_the_folder_or_a_reference(folder, source):
     wanted = [{"prompt": row["question"], "solution": row["solution"]} for row in ROWS]
     assert rows_of(source, folder, columns={"prompt": "question"}) == wanted
     described = source if isinstance(source, dict) else {"path": source}

@@ -70,7 +70,7 @@ def test_files_of_the_command_line_are_relative_to_the_current_directory(folder)
     assert found.config.run_name == "a"
 
 
-def test_all_errors_come_together_each_with_its_key(folder):
+def test_all_errors_are_reported_together_with_their_keys(folder):
     wrong = {
         "modle": ("x", "modle: no such key; did you mean model?"),
         "num_generation": (4, "num_generation: no such key; did you mean num_generations?"),

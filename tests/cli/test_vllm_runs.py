@@ -18,7 +18,7 @@ def server():
         yield one
 
 
-def test_a_server_samples_and_teaches_and_its_key_is_nowhere(server, tmp_path, monkeypatch, capsys):
+def test_a_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     vllm = {"vllm": {"base_url": server.url}}
     teacher = {"vllm": {"base_url": server.url, "top_k": 5}}

@@ -16,7 +16,7 @@ SCALARS |= {"None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{f
 
 
 @pytest.mark.parametrize(("text", "value"), [*SCALARS.items(), *((text, text) for text in TEXTS)])
-def test_scalars_are_those_of_yaml_1_2(text, value):
+def test_scalars_follow_yaml_1_2(text, value):
     found = parse_yaml(f"x: {text}")["x"]
     assert found == value
     assert type(found) is type(value)

@@ -120,7 +120,7 @@ def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_th
     assert {names.split()[0] for names, _, _ in contradictions_module._CONTRADICTIONS} <= named
 
 
-def test_all_errors_come_at_once_and_a_wrong_field_is_reported_once():
+def test_all_errors_are_reported_at_once_and_each_field_once():
     lines = errors_of(dict(num_generations=1, beta="x", loss_typ="grpo", sync_ref_model=True, epsilon=0, seed=1.5))
     names = [line.split(" = ")[0].split(":")[0] for line in lines]
     assert names == ["loss_typ", "seed", "num_generations", "epsilon", "beta"]
@@ -158,7 +158,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("values", GOOD, ids=str)
-def test_a_good_config_comes_back_equal_from_json(values):
+def test_a_good_config_survives_json(values):
     config = GRPOConfig(**values)
     config.validate()
     again = GRPOConfig.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False)))
@@ -304,7 +304,7 @@ def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
     assert found.startswith(line)
 
 
-def test_a_run_that_fits_is_not_refused_and_all_errors_come_at_once():
+def test_a_run_that_fits_is_accepted_and_all_errors_are_reported_at_once():
     assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
     assert not run_problems(GRPOConfig(reward_weights=[1, 2]), **RUN)
     assert not run_problems(GRPOConfig(eval_steps=5), **RUN, num_eval_rows=3, longest_prompt=512, context_length=1024)

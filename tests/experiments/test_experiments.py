@@ -94,7 +94,7 @@ def test_the_format_is_a_last_line_with_the_answer():
 
 
 @pytest.mark.quick
-def test_problems_are_shown_once_and_none_is_held_out_and_learnt():
+def test_problems_are_shown_once_and_held_out_ones_are_not_learned():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
     test, learnt = instruct.held_out(size=20), instruct.train_problems(seed=3, size=30)
     questions = [row["prompt"][-1]["content"] for row in (*test, *learnt)]

@@ -157,6 +157,6 @@ def test_a_notebook_says_what_its_machines_compiler_found(name):
 
 
 @pytest.mark.quick
-def test_both_notebooks_have_the_same_code_but_for_the_hours():
+def test_both_notebooks_have_the_same_code_except_for_the_hours():
     tpu, gpu = ([cell.source for cell in code_cells(KIT[name])] for name in KIT)
     assert tpu == [cell.replace("HOURS = 10.5", "HOURS = 7.5") for cell in gpu]

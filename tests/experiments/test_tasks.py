@@ -30,7 +30,7 @@ WITHOUT_VALUE = (
 )
 
 
-def test_what_breaks_the_rules_has_no_value():
+def test_expressions_that_break_the_rules_are_refused():
     """Countdown executes nothing."""
     for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
         assert expression_value(text, [3, 5, 9]) is None, text
@@ -128,7 +128,7 @@ def conversation(result, answer):
     return [CALLED, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
 
 
-def test_answers_are_those_of_their_expressions_and_differ():
+def test_answers_follow_from_the_expressions_and_differ():
     problems = calculator.make_problems(3, 300)
     assert len({problem["text"] for problem in problems}) == 300
     for problem in problems:
