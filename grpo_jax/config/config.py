@@ -69,8 +69,8 @@ class GRPOConfig(Settings):
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Further token ids that end a turn, as an EOS does. Ours."""
     max_turn_length: Count | None = None
-    """Largest number of tokens of one turn. A turn that reaches it goes to the environment unfinished, and is counted in
-    the metric `turns/cut_short`; without tools and environments the completion is truncated. None: bounded by
+    """Largest number of tokens of one turn. A turn that reaches it goes to the environment unfinished and is counted in
+    `turns/cut_short`; without tools and environments the completion is truncated. None: bounded by
     `max_completion_length` only. Ours."""
 
     # Batches (see `Sizes`).
