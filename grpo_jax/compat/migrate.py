@@ -18,7 +18,7 @@ from grpo_jax.types import Json
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
 NO_FLOAT16 = "as there is no float16: the run computes in bfloat16 if the device has it, else in float32"
-"""End of the notes on settings that ask for float16."""
+"""End of the notes on settings for float16."""
 
 # Arguments of transformers' from_pretrained that only say how PyTorch runs a model.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
@@ -161,7 +161,7 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     elif name == "logging_strategy":
         moved.missing[name] = "metrics are always logged; logging_steps says how often"
     elif name == "save_strategy":
-        moved.set_field(name, steps, None, f"{steps}=None: one checkpoint is kept, that of the end")
+        moved.set_field(name, steps, None, f"{steps}=None: one checkpoint is kept, the last")
     elif moved.values.get(steps) is not None:  # TRL's default, with which eval_steps has no effect
         moved.set_field(name, steps, None)
 
@@ -176,7 +176,7 @@ def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
         moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
     elif stored != "None":
         moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
-    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, whatever bf16 says
+    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, for every value of bf16
         moved.values["compute_dtype"] = dtype
     unknown = sorted(kwargs.keys() - _PYTORCH_KWARGS.split())
     if unknown:
@@ -234,7 +234,7 @@ def _translate_evaluation(moved: Migration, values: Json) -> None:
 
 
 def _translate_server(moved: Migration, values: Json) -> None:
-    """Make a sampler of the settings of a vLLM server; without `use_vllm` they have no effect, as in TRL."""
+    """Make a sampler of the settings of a vLLM server, which are ignored without `use_vllm`, as in TRL."""
     defaults = {name: ELSEWHERE[name].default for name in _SERVER}
     given = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
     mode, url, host, port, seconds = (defaults | given).values()
@@ -262,7 +262,7 @@ _NOT_NEEDED = {
     "lora_task_type": "there is one task",
     "use_bnb_nested_quant": "the scales of NF4 are also quantized",
     "bnb_4bit_quant_storage": "4 bits are stored as such",
-    "ignore_bias_buffers": "models have no buffers",
+    "ignore_bias_buffers": "models do not have buffers",
 }
 _MISSING = {
     "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/rewards.md has one",
@@ -327,7 +327,7 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     elif "dataset_test_split" in script:
-        left_out["dataset_test_split"] = "there is no evaluation, since eval_strategy is 'no' by default"
+        left_out["dataset_test_split"] = "nothing is evaluated, since eval_strategy is 'no' by default"
     return data
 
 

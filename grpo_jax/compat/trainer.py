@@ -74,7 +74,7 @@ class GRPOConfig:
         self._set({"output_dir": output_dir, **values}, values)
 
     def _set(self, values: Json, changed: Iterable[str]) -> None:
-        """Translate values, all of them or none; warn if a `changed` one asks for float16."""
+        """Translate values, all of them or none; warn if a `changed` one requests float16."""
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
@@ -325,7 +325,7 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.
 
-        Other files in `output_dir` (by default that of `args`) are kept.
+        Other files in `output_dir` (by default `args.output_dir`) are kept.
         """
         where = self.run_dir if output_dir is None else output_dir
         if where is None:

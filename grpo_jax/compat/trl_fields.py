@@ -60,7 +60,7 @@ _OPTIMIZER = "pass optimizer to train, an optax transformation"
 _DECODED = "completions that have ended are not decoded further"
 _VLLM = "it is an option of `vllm serve`"
 _TRACKIO = "call trackio.init(space_id=...) and pass its log to train, in callbacks"
-_EVALUATION = "evaluation generates and scores; there are no logits to gather"
+_EVALUATION = "evaluation generates and scores; logits are not gathered"
 _LOADER = "prompts are found by index, without a data loader"
 _MESH = "use mesh: there is one process per host, and XLA communicates between devices"
 _SHARDED = "leave it out: mesh determines how params are sharded"
@@ -87,7 +87,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "epsilon_high": 'required with `loss_type="cispo"`: if it is unset, TRL scales on-policy gradients by 0.2',
     "delta": "caps the first term of the min only, as in TRL",
     "router_aux_loss_coef": "over the completions' tokens; TRL also counts a prompt's tokens, once for each completion",
-    "beta": "with 0 there is no reference, as in TRL",
+    "beta": "with 0 the reference is not kept, as in TRL",
     "use_bias_correction_kl": "as in TRL, but corrected by the token's ratio at the sequence level too, without bias; "
     '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement` are ours',
     "sync_ref_model": "refused with `beta = 0`; checkpoints contain the mixed reference",
@@ -101,7 +101,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "save_steps": "a whole number or None; one checkpoint at the end is always written",
     "logging_first_step": "default True",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
-    "metrics of training are accepted too; there is no evaluation loss",
+    "metrics of training are accepted too; an evaluation loss does not exist",
     "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` takes `eval/reward`; "
     "the last policy is kept in the checkpoints too",
     "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5; transformers 4 reported to all",
@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numbers.
     **_other("pass dtype to from_pretrained", model_init_kwargs=None),
     **_absent("the families of checkpoints are implemented here; no code is downloaded", trust_remote_code=False),
-    **_needless("models have no dropout; GRPOTrainer then also disables that of adapters", disable_dropout=False),
+    **_needless("models do not have dropout; GRPOTrainer then disables it in adapters too", disable_dropout=False),
     **_needless("logits are always float32", cast_lm_head_to_fp32=False),
     **_other('use compute_dtype="bfloat16"', bf16=None),
     **_other('use compute_dtype="auto": there is no float16 with loss scaling', fp16=False),
@@ -160,7 +160,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_absent(_OPTIMIZER, optim_args=None),
     **_absent("pass optimizer to train, with optax.masked", optim_target_modules=None),
     **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
-    **_absent("there are no labels", label_smoothing_factor=0.0),
+    **_absent("labels do not exist", label_smoothing_factor=0.0),
     **_absent("noise is not added to embeddings", neftune_noise_alpha=None),
     **_absent("half a batch could split groups: lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
@@ -220,7 +220,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
     **_needless(_LOADER, length_column_name="length"),
     **_needless("reward functions get the columns that they name", remove_unused_columns=False),
-    **_needless("there are no labels", label_names=None),
+    **_needless("labels do not exist", label_names=None),
     **_other("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
     **_outside("set JAX_PLATFORMS=cpu", use_cpu=False),

@@ -286,7 +286,7 @@ class Log:
 
 
 def check_metrics(logged: Iterable[str], own: Iterable[str]) -> None:
-    """Raise SetupError if a metric logged by a reward function has the name of one of the run's own."""
+    """Raise SetupError if a metric logged by a reward function has the name of a metric of the run."""
     taken = sorted({*logged} & {*own})
     if taken:
         raise SetupError(f"log_metric({taken[0]!r}, ...): the run has a metric of this name, choose another one")

@@ -219,7 +219,7 @@ class _IsolatedFunction:
         return _unscored(count, fault)
 
     def _fault(self, error: BaseException) -> str:
-        """Return why a call has no reply, as the end of a sentence about the function."""
+        """Return why a call was not answered, as the end of a sentence about the function."""
         from pebble import ProcessExpired
 
         if isinstance(error, TimeoutError):
@@ -283,7 +283,7 @@ class _WorkerProcess(SpawnProcess):
             data = prepare(name)
             return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
-        # Multiprocessing has no option for this. The script would run its top level again, and import JAX.
+        # Multiprocessing lacks an option for this. The script would run its top level again, and import JAX.
         with self._starting:
             prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
             try:

@@ -1,7 +1,4 @@
-"""Suites of tasks that others have made, each by a thin adapter whose package is an extra.
-
-A RUN.yaml names a suite as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`.
-"""
+"""Suites of tasks of other packages, each by an adapter. A RUN.yaml has `{reasoning_gym: chain_sum, size: 2000}`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from grpo_jax.types import Json
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""The key of a suite → the function whose first argument stands behind it, and the others beside it."""
+"""The key of a suite in a mapping → its function. The key's value is the first argument, other keys are the others."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
@@ -33,25 +30,22 @@ def is_suite(source: object) -> TypeGuard[Json]:
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Return the suite that a mapping names, or raise ValueError, which begins with `argument`.
-
-    The mapping has one key of `SUITES` with the first argument of its function, and the function's other arguments.
-    """
+    """Return the suite that a mapping names; raise ValueError for one that is not valid, beginning with `argument`."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
         raise ValueError(f"{argument} names {' and '.join(names)}: give one suite")
     function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
-    (first, _), *others = inspect.signature(function).parameters.items()
-    known = dict(others)
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    _, *known = inspect.signature(function).parameters.values()
+    optional = {parameter.name: parameter.default is not parameter.empty for parameter in known}
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
     for name in keywords:
-        if not isinstance(name, str) or name == first or not (anything or name in known):
-            near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"beside {names[0]} there are {', '.join(known)}"
+        if name not in optional and not anything:
+            near = nearest(name, optional)
+            hint = f"did you mean {near!r}?" if near else f"{names[0]} also takes {', '.join(optional)}"
             raise ValueError(f"{argument}.{name}: no such key; {hint}")
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and parameter.kind is parameter.KEYWORD_ONLY and name not in keywords:
-            raise ValueError(f"{argument}.{name}: is missing, and {names[0]} needs it")
+    for parameter in known:
+        if parameter.kind is parameter.KEYWORD_ONLY and not optional[parameter.name] and parameter.name not in keywords:
+            raise ValueError(f"{argument}.{parameter.name}: is missing, and {names[0]} needs it")
     try:
         return function(source[names[0]], **keywords)
     except ValueError as error:

@@ -332,11 +332,11 @@ class ToolChat:
         return as_text(_text({"role": "tool", "content": content})), bool(result.is_error)
 
     async def _denied(self, call: Json, arguments: object) -> str | None:
-        """Ask the rollout whether a call is allowed; return the text that replaces a denied one."""
+        """Return the text that replaces a call which the rollout denies; None for an allowed call."""
         if self._gate is None:
             return None
-        asked = {"tool_call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
-        response = await self._http.post(self._gate, json=asked)
+        request = {"tool_call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
+        response = await self._http.post(self._gate, json=request)
         verdict = response.json() if response.is_success else {"action": "stop", "reason": response.text}
         if verdict["action"] == "stop":
             raise import_extra(V1, PACKAGE).HarnessError(as_text(verdict["reason"], limit=1000))

@@ -43,7 +43,7 @@ def reasoning_gym(
       task: a name; or for several tasks `{name: settings}`, whose `weight` (default 1) is a share.
       size: rows.
       seed: of the suite.
-      system_prompt: a text, or a name in `reasoning_gym.utils.SYSTEM_PROMPTS`, all of which ask for `<answer>`.
+      system_prompt: a text, or a name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which require `<answer>`.
       answer_tag: the answer is the content of the last `<answer_tag>…</answer_tag>`. None: "answer" with one of the
         suite's system prompts, else the whole completion without white space around it.
       timeout: seconds in which a completion is scored, in a worker process (`isolated`). None: no limit, in this
@@ -122,7 +122,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     if task not in factory.DATASETS:
         near = nearest(task, factory.DATASETS)
         hint = f"did you mean {near!r}?" if near else "reasoning_gym.factory.DATASETS has their names"
-        raise ValueError(f"reasoning-gym has no task {show(task)}; {hint}")
+        raise ValueError(f"reasoning-gym does not have the task {show(task)}; {hint}")
     _, config = factory.DATASETS[task]
     known = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
     for name in settings:

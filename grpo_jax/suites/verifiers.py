@@ -86,7 +86,7 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
     if len(configs) != 1:
         raise ValueError(f"{name}: its environment has the agents {', '.join(configs)}; one is supported")
     if not tasks:
-        raise ValueError(f"{name} has no tasks")
+        raise ValueError(f"{name} does not contain tasks")
     (config,) = configs.values()
     kinds = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limits := [kind for kind in kinds if getattr(config, kind) is not None]:
@@ -110,7 +110,7 @@ def _prompt(task: Foreign) -> Messages:
     asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
     prompt = [*system, *(one if isinstance(one, dict) else one.model_dump(exclude_none=True) for one in asked)]
     if not prompt:
-        raise ValueError(f"task {data.idx} has no prompt")
+        raise ValueError(f"task {data.idx} lacks a prompt")
     return prompt
 
 

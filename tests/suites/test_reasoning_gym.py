@@ -82,7 +82,7 @@ def test_an_answer_is_the_whole_completion_or_stands_in_tags():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"task": "chain_sums"}, "no task 'chain_sums'; did you mean 'chain_sum'"),
+    ({"task": "chain_sums"}, "does not have the task 'chain_sums'; did you mean 'chain_sum'"),
     ({"task": "chain_sum", "max_term": 3}, "chain_sum.max_term: no such setting of this task; did you mean 'max_te"),
     ({"task": "chain_sum", "min_terms": 9}, "refuses chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
     ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight = 0: give a positive number"),

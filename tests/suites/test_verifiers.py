@@ -54,7 +54,7 @@ def test_rewards_of_one_turn_are_weighed_as_the_task_says():
     [
         ({"taskset": "no_such_tasks"}, "verifiers does not load 'no_such_tasks' .ModuleNotFoundError"),
         ({"taskset": "sums_of_verifiers", "cuont": 3}, "verifiers does not load 'sums_of_verifiers' .ValidationError"),
-        ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers has no tasks"),
+        ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers does not contain tasks"),
         ({"taskset": "sums_of_verifiers", "size": 0}, "size = 0: give a whole number from 1 up"),
         ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "its tasks need a container"),
         ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "polite of its tasks rewrites the turns of the policy"),
