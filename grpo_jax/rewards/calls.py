@@ -26,8 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState
+from grpo_jax.rewards.contract import (
+    Log,
+    RewardError,
+    SetupError,
+    TrainerState,
+    as_list,
+    call_selected,
+    check_reward_fns,
+    reward_names,
+)
 from grpo_jax.rewards.outcomes import Faults, RewardParts, describe_fault, read_outcome, read_parts
 
 if TYPE_CHECKING:
@@ -96,9 +104,9 @@ def compute_rewards(
         import an isolated function.
       ValueError: arguments of different lengths, or as `check_reward_fns`.
     """
-    fns, columns = contract.as_list(reward_fns), dict(columns or {})
+    fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
-    contract.check_reward_fns(fns, columns)
+    check_reward_fns(fns, columns)
     inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
     count = len(completions)
     for name, values in inputs.items():
@@ -107,7 +115,7 @@ def compute_rewards(
     if num_generations < 1 or count == 0 or count % num_generations:
         raise ValueError(f"num_generations is {num_generations}, which does not divide the {count} completions")
 
-    names, log = contract.reward_names(fns), contract.Log(count)
+    names, log = reward_names(fns), Log(count)
     extras = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
     outcomes, seconds = _call_all(fns, inputs | extras)
     rewards = np.empty((count, len(fns)), np.float32)
@@ -145,7 +153,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
     for fn in fns:
         started = time.perf_counter()
         try:
-            outcomes.append(contract.call_selected(fn, inputs))
+            outcomes.append(call_selected(fn, inputs))
         except (Exception, SystemExit) as error:
             outcomes.append(error)
         seconds.append(time.perf_counter() - started)

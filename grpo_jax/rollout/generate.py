@@ -25,7 +25,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,10 @@ from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.ladder import choose_ladder, groups_at_once, on_cpu, stream_count
 from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.rollout.table import Rollout, Table
-from grpo_jax.rollout.turns import Answers, sample_turns
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.turns import Answers
 
 Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
@@ -175,6 +177,8 @@ def generate(
         if answers is None:
             completions = _sample_one_turn(rollout, at_once, watch)
         else:
+            from grpo_jax.rollout.turns import sample_turns
+
             completions = sample_turns(rollout, at_once, answers, turn)
         completions = completions if on_host else jax.tree.map(jnp.asarray, completions)
     return _padded(completions, longest, settings.pad_token_id)

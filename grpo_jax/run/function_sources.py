@@ -13,11 +13,13 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.types import RewardFn
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.interaction import Interaction
 
 
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,12 +25,14 @@ from grpo_jax.models.sharding import fetch
 from grpo_jax.models.streams import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.run.function_sources import reward_sources, source_of
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.interaction import Interaction
 
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.hub.policy import files_of
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
@@ -36,6 +35,8 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return
+    from grpo_jax.hub.policy import files_of
+
     folder = Path(str(run_dir)) / POLICY
     folder.mkdir(exist_ok=True)
     for name, content in files_of(policy).items():

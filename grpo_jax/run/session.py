@@ -22,11 +22,11 @@ from grpo_jax.types import Batch, Json, Params
 from grpo_jax.update.not_finite import name_not_finite
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Callback, Monitor, Progress
+from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
     from grpo_jax.run.publish import Publisher
     from grpo_jax.run.sources import LocalRollouts
-    from grpo_jax.watch.hints import Hints
 
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
@@ -50,7 +50,7 @@ def open_session(
     run_dir: str | Path | None,
     description: Json | None,
     callbacks: Sequence[Callback] = (),
-    hints: Hints | None = None,
+    hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
     """The `Session` of a run, in which signals are deferred and the run directory is locked.
 
@@ -61,7 +61,7 @@ def open_session(
       run_dir: its directory; None: nothing is written, and signals have their usual effect.
       description: from `resume.describe`, which decides whether a checkpoint belongs to this run.
       callbacks: called after every logged step, in the first process.
-      hints: finds what looks wrong in the metrics of a step; None disables hints.
+      hints: returns what looks wrong in a line of metrics (`watch.hints.Hints`); None disables hints.
     """
     first = jax.process_index() == 0
     own_dir = run_dir if first else None

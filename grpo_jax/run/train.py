@@ -24,7 +24,6 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
-from grpo_jax.run.evaluate import evaluate_encoded
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import as_begun, describe
 from grpo_jax.run.run import Run, new_state
@@ -34,7 +33,6 @@ from grpo_jax.run.sources import rollout_source
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Batch, Environments, Json, Params, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
-from grpo_jax.watch.hints import Hints
 from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import refuse_bucket
 
@@ -139,6 +137,8 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
+    from grpo_jax.watch.hints import Hints
+
     refuse_bucket(run_dir)
     run = prepare(
         policy,
@@ -204,6 +204,8 @@ def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
 
 def _evaluate(run: Run, session: Session, params: Params) -> dict[str, float]:
     """The metrics of the held-out prompts, always sampled by `generate`."""
+    from grpo_jax.run.evaluate import evaluate_encoded
+
     assert run.eval_data is not None
     metrics, _ = evaluate_encoded(
         run.policy,

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
 
-loop = sys.modules["grpo_jax.run.train"]
+evaluation = importlib.import_module("grpo_jax.run.evaluate")
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 # μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.
 SETTINGS = {
@@ -172,7 +173,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_pat
 
         return wrapped
 
-    moments = [(PackedUpdater, "update", 1), (scores, "compute_rewards", 12), (loop, "evaluate_encoded", 15)]
+    moments = [(PackedUpdater, "update", 1), (scores, "compute_rewards", 12), (evaluation, "evaluate_encoded", 15)]
     for owner, name, step in moments:
         with monkeypatch.context() as patch:
             if name == "compute_rewards":  # go up to the next rollout; the newest checkpoint is of step 10
