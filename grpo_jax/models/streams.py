@@ -1,7 +1,7 @@
 """Independent parts of a batch on several threads, where that keeps a CPU's cores busy.
 
 XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small: half of the groups
-on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `beside` runs the device's
+on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `in_background` runs the device's
 work in a thread, while the caller's own thread runs the reward functions.
 """
 
@@ -102,7 +102,7 @@ def in_turn(tree: Result) -> Result:
 
 
 @contextlib.contextmanager
-def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
+def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
     """Run a function in a thread while the block runs, and wait for it at the end; yields its future.
 
     JAX keeps settings made by `with` to their thread: `jax.default_matmul_precision` and `jax.default_device`, which
@@ -115,7 +115,7 @@ def beside(function: Callable[[], Result]) -> Iterator[Future[Result]]:
         with jax.default_matmul_precision(precision), jax.default_device(device):
             return function()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="grpo_jax-beside") as pool:
+    with ThreadPoolExecutor(1, thread_name_prefix="grpo_jax-background") as pool:
         yield pool.submit(run)
 
 

@@ -130,7 +130,7 @@ def _refill(
     """Replace groups whose rewards are all equal by groups of further prompts (DAPO's dynamic sampling).
 
     Sampling stops after `MAX_REFILLS` further rollouts. Zero-signal groups then fill the batch, and are not counted in
-    the loss, its denominators and batch statistics. Metrics are those of the first rollout, whose prompts are not
+    the loss, its denominators and batch statistics. Metrics are the first rollout's, whose prompts are not
     selected; costs are summed over the rollouts.
 
     Returns:

@@ -91,6 +91,6 @@ def _prepared(directory: Path) -> bool:
                 if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
                     with contextlib.suppress(FileNotFoundError):
                         program.unlink()
-    except (OSError, Timeout, NotImplementedError):  # the last from filelock, where a file system has no locks
+    except (OSError, Timeout, NotImplementedError):  # NotImplementedError: a file system without locks
         return False
     return os.access(directory, os.W_OK)

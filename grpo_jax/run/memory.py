@@ -36,8 +36,8 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """The run with `gradient_checkpointing` decided by the memory of a device, if its config leaves it open.
 
     Activations are kept if they fit into the `memory` of each device, in bytes, next to the state and the caller's
-    params. `peak_bytes` counts all that a traced forward pass keeps, of which a compiler keeps a part: if that does not
-    fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least memory
+    params. `peak_bytes` counts all that a traced forward pass keeps; a compiler keeps a part of it. If the estimate does
+    not fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least memory
     decides for all.
     """
     if run.config.gradient_checkpointing is not None:
@@ -124,7 +124,7 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
             sampling_of(config),
             run.policy.eos_token_ids,
             run.policy.pad_token_id,
-            stop=None if run.policy.tokenizer is None else config.stop,  # a plan has no tokenizer; stop adds no array
+            stop=None if run.policy.tokenizer is None else config.stop,  # `plan` has none; stop adds no array
             stop_token_ids=config.stop_token_ids,
             tokenizer=run.policy.tokenizer,
         ),

@@ -149,7 +149,7 @@ def _encode(
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """The policy and the config on the devices of the run, its mesh, and the tokens of its datasets by their arguments.
 
-    Raises the `faults` so far together with those of the tokens, sizes and devices.
+    Raises the `faults` so far together with errors of tokens, sizes and devices.
     """
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     found = {

@@ -91,7 +91,7 @@ class Run(BaseRun):
 
     Attributes:
       eval_data: the prompts to evaluate on; None for no evaluation.
-      reward_fns: K reward functions, those of environments included.
+      reward_fns: K reward functions, with the environments' own.
       interaction: tools and environments of completions of several turns; None: completions have one turn.
       sampler: the engine that samples instead of `generate`; None: `generate`.
       advantage_fn: computes the advantages instead of `compute_advantages`: the caller's function, or `turn_credit`'s.
@@ -144,7 +144,7 @@ class Run(BaseRun):
         """A minibatch of zeros, as in `BaseRun`."""
         batch, config = super().zero_batch(state), self.config
         log_probs = batch.sampling_log_probs
-        # A plan has no functions, and its config says so.
+        # `plan` derives a run without functions.
         per_token = config.turn_credit != "episode" if self.advantage_fn is None else self.advantage_fn.per_token
         batch = batch.replace(
             advantages=log_probs if per_token else batch.advantages,

@@ -167,7 +167,7 @@ def sample(
     Args:
       policy: the model, its tokenizer and token ids; `params` are its parameters.
       rows: B indices of rows of `data`.
-      config: the settings of sampling; those of an evaluation if `evaluation` is True.
+      config: the settings of sampling; `evaluation` selects the fields for evaluations.
       prompt_indices: [B] integers that the keys of the samples are made from.
       prompt_length: P; larger if environments make a prompt longer.
       interaction: tools and environments of several turns; None: one turn.

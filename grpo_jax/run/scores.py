@@ -68,9 +68,9 @@ def score_own(
 
 
 def of_all_processes(own: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """The scores of all rows, from those of each process; all processes have to ask together.
+    """The rewards of all rows, gathered from the processes, which call this together.
 
-    Statistics are those of all completions; faults are added, and of the seconds the slowest process's count.
+    Statistics are over all completions; faults are summed, and the seconds are the slowest process's.
     """
     if jax.process_count() == 1:
         return own
@@ -139,7 +139,7 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 def take_groups(scores: Rewards, groups: np.ndarray) -> Rewards:
-    """The rewards of these groups, in this order; numbers about all groups are unchanged."""
+    """The rewards of these groups, in this order; statistics are unchanged."""
     g = scores.values.shape[1]
     old = [b * g + i for b in groups.tolist() for i in range(g)]
     new = {completion: at for at, completion in enumerate(old)}
@@ -152,7 +152,7 @@ def take_groups(scores: Rewards, groups: np.ndarray) -> Rewards:
 
 
 def join_groups(first: Rewards, other: Rewards) -> Rewards:
-    """The rewards of these groups and then of the others; numbers about all groups are those of the first."""
+    """The rewards of these groups and then of the others; statistics are the first ones'."""
     count = len(first.completions)
     return first._replace(
         completions=first.completions + other.completions,

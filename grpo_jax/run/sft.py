@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning, the step before GRPO; its loop has examples of a dataset instead of rollouts."""
+"""`sft`: supervised fine-tuning, the step before GRPO. Its batches are examples of a dataset instead of rollouts."""
 
 from __future__ import annotations
 
@@ -52,35 +52,34 @@ def sft(
 ) -> TrainState:
     """Train a policy on given completions (supervised fine-tuning).
 
-    The loop, the update and the run directory are those of `train`; only a batch and its loss
-    (`maths.supervised.likelihood_loss`) are others. Examples are laid end to end, and what all of them begin with (BOS,
-    a system prompt, tools) is read once for a batch. Where their first tokens differ, each is padded to whole blocks of
-    64 tokens.
+    The update and the run directory are the same as in `train`; the loss is `maths.supervised.likelihood_loss`.
+    Examples are laid end to end, and the tokens that all of them begin with (BOS, a system prompt, tools) are read once
+    for a batch. If their first tokens differ, each example is padded to whole blocks of 64 tokens.
 
     Args:
       policy: what `from_pretrained` returns, with adapters (`add_lora`) or without; its params are copied, not changed,
         unless `donate` says otherwise.
       dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with tokens as
-        `input_ids` and `labels` (−100 where nothing is learned): whatever `text.load_examples` reads.
+        `input_ids` and `labels` (−100: not learned); `text.load_examples` reads it.
       config: the settings.
       eval_dataset: rows whose loss is measured (`eval/loss`) before the first step, every `eval_steps`, and after the
         last; or a dict of several such datasets by name, whose losses are `eval/<name>/loss`.
-      run_dir: where metrics, checkpoints and the picture of the run are written, as in `train`.
+      run_dir: directory for metrics, checkpoints and the report, as in `train`.
       resume: "auto", "must" or "never", as in `train`.
       callbacks: functions called as `callback(step, metrics)` after every logged step.
-      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
-      donate: the params of `policy` become those of the run, as in `train`.
+      optimizer: an optax transformation instead of the config's AdamW, schedule and clip.
+      donate: train the arrays of `policy` in place, as in `train`.
 
     Returns:
-      The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint; `train` goes on from
+      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's; `train` continues from
       `policy.replace(params=state.params)`.
 
     Raises:
-      ValueError: anything wrong with the arguments, before anything expensive runs, a template in which the
-        assistant's words cannot be found among it. All else as in `train`.
+      ValueError: arguments that cannot be used, among them a chat template in which the assistant's messages cannot be
+        found. Other errors are as in `train`.
 
     Example:
-      A model of sixteen numbers (one for each pair of letters) learns that b follows a, and then the end:
+      A model of sixteen numbers, one for each pair of letters, learns that b follows a, and the end follows b:
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -134,7 +133,7 @@ def prepare_sft(
     eval_dataset: Dataset | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Check the arguments of `sft`, all of them at once, and derive what follows from them."""
+    """Check the arguments of `sft` and derive its run; one `ValueError` lists everything that is wrong."""
     if not isinstance(config, SFTConfig):
         raise ValueError(
             f"config must be an SFTConfig; got {type(config).__name__} (SFTConfig.from_dict takes a dict)."
@@ -187,11 +186,11 @@ def derive_sft(
 ) -> SFTRun:
     """The run of checked arguments; params may be shapes. `longest` example and model's `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
-    # A batch has room for the rows of any blocks, in whole micro-batches; over the end of an epoch one comes twice.
+    # A batch can hold the rows of any blocks, in whole micro-batches; across the end of an epoch a block may come twice.
     often = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    # What all examples begin with is their prompt, read once; a model without a cache reads each example whole.
+    # The common beginning of all examples is their prompt, read once; a model without a cache reads each example whole.
     shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
     start = max(1, shared)
     length = -(-(longest - start) // config.padding) * config.padding

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run where it can be saved: not in the middle of an update, and not after a whole rollout."""
+"""SIGTERM and SIGINT stop a run after the update in progress, without waiting for a whole rollout."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any, NoReturn
 
 
 class Interrupted(Exception):
-    """A signal came while something was made that nothing has been learned from yet; who goes on makes it again."""
+    """A signal arrived during a rollout or an evaluation, which the resumed run makes again."""
 
 
 class StopSignals:
-    """A context manager that records the first SIGTERM or SIGINT in `received`; a second one does what it did before.
+    """A context manager that records the first SIGTERM or SIGINT in `received`; a second one has its usual effect.
 
-    Handlers are set in the main thread only (Python allows no other), and not for signals that are ignored or handled
-    outside of Python.
+    Handlers are set in the main thread only, and not for signals that are ignored or handled outside of Python.
 
     Args:
-      enabled: False changes nothing, for runs that cannot be saved.
-      alone: False if other processes work on the same arrays: none may leave a rollout that the others wait for.
+      enabled: False leaves the handlers unchanged, for runs that cannot be saved.
+      alone: False if other processes work on the same arrays, and would wait for a rollout that this one leaves.
     """
 
     def __init__(self, enabled: bool = True, alone: bool = True):
@@ -46,25 +45,24 @@ class StopSignals:
         self.__exit__()
         # Not print: the signal may have come in the middle of one, and a stream cannot be entered twice.
         name = self.received.name
-        os.write(2, f"\n{name}: saving as soon as this update is done; once more ends the run at once\n".encode())
+        os.write(2, f"\n{name}: saving as soon as this update is done; a second signal ends the run at once\n".encode())
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` after a signal, unless other processes need the work that it would leave."""
+        """Raise `Interrupted` after a signal, unless other processes work on the same arrays."""
         if self.received is not None and self._alone:
             raise Interrupted
 
     @property
     def hurry(self) -> bool:
-        """Whether the signal is the one that is followed by SIGKILL or the loss of the machine, SIGTERM."""
+        """Whether the signal is SIGTERM, which SIGKILL or the loss of the machine usually follows."""
         return self.received is signal.SIGTERM
 
     def leave(self) -> NoReturn:
-        """End the program as the signal asked for, now that all is saved.
+        """End the program after the run is saved.
 
         Raises:
           KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
-          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not take the run for
-            finished.
+          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not consider the run finished.
         """
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
             raise KeyboardInterrupt

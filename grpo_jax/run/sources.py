@@ -25,7 +25,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from grpo_jax.models.streams import beside
+from grpo_jax.models.streams import in_background
 from grpo_jax.policy import Policy
 from grpo_jax.run.run import Run
 from grpo_jax.run.sample import RolloutResult, sample
@@ -137,7 +137,7 @@ class PrefetchedRollouts(LocalRollouts):
             jax.block_until_ready(batch)  # programs of two threads could reach the devices of a mesh in another order
             return self._sample(state, self.position)._replace(environments=None)
 
-        with beside(sample_next) as coming:
+        with in_background(sample_next) as coming:
             yield
             self._next = coming.result()
 
@@ -187,7 +187,7 @@ class EngineRollouts(PrefetchedRollouts):
                 raise Interrupted
             self._interrupt()
 
-        self._future = self._thread.enter_context(beside(lambda: self._sample_by(shapes, key, start, interrupt)))
+        self._future = self._thread.enter_context(in_background(lambda: self._sample_by(shapes, key, start, interrupt)))
 
     def settle(self, state: TrainState) -> None:
         """Wait for completions in progress, and score them by the policy that sampled them."""
@@ -202,7 +202,7 @@ class EngineRollouts(PrefetchedRollouts):
         return super().next(state)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Let the engine begin; it goes on after the block."""
+        """Let the engine begin; it continues after the block."""
         if self._continues_after(state):
             self.begin(state)
         return contextlib.nullcontext()

@@ -72,51 +72,51 @@ def train(
       config: the settings.
       eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last; or a dict of
         several such datasets by name, whose metrics are `eval/<name>/reward` and so on.
-      run_dir: where metrics, completions, checkpoints and the picture of the run are written; None writes nothing. It
-        belongs to one process at a time.
-      resume: "auto" goes on with the run that is found in `run_dir`, to the same bytes as if it had never stopped;
+      run_dir: directory for metrics, completions, checkpoints and the report; None writes nothing. One process uses it
+        at a time.
+      resume: "auto" resumes the run in `run_dir`, if there is one, and ends in the same bytes as an uninterrupted run;
         "must" is an error if there is none, "never" if there is one. "changed" resumes like "auto" and accepts, with a
         warning, reward functions, tools and environments whose source has changed.
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
-        raises `watch.StopRun` ends the run there, saved.
-      optimizer: an optax transformation in the place of the config's AdamW, schedule and clip.
+        raises `watch.StopRun` stops the run after a checkpoint.
+      optimizer: an optax transformation instead of the config's AdamW, schedule and clip.
       tools: functions, sync or async, that the policy may call between its turns: their signatures and docstrings are
-        shown by the chat template, and what they return is read by the policy before its next turn.
+        shown by the chat template, and the policy reads what they return before its next turn.
       environment_factory: a class or function without arguments that makes an environment for each completion
         (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
-        its `respond(text)` says what follows a turn; `reset(**row)` may add to the prompt; `get_reward()` is a further
-        reward, of weight 1 and named after its class. Reward functions that name `environments` get them, though not
-        with `rollout_ahead`.
-      sampler: another engine in the place of `generate`, see `run.sampler.Sampler`; evaluations go on by `generate`
-        (`evaluate` takes a sampler of its own).
+        its `respond(text)` returns the text after a turn; `reset(**row)` may add to the prompt; `get_reward()` is a
+        further reward, of weight 1 and named after the class. Reward functions with an argument `environments` receive
+        them, except with `rollout_ahead`.
+      sampler: an engine that samples instead of `generate`, see `run.sampler.Sampler`; evaluations use `generate`
+        (`evaluate` has its own argument `sampler`).
       advantage_fn: a function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns the advantages, [B, G] or
-        [B, G, T], in the place of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`; compiled.
+        [B, G, T], instead of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`; compiled.
         `types.AdvantageFn` lists the context.
       surrogate: a function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
-        [..., T], in the place of that of `loss_type`, which still says how the tokens are reduced to one number.
-      teacher: who the policy learns from beside its rewards, by `distillation_coef`: another policy with the same
-        tokenizer, of any size and quantized or not, whose params are held on the run's mesh too; or a scorer, which
-        returns log-probs (`run.teacher.Scorer`).
-      donate: the params of `policy` become those of the run, which otherwise holds a copy of them beside the caller's:
-        with AdamW a quarter of the memory that full fine-tuning holds. Once the run begins, `policy` is empty, and
-        whoever uses it is told so; its model, tokenizer and files remain, for `policy.replace(params=state.params)`.
+        [..., T], instead of the surrogate of `loss_type`, which still decides how the tokens are reduced to one number.
+      teacher: a second source of learning, weighted by `distillation_coef`: another policy with the same tokenizer, of
+        any size, quantized or not, whose params are placed on the run's mesh; or a scorer, which returns log-probs
+        (`run.teacher.Scorer`).
+      donate: train the arrays of `policy` in place instead of a copy, which saves a quarter of the memory of full
+        fine-tuning with AdamW. `policy` has no params from then on, and using them raises an error; its model,
+        tokenizer and files remain, for `policy.replace(params=state.params)`.
 
     Returns:
-      The final `TrainState`, or with `load_best_model_at_end` that of the best checkpoint;
+      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's;
       `save_pretrained(directory, policy.replace(params=state.params))` exports it.
 
     Raises:
-      ValueError: anything wrong with the arguments, before anything expensive runs; so are settings, data or a model
-        that differ from those of the run that is found, unless the difference cannot change its numbers.
+      ValueError: arguments that cannot be used, before anything expensive runs; or settings, data or a model that
+        differ from the run in `run_dir` in a way that can change its numbers.
       RuntimeError: another process is using `run_dir`.
       FloatingPointError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
-      OSError: a checkpoint or a line could not be written. What was whole before is still there.
-      SystemExit: with the status 143 on SIGTERM and 130 on SIGINT, after a checkpoint: an update that has begun is
-        finished, completions that nothing has been learned from yet are dropped, and the resumed run samples them
-        again. A KeyboardInterrupt on SIGINT in a notebook. Without a `run_dir`, signals do what they always do.
+      OSError: a checkpoint or a line could not be written. Earlier checkpoints are intact.
+      SystemExit: on SIGTERM (status 143) and SIGINT (status 130; in a notebook a KeyboardInterrupt), after a
+        checkpoint: an update in progress is completed, and an unfinished rollout is dropped and sampled again by the
+        resumed run. Without a `run_dir`, signals have their usual effect.
 
     Example:
-      A model of sixteen numbers (one for each pair of letters) learns to begin with a b, in thirty steps:
+      A model of sixteen numbers, one for each pair of letters, learns in thirty steps to begin with a b:
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
