@@ -15,7 +15,7 @@ from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
 
 
 class Donated(dict[str, Any]):
-    """The params of a policy that `train(..., donate=True)` has taken: whoever uses them is told so.
+    """The params of a policy that `train(..., donate=True)` has taken; using them raises a `ValueError`.
 
     Example:
       >>> Donated()["embed_tokens"]
@@ -24,10 +24,10 @@ class Donated(dict[str, Any]):
     """
 
     def refuse(self, *_: Any) -> Any:
-        """Say where the params are."""
+        """Raise the error."""
         raise ValueError(
             "policy is empty: train(..., donate=True) took its params, and changed them in place. Use"
-            " policy.replace(params=state.params) with the state that train returned, or load the policy anew."
+            " policy.replace(params=state.params) with the state that train returned, or load the policy again."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
@@ -43,14 +43,14 @@ jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 
 
 def describe_params(params: Params) -> str:
-    """Return how many parameters a tree has, and of which dtypes, for a repr.
+    """Return the number of parameters of a tree, and their dtypes, for a repr.
 
     Example:
       >>> describe_params({"w": np.zeros((3, 4), np.float32)})
       '12 parameters float32'
     """
     if isinstance(params, Donated):
-        return "no params any more"
+        return "params were donated"
     leaves = jax.tree.leaves(params)
     kinds = sorted({str(leaf.dtype) for leaf in leaves})
     return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters {'/'.join(kinds)}"
@@ -64,9 +64,9 @@ class Policy:
       model: `Transformer`; `model.config` is the shape of the decoder.
       params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
       tokenizer: of transformers, or None where the checkpoint has none.
-      config: the content of config.json, as it came.
+      config: the content of config.json, unchanged.
       generation_config: the content of generation_config.json, {} where there is none.
-      files: the tokenizer's files, name to bytes, as they came; written unless `tokenizer` was replaced or changed.
+      files: the tokenizer's files, name to bytes, unchanged; written unless `tokenizer` was replaced or changed.
       extra_tensors: tensors of the checkpoint outside of the language model, such as a vision tower, by name;
         memory-mapped, and written unchanged.
       stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
@@ -109,7 +109,7 @@ class Policy:
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
     def empty(self) -> None:
-        """Let go of the params, which belong to a training state from now on."""
+        """Release the params, which a training state has taken."""
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:
@@ -120,7 +120,7 @@ class Policy:
             )
 
     def check_model(self) -> None:
-        """Raise a `ValueError` unless the model's `apply` is that of `types.Model`; traces one of the user's own."""
+        """Raise a `ValueError` unless the model has the `apply` of `types.Model`; a user's own model is traced."""
         model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
         if is_cached(model):
             return

@@ -47,7 +47,7 @@ class Prompts(flax.struct.PyTreeNode):
     """Token ids of a batch of prompts.
 
     Attributes:
-      tokens: [B, P] int32, right-padded; what stands at and after `lengths` is never looked at.
+      tokens: [B, P] int32, right-padded; values at and after `lengths` are ignored.
       lengths: [B] int32, in 1..P.
     """
 
@@ -67,13 +67,13 @@ class Completions(flax.struct.PyTreeNode):
     ```
 
     Attributes:
-      tokens: [B, G, T] int32: those that the policy drew and, of several turns, those that it observed in between; the
-        pad id after the last.
-      mask: [B, G, T] bool; True on the tokens that the policy drew: of one turn up to and including the first EOS, of
-        several turns those of every turn, without the observations.
-      log_probs: [B, G, T] float32; of the distribution the token was drawn from; 0 where `mask` is False.
+      tokens: [B, G, T] int32: sampled tokens and, with several turns, the observations in between; the pad id after the
+        last.
+      mask: [B, G, T] bool; True on sampled tokens: with one turn up to and including the first EOS, with several turns
+        in every turn, but not on observations.
+      log_probs: [B, G, T] float32; of the distribution the token was sampled from; 0 where `mask` is False.
       ended: [B, G] bool; False if the completion was cut off at T, from the sampler's own record.
-      present: [B, G, T] bool; True on all tokens of a completion of several turns, the observations too. None: `mask`.
+      present: [B, G, T] bool; True on all tokens of a completion of several turns, observations included. None: `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
         False. None: the sampler was the built-in one (one turn or several), and `log_probs` are the old log-probs.
     """
@@ -87,11 +87,11 @@ class Completions(flax.struct.PyTreeNode):
 
 
 class TeacherLogProbs(NamedTuple):
-    """The log-probs that a teacher tells which is no model here (`run.teacher.Scorer`), arrays on the host.
+    """Log-probs from an external teacher (`run.teacher.Scorer`), NumPy's arrays.
 
     Attributes:
-      log_probs: [B, G, T] floats ≤ 0, nats, of the drawn tokens; what stands where the mask is False is not looked at.
-      top_ids: [B, G, T, k] integers, k different tokens, mostly the most probable; None where the drawn ones are all.
+      log_probs: [B, G, T] floats ≤ 0, nats, of the sampled tokens; ignored where the mask is False.
+      top_ids: [B, G, T, k] integers, k different tokens, usually the most probable ones; None: only sampled tokens.
       top_log_probs: [B, G, T, k] floats ≤ 0, nats, of these tokens.
     """
 
@@ -101,25 +101,24 @@ class TeacherLogProbs(NamedTuple):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """The completions of an iteration, or a minibatch of them: all that a gradient depends on beside the params.
+    """The completions of an iteration, or a minibatch of them: everything that a gradient depends on except params.
 
     Attributes:
       prompts: `Prompts`, tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
-      sampling_log_probs: [B, G, T] float32, kept from the sampler: `Completions.log_probs`, which the built-in sampler
-        computes when it draws a token (`rollout.draw`), in every turn. They are the ratio's old log-probs, or if
-        there are `old_log_probs`, those (`update.objective`). Where `GRPOConfig.on_policy` (a single
-        update, by the policy that sampled) neither is read: the ratio is exp(l − sg(l)).
-      ref_log_probs: [B, G, T] float32 under the reference, or None where beta is 0; `run.collect` asks for them once,
-        before the first update (`Updater.score`).
-      initial_log_probs: [B, G, T] float32 under the initial policy, or None where the reference is that policy.
+      sampling_log_probs: [B, G, T] float32, `Completions.log_probs`: the built-in sampler computes them when it samples
+        a token (`rollout.draw`), in every turn. They are the old log-probs of the ratio, unless there are
+        `old_log_probs` (`update.objective`). If `GRPOConfig.on_policy` (a single update by the policy that sampled),
+        neither is read: the ratio is exp(l − sg(l)).
+      ref_log_probs: [B, G, T] float32 under the reference, computed once by `run.collect` before the first update
+        (`Updater.score`); None if beta is 0.
+      initial_log_probs: [B, G, T] float32 under the initial policy; None if the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
-      old_log_probs: [B, G, T] float32 under the policy that sampled, where the sampler is another engine; None: the
-        sampling ones are the old ones.
-      teacher_log_probs: [B, G, T] float32 of the drawn tokens under a teacher, where these are what is learned from.
-      teacher_top_ids: [B, G, T, k] int32, tokens whose log-probs a teacher has told; None likewise.
+      old_log_probs: [B, G, T] float32 under the policy that sampled, if an engine samples; None: `sampling_log_probs`.
+      teacher_log_probs: [B, G, T] float32 of the sampled tokens under a teacher; None unless the update reads them.
+      teacher_top_ids: [B, G, T, k] int32, tokens with a teacher's log-probs; None unless the update reads them.
       teacher_top_log_probs: [B, G, T, k] float32 nats, these log-probs.
     """
 
@@ -138,7 +137,7 @@ class Batch(flax.struct.PyTreeNode):
 
 
 class Model(Protocol):
-    """The least a model has to be: a Flax module, or anything with its `apply`.
+    """The minimal interface of a model: a Flax module, or any object with its `apply`.
 
     `apply({"params": params}, tokens)` takes [B, T] int32 right-padded tokens and returns [B, T, V] float32 logits in
     which position t sees tokens 0..t only.
@@ -150,8 +149,8 @@ class Model(Protocol):
 class CachedModel(Model, Protocol):
     """A model of this package: it reads a prompt once for all of its completions, and decodes with a cache.
 
-    Beside the whole forward pass, `apply(..., method=name)` has its parts: `prefill`, `hidden`, `unembed` and
-    `unembed_columns`, as `models.transformer.Transformer` documents them. Other models are read whole at every token.
+    Besides the whole forward pass, `apply(..., method=name)` runs parts of it: `prefill`, `hidden`, `unembed` and
+    `unembed_columns`, as `models.transformer.Transformer` documents them. Other models read all tokens again.
 
     Attributes:
       config: its `TransformerConfig`.
@@ -166,7 +165,7 @@ class CachedModel(Model, Protocol):
 
 
 def is_cached(model: Model) -> TypeGuard[CachedModel]:
-    """Return whether a model is a `CachedModel`: adapters and `as_argument` are what the model under them is.
+    """Return whether a model is a `CachedModel`; adapters and `as_argument` are if the model under them is.
 
     Example:
       >>> from flax import linen
@@ -179,7 +178,7 @@ def is_cached(model: Model) -> TypeGuard[CachedModel]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A model without arrays of its own, as a pytree without leaves: `jit` knows it by hash and equality."""
+    """A model without arrays as a pytree without leaves, which `jit` compares by hash and equality."""
 
     model: Any
 
@@ -193,7 +192,7 @@ MODEL_CALL = (
     "a model is called as apply({'params': params}, tokens [B, T]), without a dropout key, and returns logits"
     " [B, T, V]; grpo_jax.from_nnx(module, tokenizer) makes a policy of a flax.nnx module"
 )
-"""What messages say that a `Model` has to be."""
+"""How messages describe a `Model`."""
 
 
 def as_argument(model: Model) -> Any:
@@ -275,11 +274,12 @@ class RewardFn(Protocol):
     It is called once per batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other
     column of the dataset under its own name; only those are passed that its signature takes. Each is a list with one
     entry per completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets
-    and arrays in them are copies of its own, to be changed at will; other objects are those of the dataset. It returns
-    one float or None per completion; None means "not scored" and is not a zero. In the place of a float may stand a
-    list with one for each turn, or an array with one for each token of the completion: the reward is their sum, and
-    `turn_credit` says where in the completion they count. It may be `async`. One that cannot judge every row may have a
-    method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises ValueError.
+    and arrays in them are copies, which the function may change; other objects are shared with the dataset. It returns
+    one float or None per completion; None means "not scored" and is not a zero. Instead of a float it may return a list
+    with one for each turn, or an array with one for each token of the completion: the reward is their sum, and
+    `turn_credit` decides where in the completion they count. It may be `async`. A function that cannot score every row
+    may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises
+    a ValueError.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
@@ -297,24 +297,24 @@ AdvantageFn = Callable[..., jax.Array]
 
 `rewards` are [B, G, K] float32; NaN = not scored, and all NaN in a group that only fills the batch
 (`dynamic_sampling`). `mask` [B, G, T] bool has the tokens that count in the loss; T may be less than
-`max_completion_length`. `context` is only what the function names, or all of it for one with `**context`:
+`max_completion_length`. `context` has the keywords that the function names, or all of them for `**context`:
 
 | keyword | value |
 |---|---|
 | `weights` | [K] float32, `reward_weights` or ones |
-| `lengths` | [B, G] int32, tokens that the policy drew, also where none of them counts |
+| `lengths` | [B, G] int32, sampled tokens, counted in the loss or not |
 | `ended` | [B, G] bool, False where a completion was cut off |
-| `tokens` | [B, G, T] int32, drawn and observed |
-| `turns` | [B, G, T] int32, the turn that a drawn token belongs to, from 0; −1 on all others |
+| `tokens` | [B, G, T] int32, sampled and observed |
+| `turns` | [B, G, T] int32, the turn of a sampled token, from 0; −1 on all others |
 | `token_rewards` | [B, G, T, K] float32, each reward at the token that it was given for: `turn_advantages` takes them |
-| `log_probs` | [B, G, T] float32, nats, under the policy that sampled; 0 where nothing was drawn |
-| `ref_log_probs` | likewise under the reference; None where beta is 0 |
+| `log_probs` | [B, G, T] float32, nats, under the policy that sampled; 0 on tokens that were not sampled |
+| `ref_log_probs` | the same under the reference; None if beta is 0 |
 | `step` | [] int32, optimizer steps done |
 | `key` | a typed PRNG key of this iteration, the same when the run is resumed |
-| `config` | the `GRPOConfig`, no array |
+| `config` | the `GRPOConfig`, not an array |
 
-What it returns are [B, G] or [B, G, T] floats, constant in the gradient; 0 is put where `mask` is False. A completion
-without a score is for the function to give 0.
+It returns [B, G] or [B, G, T] floats, constant in the gradient; they are set to 0 where `mask` is False. It should give
+completions without a score an advantage of 0.
 """
 
 
@@ -322,7 +322,7 @@ class Environment(Protocol):
     """Answers the policy in completions of several turns: an object for each, with any of these methods.
 
     All may be `async`. Every other public method is a tool: the policy calls it in the form of its chat template, with
-    a docstring that describes the arguments. What one method leaves in the object, the next one finds.
+    a docstring that describes the arguments. The object keeps its state from call to call.
     """
 
     def reset(self, **row: Any) -> str | None:

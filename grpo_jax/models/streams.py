@@ -1,8 +1,8 @@
 """Independent parts of a batch on several threads, where that keeps a CPU's cores busy.
 
 XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small: half of the groups
-on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `in_background` runs the device's
-work in a thread, while the caller's own thread runs the reward functions.
+on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `in_background` runs the
+device's work in a thread, while the caller's own thread runs the reward functions.
 """
 
 from __future__ import annotations

@@ -132,7 +132,6 @@ def evaluate_rows(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`evaluate` with the settings of a run's config."""
     from grpo_jax.rollout import interaction as turns
-    from grpo_jax.run.sampler import check_sampler
 
     ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
     check_policy(policy, ends, trained=False)
@@ -164,7 +163,10 @@ def evaluate_rows(
     }
     data = join_prompts(encoded)
     fns = turns.with_environments(as_list(reward_fns), interaction)
-    check_sampler(sampler, interaction, ends)
+    if sampler is not None:
+        from grpo_jax.run.sampler import check_sampler
+
+        check_sampler(sampler, interaction, ends)
     check_reward_fns(fns, turns.reward_columns(data.rows[0], interaction), rows=rows)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=ends, template_kwargs=template_kwargs)

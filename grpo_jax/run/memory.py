@@ -36,9 +36,9 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """The run with `gradient_checkpointing` decided by the memory of a device, if its config leaves it open.
 
     Activations are kept if they fit into the `memory` of each device, in bytes, next to the state and the caller's
-    params. `peak_bytes` counts all that a traced forward pass keeps; a compiler keeps a part of it. If the estimate does
-    not fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least memory
-    decides for all.
+    params. `peak_bytes` counts all that a traced forward pass keeps; a compiler keeps a part of it. If the estimate
+    does not fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least
+    memory decides for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run

@@ -1,4 +1,4 @@
-"""Completions of another engine than ours: asked for, checked at the door, and scored by the trainer's own scorer.
+"""Completions by an engine instead of `generate`: called, validated, and scored by the trainer's own scorer.
 
 ```
 engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the same params by the trainer's own scorer
@@ -39,51 +39,46 @@ ARGUMENTS = tuple(
 )
 """Names of the arguments of `generate` that every sampler may take."""
 FURTHER = ("policy", "answers")
-"""Names of two more, which only a sampler is given that names them."""
+"""Names of two more arguments, which are not passed to `**kwargs`."""
 ROUNDING = 1e-2
-"""Nats by which an engine's log-prob may be above 0."""
+"""Nats by which a log-prob may be above 0, due to rounding."""
 
 
 class Sampler(Protocol):
-    """An engine that samples: a function that may take any of the arguments of `generate`, by their names.
+    """An engine that samples: a function with any of the arguments of `generate`, which are passed by name.
 
-    Beside these it may name `policy`, for its config and tokenizer (its params are not those to sample from), and
-    `answers`: None, or who answers the turns of a completion (`rollout.turns.Answers`), which only an engine that names
-    it is asked for. `engines.vllm` makes one.
+    It may also have an argument `policy`, for its config and tokenizer, and `answers`: None, or the function that
+    answers the turns of a completion (`rollout.turns.Answers`), which several turns need. A `**kwargs` receives all
+    arguments except these two. `engines.vllm` makes a sampler.
 
-    Only those are passed that its signature takes; `**kwargs` takes all. It returns `Completions` of NumPy's, JAX's or
-    PyTorch's arrays on the host:
+    It returns `Completions` of NumPy's, JAX's or PyTorch's arrays on the host; values under a False `mask` are ignored:
 
       tokens: [B, G, T] integers, T ≤ `max_completion_length`.
-      mask: [B, G, T] bool, True from the first token of a row on to its last, which is the EOS where it drew one.
-      log_probs: [B, G, T] floats, ≤ 0, of the distribution that the engine drew from: after `temperature`, `top_k`,
-        `top_p` and `min_p`, which the trainer's log-probs have in them too.
-      ended: [B, G] bool, True where the row drew an EOS or a stop id (both are among `eos_token_ids`), or came to the
-        end of a text of `stop`.
-      present: of several turns [B, G, T] bool, True from the first token of a row on to its last; `mask` is True on
-        those that the engine drew, and `ended` where `answers` returned None.
+      mask: [B, G, T] bool, True from the first token of a row to its last, which is the EOS if one was sampled.
+      log_probs: [B, G, T] floats ≤ 0 of the distribution that was sampled from: after `temperature`, `top_k`, `top_p`
+        and `min_p`, as in the trainer's log-probs.
+      ended: [B, G] bool, True if the row ends with an EOS or a stop id (both are among `eos_token_ids`), or with a text
+        of `stop`.
+      present: for several turns [B, G, T] bool, True from the first token of a row to its last; `mask` is True on the
+        sampled ones, and `ended` where `answers` returned None.
 
-    What stands where `mask` is False is not looked at. `params` are those to sample from, at every call: an engine with
-    weights of its own has to be given them. `key` is the same at all calls of a run; with `prompt_indices`, which are
-    not, it gives draws that a resumed run makes again. With `rollout_ahead` the engine is called from another thread.
-    With several processes all of them call it, and what the first one's returns is taken.
+    `params` are the parameters to sample from, at every call. `key` is the same at all calls of a run; with
+    `prompt_indices` it determines samples that a resumed run reproduces. With `rollout_ahead` the engine is called from
+    another thread. With several processes all of them call it, and the first one's result is used.
 
-    Two attributes are optional. `follow(policy, params)` takes the params of later calls beforehand: with
-    `rollout_ahead` it is called first, and then the engine with shapes for `params`, while the trainer continues with
-    its update, which changes the arrays in place (`run.sources`). `measured` is a dict of numbers about the last call,
-    which become metrics of the run.
+    Two attributes are optional. `follow(policy, params)` sets the params of later calls: with `rollout_ahead` it is
+    called first, and then the engine with shapes for `params`, while the trainer's update changes the arrays in place
+    (`run.sources`). `measured` is a dict of numbers about the last call, which become metrics of the run.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...  # to a type checker, of any arguments
+    def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
-def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise a `ValueError` unless it is None, or a function that can be called by names of `generate`'s arguments.
+def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
+    """Raise a `ValueError` unless it is a function that can be called with the names of `generate`'s arguments.
 
     Tools and environments need an argument `answers` and one process; stop texts and a length need their arguments.
     """
-    if sampler is None:
-        return
     wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
     if not callable(sampler):
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
@@ -92,10 +87,10 @@ def check_sampler(sampler: Any, interaction: Interaction | None = None, ends: Tu
     ]
     unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
     if unknown:
-        raise ValueError(f"sampler asks for {', '.join(unknown)}, which it is not given by name: {wanted}")
+        raise ValueError(f"sampler requires {', '.join(unknown)}, which is not passed by name: {wanted}")
     named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
-    asked = {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
-    untaken = [name for name, value in asked.items() if value and name not in named and not takes_all]
+    needed = {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
+    untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
         raise ValueError(
             f"{' and '.join(untaken)}: sampler does not take {'it' if len(untaken) == 1 else 'them'}: give one with"
@@ -124,7 +119,7 @@ def completions_by(
     *,
     settings: Mapping[str, Any],
 ) -> Completions:
-    """Completions [B, G, T] by an engine, on the host; all processes return those of the first.
+    """Completions [B, G, T] by an engine, on the host; all processes return the first one's.
 
     `settings` are the keywords of `generate`. Raises a `ValueError` for a result that is not as `Sampler` says.
     """
@@ -150,7 +145,7 @@ def completions_by(
 
 
 def with_old_log_probs(completions: Completions, updater: Updater, params: Params, prompts: Prompts) -> Completions:
-    """An engine's completions, with the log-probs that the trainer's own scorer gives them under the same params."""
+    """An engine's completions with log-probs under the same params by the trainer's own scorer."""
     t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     old = fetch(updater.score(params, prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
@@ -159,7 +154,7 @@ def with_old_log_probs(completions: Completions, updater: Updater, params: Param
 def read_completions(
     returned: object, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
 ) -> Completions:
-    """An engine's completions, checked, padded to [B, G, T], and clean where their mask is False."""
+    """An engine's completions, validated, padded to [B, G, T], with zeros where their mask is False."""
     if not isinstance(returned, Completions):
         raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
     tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
@@ -201,10 +196,10 @@ def read_completions(
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """By how much an engine's log-probs differ from the trainer's, and what weights that comes to.
+    """Differences between the log-probs of an engine and of the trainer, and the importance weights.
 
-    Of a batch from `generate` nothing. Differences are |log π_old − log π_sampler| of tokens; of the weights the mean,
-    least and largest over the tokens in the token modes, over completions in the sequence modes.
+    Differences are |log π_old − log π_sampler| of tokens. The mean, least and largest weight are over tokens in the
+    token modes, and over completions in the sequence modes.
     """
     if batch.old_log_probs is None:
         return {}
@@ -220,19 +215,21 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 
 def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:
-    """A field as NumPy's, if it is an array of one of these kinds."""
+    """A field as a NumPy array; raises a `ValueError` unless its dtype is of one of these kinds."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))
     except Exception as error:
-        raise ValueError(f"sampler returned {name} that is no array on the host ({error}): give {wanted}") from error
+        raise ValueError(
+            f"sampler returned {name} that is not an array on the host ({error}): give {wanted}"
+        ) from error
     if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):
         raise ValueError(f"sampler returned {name} of the dtype {value.dtype}: make it {wanted}")
     return value
 
 
 def _refuse(bad: np.ndarray, values: np.ndarray, what: str) -> None:
-    """Raise if anything is bad, and say where the first one is."""
+    """Raise a `ValueError` with the place of the first bad value, if there is one."""
     if bad.any():
         b, g, t = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(f"sampler returned {what}; prompt {b}, completion {g}, token {t} has {values[b, g, t]}")

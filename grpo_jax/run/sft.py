@@ -186,11 +186,11 @@ def derive_sft(
 ) -> SFTRun:
     """The run of checked arguments; params may be shapes. `longest` example and model's `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
-    # A batch can hold the rows of any blocks, in whole micro-batches; across the end of an epoch a block may come twice.
+    # A batch can hold the rows of any blocks, in whole micro-batches; across an epoch's end a block may come twice.
     often = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    # The common beginning of all examples is their prompt, read once; a model without a cache reads each example whole.
+    # The common beginning of all examples is their prompt, read once if the model has a cache.
     shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
     start = max(1, shared)
     length = -(-(longest - start) // config.padding) * config.padding

@@ -62,7 +62,7 @@ class StopSignals:
 
         Raises:
           KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
-          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not consider the run finished.
+          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not see a finished run.
         """
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
             raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""The teacher of a run: its arguments are checked, its log-probs added to the batch.
+"""The teacher of a run: checks of the argument, and the log-probs that it adds to a batch.
 
 ```
-Policy   ─► its whole distributions, in the update ("full_logits"), or its log-probs of the drawn tokens, before it
-a scorer ─► log-probs, before the update: of the drawn tokens, or of k tokens as well ("topk_logits")
+Policy ─► in the update its whole distributions ("full_logits"), or before it the log-probs of the sampled tokens
+scorer ─► before the update log-probs of the sampled tokens, or of k tokens at each position ("topk_logits")
 ```
 """
 
@@ -41,7 +41,7 @@ class Scorer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-    """The teacher of a run, its arguments checked.
+    """A checked teacher.
 
     Attributes:
       teacher: model and params; None for a scorer.
@@ -55,7 +55,7 @@ class Teaching:
 
     @property
     def identity(self) -> Json:
-        """A description for checkpoints: a resumed run has to have the same."""
+        """A description for checkpoints, which a resumed run must match."""
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
         return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
@@ -81,11 +81,7 @@ class Teaching:
 
 
 def kind_of(teacher: object) -> Literal["policy", "scorer"]:
-    """Return what a teacher is.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Return the kind of a teacher; raise a `ValueError` for another object."""
     if isinstance(teacher, Policy):
         return "policy"
     if callable(getattr(teacher, "score", None)):
@@ -96,7 +92,7 @@ def kind_of(teacher: object) -> Literal["policy", "scorer"]:
 
 
 def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool = True) -> None:
-    """Raise a `ValueError` unless a run can learn from the teacher; it may be None.
+    """Raise a `ValueError` unless a run can learn from the teacher, or without one.
 
     Args:
       has_rewards: whether there is a reward function.
@@ -116,22 +112,22 @@ def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_re
 
 
 def _contradictions(kind: str, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
-    """Yield an error line for each setting that does not go with a teacher of that kind."""
+    """Yield an error line for each setting that contradicts a teacher of that kind."""
     if config.distillation_coef == 0:
-        yield "distillation_coef = 0.0: nothing would be learned from it; set it above 0, or leave teacher out"
+        yield "distillation_coef = 0.0: the teacher would have no effect; set it above 0, or leave teacher out"
     if kind == "scorer" and config.distillation_mode == "full_logits":
         yield (
-            "distillation_mode = 'full_logits': a scorer tells log-probs of a few tokens alone; use 'sampled_token', or"
-            " 'topk_logits' with distillation_topk"
+            "distillation_mode = 'full_logits': a scorer returns log-probs of a few tokens only; use 'sampled_token',"
+            " or 'topk_logits' with distillation_topk"
         )
     if kind != "scorer" and config.distillation_mode == "topk_logits":
         yield (
-            "distillation_mode = 'topk_logits': a teacher that is a model has its whole distribution at hand, for no"
-            " more; use 'full_logits'"
+            "distillation_mode = 'topk_logits': a teacher that is a model gives its whole distribution at the same"
+            " cost; use 'full_logits'"
         )
     if config.distillation_mode == "sampled_token" and config.distillation_divergence != "reverse_kl":
         yield (
-            f"distillation_divergence = {config.distillation_divergence!r}: the drawn token alone tells the reverse KL;"
+            f"distillation_divergence = {config.distillation_divergence!r}: sampled tokens give the reverse KL only;"
             " use 'reverse_kl', or another distillation_mode"
         )
     if config.distillation_alpha != 0.5 and config.distillation_divergence != "jsd":
@@ -142,7 +138,7 @@ def _contradictions(kind: str, config: GRPOConfig, *, has_rewards: bool) -> Iter
     if kind == "scorer" and jax.process_count() > 1:
         yield "a scorer serves one process, and this run has several; give a Policy"
     if config.dynamic_sampling and not has_rewards:
-        yield "dynamic_sampling = True: there is no reward function by which it goes; give one, or use False"
+        yield "dynamic_sampling = True: groups are chosen by rewards; give a reward function, or use False"
 
 
 def check_same_tokenizer(ours: object, theirs: object) -> None:
@@ -151,26 +147,26 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
         return
     one, other = (getattr(tokenizer, "get_vocab", None) for tokenizer in (ours, theirs))
     if one is None or other is None:
-        raise ValueError("teacher.tokenizer has no get_vocab(), by which it could be seen to be that of the policy")
+        raise ValueError("teacher.tokenizer has no get_vocab(), which is compared with the policy's tokenizer")
     one, other = one(), other()
     different = sorted(token for token in {*one, *other} if one.get(token) != other.get(token))
     if different:
         examples = some([f"{token!r} ({one.get(token)}, {other.get(token)})" for token in different], 3)
         raise ValueError(
-            f"teacher.tokenizer is not that of the policy: {len(different)} tokens have other ids (policy, teacher):"
-            f" {examples}. A teacher judges the policy's tokens one by one: give one of the same family"
+            f"teacher.tokenizer differs from the policy's: {len(different)} tokens have other ids (policy, teacher):"
+            f" {examples}. A teacher scores the policy's tokens: give one of the same family"
         )
 
 
 def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model], Updater]) -> Teaching | None:
-    """The checked teacher of a run, a placed `Policy` or a scorer; `make_updater` makes what scores by a model."""
+    """The teacher of a run: a placed `Policy`, scored by the updater that `make_updater` makes, or a scorer."""
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return None if teacher is None else Teaching(scorer=teacher)
 
 
 def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
-    """Check what a scorer returned."""
+    """Validate the result of a scorer."""
     scores = TeacherLogProbs(*scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
     k = config.distillation_topk
     wanted = {"log_probs": mask.shape} | (

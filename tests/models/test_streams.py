@@ -83,7 +83,7 @@ def test_work_beside_is_under_way_at_once_and_waited_for():
         ended.append(threading.current_thread() is not threading.main_thread())
         return 7
 
-    with streams.beside(work) as coming:
+    with streams.in_background(work) as coming:
         meet.wait()  # passes only if both are under way
     assert ended == [True]
     assert coming.result() == 7
@@ -94,10 +94,10 @@ def test_a_failure_beside_comes_with_its_result_and_one_here_waits_for_the_work(
     def fails():
         raise ValueError("there")
 
-    with pytest.raises(ValueError, match="there"), streams.beside(fails) as coming:
+    with pytest.raises(ValueError, match="there"), streams.in_background(fails) as coming:
         coming.result()
     ended, go = [], threading.Event()
-    with contextlib.suppress(ValueError), streams.beside(lambda: go.wait(30) and ended.append(1)):
+    with contextlib.suppress(ValueError), streams.in_background(lambda: go.wait(30) and ended.append(1)):
         go.set()
         raise ValueError
     assert ended == [1], "no thread is left at work with arrays that are about to go"
@@ -111,6 +111,6 @@ def test_settings_of_the_callers_thread_hold_beside():
         return product.lower(jnp.ones((2, 2))).as_text().count("HIGHEST"), jnp.ones(1).devices()
 
     highest, third = jax.default_matmul_precision("highest"), jax.default_device(jax.devices()[3])
-    with highest, third, streams.beside(lowered) as coming:
+    with highest, third, streams.in_background(lowered) as coming:
         here = lowered()
     assert coming.result() == here == (2, {jax.devices()[3]})

@@ -62,8 +62,8 @@ def test_a_sampler_is_given_what_its_signature_takes():
 def test_a_sampler_that_cannot_be_called_is_refused_at_the_door():
     for sampler, message in (
         (3, r"sampler is 3: give a function with arguments of generate \(model, params, prompts, key"),
-        (lambda prompts, engine: None, "sampler asks for engine, which it is not given by name"),
-        (lambda prompts, /: None, "sampler asks for prompts, which it is not given by name"),
+        (lambda prompts, engine: None, "sampler requires engine, which is not passed by name"),
+        (lambda prompts, /: None, "sampler requires prompts, which is not passed by name"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
