@@ -13,8 +13,8 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.cautions import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.placement import shape_of, with_settings
+from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.text.completions import Before, before_of, continuation
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.types import Messages, Tokenizer

@@ -17,7 +17,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.cautions import check_ends, check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
 from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
@@ -169,7 +169,7 @@ def evaluate_rows(
         check_sampler(sampler, interaction, ends)
     check_reward_fns(fns, turns.reward_columns(data.rows[0], interaction), rows=rows)
     check_tokens(policy, data, config.max_completion_length)
-    warn_of_tokens(data, policy, "dataset", reward_fns=fns, ends=ends, template_kwargs=template_kwargs)
+    warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=template_kwargs)
     weights = turns.environment_weights(config.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
         names = ", ".join(reward_names(fns))

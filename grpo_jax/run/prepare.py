@@ -21,9 +21,9 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import arguments_of, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.cautions import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
+from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.run import Run
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
@@ -177,7 +177,7 @@ def _encode(
     faults.raise_together("this run", problems)
     for name, some in encoded.items():
         kwargs = config.chat_template_kwargs
-        warn_of_tokens(some, policy, name, reward_fns=reward_fns, ends=TurnEnds.of(config), template_kwargs=kwargs)
+        warn_of_tokens(some, policy, name, ends=TurnEnds.of(config), template_kwargs=kwargs)
     keep_programs()  # before anything is compiled
     return place_policy(policy, mesh), config, mesh, encoded
 

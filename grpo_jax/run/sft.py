@@ -21,8 +21,8 @@ from grpo_jax.models.packing import evenly, lengths_of
 from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.run.cautions import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
+from grpo_jax.run.policy_checks import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.prepare import check_optimizer
 from grpo_jax.run.resume import describe
 from grpo_jax.run.run import SFTRun, new_state

@@ -133,9 +133,9 @@ REFUSED = [
     ({}, {"distillation_coef": 0.0}, "the teacher would have no effect"),
     ({"teacher": Engine()}, {}, "a scorer returns log-probs of a few tokens only"),
     ({}, {"distillation_mode": "topk_logits", "distillation_topk": 2}, "use 'full_logits'"),
-    ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "tells the reverse KL; use"),
+    ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "give the reverse KL only; use"),
     ({}, {"distillation_alpha": 0.1}, "distillation_alpha = 0.1: only distillation_divergence = 'jsd' has this weight"),
-    ({}, {"dynamic_sampling": True}, "dynamic_sampling = True: there is no reward function"),
+    ({}, {"dynamic_sampling": True}, "dynamic_sampling = True: groups are chosen by rewards"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 import sys
 import warnings
 
@@ -11,9 +10,8 @@ from tiny import EOS, tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
-from grpo_jax.rewards import clipped, format_reward
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.cautions import warn_of_tokens
+from grpo_jax.run.policy_checks import warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
@@ -42,7 +40,7 @@ def talk(text="hi"):
     return [{"role": "user", "content": text}]
 
 
-def said(rows, tokenizer, reward_fns=(), *, eos=(), **how):
+def said(rows, tokenizer, *, eos=(), **how):
     """The warnings of some rows, of SFT where they have a completion or text."""
     policy = tiny_policy().replace(tokenizer=tokenizer)
     if eos:
@@ -53,7 +51,7 @@ def said(rows, tokenizer, reward_fns=(), *, eos=(), **how):
         data = encode_prompts(rows, tokenizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_tokens(data, policy, "dataset", reward_fns=list(reward_fns), **how)
+        warn_of_tokens(data, policy, "dataset", **how)
     return [str(one.message) for one in caught]
 
 
@@ -69,9 +67,7 @@ def test_special_tokens_that_the_tokenizer_adds_to_those_of_the_text():
     template = "!" + OPENING.replace("<think>", "")
     assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
     (line,) = said([{"prompt": "ab"}], tokenizer_with(eos=True))
-    assert line.startswith(
-        "dataset: 1 of 1 texts end with an EOS, behind which completions begin, the first of them 'ab<"
-    )
+    assert line.startswith("dataset: 1 of 1 texts end with an EOS before the completion begins, the first of them 'ab<")
     for row in ({"text": "!ab"}, {"prompt": "!a", "completion": "b"}):
         (line,) = said([row], tokenizer)
         assert line.startswith("dataset: 1 of 1 texts begin with the BOS twice, the first of them '!!ab<eos>': ")
@@ -88,9 +84,8 @@ def test_a_template_whose_end_of_turn_ends_no_completion():
     tokenizer = tokenizer_with(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", EOS])
-    told = (
-        f"the chat template ends a turn with '<|im_end|>' ({end}), which ends no completion (policy.eos_token_ids = ["
-    )
+    told = f"the chat template ends a turn with '<|im_end|>' ({end}), which does not end completions"
+    told += " (policy.eos_token_ids = ["
     (line,) = said([{"prompt": talk()}], tokenizer)
     assert line.startswith(
         f"dataset: {told}{eos}]): policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
@@ -127,49 +122,8 @@ def test_arguments_that_datasets_has_filled_in(column):
     assert said([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
-MARK = re.compile(r"<think>.*?</think>", re.DOTALL)
-
-
-def by_constant(completions):
-    return [float(bool(re.match(r"^\<think\>", text))) for text in completions]
-
-
-def by_closure(tag):
-    return lambda completions: [float(tag in text) for text in completions]
-
-
-class ByMethod:
-    __name__ = "by_method"
-
-    def __call__(self, completions):
-        return [float("<think>" in text) for text in completions]
-
-
 def without(completions):
-    """Score </think>, not <think>."""
     return [float("</think>" in text) for text in completions]
-
-
-ASKING = [lambda completions: [float(MARK.match(text) is not None) for text in completions], by_closure("<think>")]
-ASKING += [by_constant, ByMethod(), ByMethod().__call__]
-ASKING += [format_reward(r"<think>.*</think>.*"), clipped(by_constant)]
-
-
-@pytest.mark.parametrize("fn", ASKING, ids=lambda fn: getattr(fn, "__name__", "method"))
-def test_a_thought_that_the_template_opens_and_a_reward_that_asks_for_it(fn):
-    rows = [{"prompt": talk()}]
-    (line,) = said(rows, tokenizer_with(OPENING), [without, fn])
-    assert "so completions begin inside the thought, and reward function '" in line
-    assert "'without'" not in line
-    assert said(rows, tokenizer_with(OPENING.replace("<think>", "")), [fn]) == []
-    assert len(said([{"prompt": "Think. <think>\n"}], tokenizer_with(), [fn])) == 1
-    assert said([{"prompt": "<think> is a tag"}], tokenizer_with(), [fn]) == []
-
-
-def test_a_run_says_so_before_it_begins():
-    policy = tiny_policy().replace(tokenizer=tokenizer_with(OPENING))
-    with pytest.warns(UserWarning, match="reward function 'by_constant' names <think>: where it has to be there"):
-        prepare(policy, [{"prompt": talk()}], [by_constant], GRPOConfig(max_completion_length=4))
 
 
 def by_chat(policy, text):
@@ -201,7 +155,7 @@ def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypa
         used(policy, "a" * 300)
     bare = tokenizer_with()
     bare.eos_token = None
-    with pytest.raises(ValueError, match="policy has no EOS token, so no completion could ever end"):
+    with pytest.raises(ValueError, match="policy has no EOS token, so no completion would end"):
         used(policy.replace(tokenizer=bare, config={**policy.config, "eos_token_id": None}, generation_config={}), "a")
 
     def stop(*_, **__):
@@ -214,5 +168,5 @@ def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypa
         warnings.simplefilter("always")
         used(strange, "!a")
     told = " ".join(str(one.message) for one in caught)
-    assert "ends a text with '<eos>' (1), and completions end with policy.eos_token_ids = [7] alone" in told
+    assert "ends a text with '<eos>' (1), and completions end with policy.eos_token_ids = [7] only" in told
     assert "begin with the BOS twice" in told
