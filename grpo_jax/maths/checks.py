@@ -60,7 +60,7 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
     """An array of the shape of log_probs, in their dtype."""
     value = floating(name, value)
     if value.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, that of log_probs.")
+        raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, the shape of log_probs.")
     return value.astype(log_probs.dtype)
 
 
@@ -81,7 +81,7 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
         raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
     if mask.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, that of log_probs.")
+        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, the shape of log_probs.")
     return mask
 
 

@@ -37,7 +37,7 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
         k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
 
     Half precision is computed in float32. Log-probs below −1e4 count as −1e4. In k3, d below −20 counts as −20 (the
-    exponential would overflow), while its derivative is kept alive at that of d = −20.
+    exponential would overflow), while its derivative is the one at d = −20.
 
     Args:
       log_probs: [...] float, nats, ≤ 0; log-probs of the sampled tokens under the policy.

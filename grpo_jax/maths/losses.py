@@ -273,8 +273,8 @@ def grpo_loss(
         their own ratio.
       importance_weights: [...] or [..., T] float ≥ 0, weights for sampler against trainer; multiply p (in vespo they
         enter s). None means 1.
-      num_rows: rows of the whole minibatch, of which this call may be a part; None: of this call. `batch_totals`
-        computes this and the next two.
+      num_rows: rows of the whole minibatch, if this call sees a part of it; None: of this call. `batch_totals` computes
+        this and the next two.
       num_tokens: masked-in tokens of the whole minibatch, the denominator of bnpo and of the bonus; None: of this call.
       num_selected_tokens: Σ m' of the whole minibatch; None: of this call.
       selected: [..., T] bool or 0/1, this call's part of the `top_entropy_mask` of the whole minibatch. None: computed

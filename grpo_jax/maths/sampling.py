@@ -98,7 +98,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
 def uniforms(keys: jax.Array) -> jax.Array:
     """The two uniforms [..., 2] float32 in [0, 1) that a draw takes, for each of [...] typed keys."""
     flat = keys.reshape(-1)
-    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape(*keys.shape, 2)
+    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape((*keys.shape, 2))
 
 
 def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
@@ -153,7 +153,7 @@ def draw_tokens(
     padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
 
     def cut(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, padding).reshape(*before, blocks, width, *after)
+        return jnp.pad(x, padding).reshape((*before, blocks, width, *after))
 
     weights = cut(jnp.exp(logits - top))
     masses = weights.sum(axis=axis + 1)
@@ -161,14 +161,14 @@ def draw_tokens(
     block = _inverse_cdf(u[..., 0], masses, axis)
     ones = [1] * len(before), [1] * len(after)
     if together is not None:
-        chosen = jnp.arange(blocks).reshape(*ones[0], -1, 1, *ones[1]) == jnp.expand_dims(block, (axis, axis + 1))
+        chosen = jnp.arange(blocks).reshape((*ones[0], -1, 1, *ones[1])) == jnp.expand_dims(block, (axis, axis + 1))
         inside = together(jnp.where(chosen, weights, 0).sum(axis=axis))
     else:
         inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
     place = _inverse_cdf(u[..., 1], inside, axis)
     tokens = (block * width + place).astype(jnp.int32)
     if together is not None:
-        own = jnp.arange(width).reshape(*ones[0], -1, *ones[1]) == jnp.expand_dims(place, axis)
+        own = jnp.arange(width).reshape((*ones[0], -1, *ones[1])) == jnp.expand_dims(place, axis)
         drawn = jnp.where(chosen & jnp.expand_dims(own, axis), cut(logits), 0).sum(axis=(axis, axis + 1))
         drawn = jnp.expand_dims(together(drawn), axis)
     else:

@@ -31,8 +31,7 @@ def likelihood_loss(
         nll:  Σ m · (−l) / max(Σ m, 1)
         dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l)
 
-    The gradient of "nll" is that of `grpo_loss(..., loss_type="bnpo")` where every advantage is 1, the ratio is 1 and
-    beta is 0.
+    "nll" has the gradient of `grpo_loss(..., loss_type="bnpo")` with advantages 1, ratio 1 and beta 0.
 
     Args:
       log_probs: [..., T] float, l.
@@ -163,7 +162,7 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append the log-prob of all other tokens to those of k tokens: [..., k] to [..., k + 1].
+    """Append the log-prob of all other tokens to the log-probs of k tokens: [..., k] to [..., k + 1].
 
     It is log(1 − Σ exp(log_probs)), at least about log 1e-7.
     """
@@ -174,7 +173,7 @@ def with_rest(log_probs: jax.Array) -> jax.Array:
 def top_k_divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """`divergence` of k tokens and the rest as one token, for a teacher of which only top-k log-probs are known.
+    """`divergence` of k tokens and the rest as one token, for a teacher with top-k log-probs only.
 
     With r and s the mass of the rest under p and q, it is less than the divergence D of the whole distributions by
 
@@ -229,7 +228,7 @@ def sampled_divergence(
 
     Gradient:
       Over tokens drawn from the old policy, its expectation is the gradient of KL(p‖q) in each given state, however far
-      the policy has moved; the value estimates that KL. The variance is larger than that of `divergence`.
+      the policy has moved; the value estimates that KL. Its variance is larger than `divergence`'s.
 
     References:
       Thinking Machines, "On-Policy Distillation" (2025), with −(l_old − l_teacher) as the advantage: the same at the

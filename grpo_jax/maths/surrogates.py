@@ -225,7 +225,7 @@ def sampler_weights(
     mask = jnp.asarray(mask) != 0
     for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
         if value.shape != old.shape or old.ndim == 0:
-            raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, that of old_log_probs [..., T].")
+            raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, the shape of old_log_probs [..., T].")
     delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
     delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # no gradient passes here: one `where` is enough
     if mode.startswith("sequence"):

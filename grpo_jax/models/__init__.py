@@ -1,6 +1,6 @@
 """One Flax decoder by configuration, and the log-probs of completions under it. Pure: jax and flax alone.
 
-`transformer` is made of the layers in `block`, and those of `attention`, `recurrent`, `experts`, `layers` and `rope`;
+`transformer` is made of the layers in `block`, `attention`, `recurrent`, `experts`, `layers` and `rope`;
 `config` has the shapes, `context` what layers keep of earlier tokens. `lora` adds adapters, `packing` packs sequences,
 `scoring` computes the log-probs of completions, and `sharding` has the mesh and the table of shardings.
 """

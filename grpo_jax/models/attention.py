@@ -111,7 +111,7 @@ def packed_attention(
     chex.assert_shape([segments.number, segments.position], (a, n))
 
     one = functools.partial(_packed_sequence, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    own_prefix = jax.tree.map(lambda x: x.reshape(a, -1, *x.shape[1:]), prefix)
+    own_prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
     if a == 1:  # a batch of gathers is slower on CPUs, even a batch of one
         own_prefix, segments = jax.tree.map(lambda x: x[0], (own_prefix, segments))
         return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], own_prefix, segments)[None, :, None]
@@ -140,7 +140,7 @@ def _packed_sequence(
         before = [(0, 0)] * x.ndim
         before[axis] = (segments.reach * size, 0)
         x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
-        x = x.reshape(m + segments.reach, size, *x.shape[1:])
+        x = x.reshape((m + segments.reach, size, *x.shape[1:]))
         return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
 
     keys, values = (jnp.moveaxis(blocks(x, 1), 2, 1)[:, :, None] for x in (k, v))
@@ -185,7 +185,7 @@ def _attend(
         scores = scores.astype(jnp.float32) * scale
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
-    own = cap(_product("...qd,...ds->...qs", q.reshape(*rows, t * r, d), k)).reshape(b, h, g, t, r, s)
+    own = cap(_product("...qd,...ds->...qs", q.reshape((*rows, t * r, d)), k)).reshape(b, h, g, t, r, s)
     own = jnp.where(visible[:, None, :, :, None], own, MASKED)
     top = own.max(axis=-1, keepdims=True)
     if sinks is not None:
@@ -199,7 +199,7 @@ def _attend(
         top = jax.lax.stop_gradient(top)
         e_own = jnp.exp(own - top)
         total = add_sinks(e_own.sum(axis=-1, keepdims=True), top)
-        out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v)
+        out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape((*rows, t * r, s)), v)
         return (out.reshape(q.shape) / total.astype(out.dtype)).astype(v.dtype)
 
     pk, pv, lengths = prefix
@@ -214,7 +214,7 @@ def _attend(
     top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
     e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
     total = add_sinks(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
-    out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape(*rows, t * r, s), v).reshape(q.shape)
+    out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape((*rows, t * r, s)), v).reshape(q.shape)
     out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     return (out / total.astype(out.dtype)).astype(v.dtype)
 
@@ -291,7 +291,7 @@ def tiled_attention(
 
         def of_rows(x: jax.Array) -> jax.Array:
             """Return x [B, H, P, d], for packed sequences as [A, H, B / A · P, d]."""
-            return x.reshape(b, -1, *x.shape[1:]).swapaxes(1, 2).reshape(b, h, -1, d)
+            return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
 
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)

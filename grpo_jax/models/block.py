@@ -115,7 +115,7 @@ class Attention(nn.Module):
             slots = keys.shape[-1], prefix[1].shape[-2]
             programs = b * h * g // (1 if c.mesh is None else c.mesh.size)
             if has_step_kernel(kernel.implementation, head_dim=d, keys=slots, programs=programs):
-                keys, v = (x.reshape(b, h, g, *x.shape[-2:]) for x in (keys, v))
+                keys, v = (x.reshape((b, h, g, *x.shape[-2:])) for x in (keys, v))
                 return step_attention(
                     q, keys, v, prefix, index=index, start=start, kernel=kernel, mesh=c.mesh, sinks=sinks
                 )
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         """Return the cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] written to it."""
         own_keys, own_values = cast(KeysValues, context.cache)
         (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
-        keys, v = keys.reshape(*like, d, t).astype(own_keys.dtype), v.reshape(*like, t, d).astype(own_values.dtype)
+        keys, v = keys.reshape((*like, d, t)).astype(own_keys.dtype), v.reshape((*like, t, d)).astype(own_values.dtype)
         slot = context.index % own_values.shape[-2]
         if context.write is not None:
             write = context.write.reshape(b, 1, g, t, 1)

@@ -13,14 +13,14 @@ from grpo_jax.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """In what the layers of a decoder differ; layers of one kind share what is traced of them.
+    """Differences between the layers of a decoder; layers of one kind are traced once.
 
     Attributes:
       window: the sliding window in tokens; None for full attention.
       rotary: whether queries and keys are rotated.
-      sparse: a mixture of experts in place of the MLP.
-      mixer: what mixes tokens: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
-      shared_kv: attention without keys and values of its own, over those of an earlier layer.
+      sparse: a mixture of experts instead of the MLP.
+      mixer: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
+      shared_kv: attention over the keys and values of an earlier layer.
     """
 
     window: int | None = None
@@ -39,8 +39,8 @@ class DeltaShape:
       value_heads: H, heads of values, of the memory and of its gates; a multiple of `key_heads`.
       key_dim: d_k, width of a key.
       value_dim: d_v, width of a value.
-      kernel: K, tokens that the convolution looks at.
-      by_key_heads: projections are two, with the columns of each key head side by side, and not four.
+      kernel: K, width of the convolution in tokens.
+      by_key_heads: two projections with columns ordered by key head, instead of four.
     """
 
     key_heads: int
@@ -52,27 +52,27 @@ class DeltaShape:
 
     @property
     def key_width(self) -> int:
-        """Width of all keys of a token."""
+        """Width of the keys of a token."""
         return self.key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Width of all values of a token."""
+        """Width of the values of a token."""
         return self.value_heads * self.value_dim
 
     @property
     def mixed_width(self) -> int:
-        """C, width of what the convolution goes over: queries, keys and values."""
+        """C, channels of the convolution: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
     @property
     def state(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Shapes of what is kept of one completion: (H, d_k, d_v) of the memory, (1, K − 1, C) of the tail."""
+        """Shapes of one completion's state: (H, d_k, d_v) of the memory, (1, K − 1, C) of the tail."""
         return (self.value_heads, self.key_dim, self.value_dim), (1, self.kernel - 1, self.mixed_width)
 
     @property
     def projected_width(self) -> int:
-        """Widths of all projections of a layer together, beside D."""
+        """Sum of the widths of a layer's projections from or to D."""
         return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
 
 
@@ -82,7 +82,7 @@ class ConvShape:
 
     Attributes:
       width: C, channels of the convolution: D.
-      kernel: K, tokens that it looks at.
+      kernel: K, its width in tokens.
       bias: of the projections and the convolution.
     """
 
@@ -97,7 +97,7 @@ class ConvShape:
 
     @property
     def projected_width(self) -> int:
-        """Widths of all projections of a layer together, beside D."""
+        """Sum of the widths of a layer's projections from or to D."""
         return 4 * self.width
 
 
@@ -117,19 +117,19 @@ class TransformerConfig:
       tie_word_embeddings: the output head is the embedding.
       max_position_embeddings: context length the checkpoint was made for.
       rope: rotary embedding of full-attention layers.
-      local_rope: that of sliding-window layers, where it differs.
+      local_rope: rotary embedding of sliding-window layers; None: the same.
       rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
       windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
-      mixers: one entry per layer, what mixes its tokens, as in `LayerKind`; None means attention everywhere.
+      mixers: one entry per layer, as in `LayerKind`; None means attention everywhere.
       delta: shape of the gated delta nets.
       conv: shape of the gated short convolutions.
-      full_heads: (key and value heads, width of a head) of the layers without a window, where those differ.
-      shared_kv_layers: number of layers, the last ones, without keys and values of their own: they use those of the
-        last layer before them with the same window.
-      shared_kv_mlp: width of the gated MLP of those layers, where it differs; 0 where it does not.
+      full_heads: (key and value heads, width of a head) of the layers without a window; None: the same.
+      shared_kv_layers: number of layers at the end that use the keys and values of the last layer before them with the
+        same window.
+      shared_kv_mlp: width of the gated MLP of those layers; 0: the same.
       layer_input_size: width of the per-layer embedding (Gemma 4); 0 for none.
       qkv_bias, o_bias, mlp_bias: biases of the projections.
-      attention_gate: attention's output is multiplied by a gate per channel, which `q_proj` gives beside the query.
+      attention_gate: attention's output is multiplied by a gate per channel, a second output of `q_proj`.
       qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
       v_norm: RMS norm, without weights, of each head's values.
       values_are_keys: layers without a window have no `v_proj`: their values are the output of `k_proj`.
@@ -137,36 +137,34 @@ class TransformerConfig:
       norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
       activation: "silu", "gelu" or "gelu_tanh".
       query_scale: factor on the attention scores; None means head_dim^(−1/2).
-      attention_sinks: each head has a score that takes a share of the softmax and gives no value.
+      attention_sinks: each head has a learned score of a key without a value.
       attention_soft_cap: c in c·tanh(score/c), or None.
       logit_soft_cap: the same on the logits.
       embedding_scale: factor on the embeddings.
       residual_scale: factor on the outputs of attention and MLP, before they are added.
       logit_scale: factor on the logits.
-      layer_scalar: a factor on a layer's output, which comes with the checkpoint and is not trained.
+      layer_scalar: a factor on a layer's output from the checkpoint, not trained.
       num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
-      num_experts_per_token: experts that a token is sent to.
+      num_experts_per_token: experts that a token uses.
       expert_size: width of one expert's gated MLP.
-      shared_expert_size: width of the gated MLP of all tokens beside the experts, by a gate of its own; 0 for none.
-      expert_layers: one bool per layer, True for a mixture of experts in place of the MLP.
-      parallel_experts: that mixture is beside the MLP, and its router a `ScaledRouter`.
+      shared_expert_size: width of a gated MLP for all tokens, whose output is gated and added; 0 for none.
+      expert_layers: one bool per layer, True for a mixture of experts instead of the MLP.
+      parallel_experts: the mixture is added to the MLP, and its router is a `ScaledRouter`.
       expert_bias: biases of the experts and of their router.
-      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) in the place of act(g) · u.
+      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
       normalize_expert_weights: the weights of a token's experts sum to one.
-      router_loss_coef: the checkpoint's own factor on `router_loss`, where `router_aux_loss_coef` is None.
-      initializer_range: standard deviation of freshly made weights.
+      router_loss_coef: factor on `router_loss` if `router_aux_loss_coef` of the run is None.
+      initializer_range: standard deviation of initial weights.
       dtype: compute dtype of the matrix products, "float32" or "bfloat16".
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_on_cpu: recompute in a way that holds on CPUs (`recompute.recomputed`): nothing is kept whatever the policy,
-        and layers can be differentiated backwards alone.
-      attention: implementation for whole sequences. "einsum" writes the scores out; "tiles" and "triton" are those of
-        `fused`, which cannot be differentiated forwards; "auto" is the fastest on the devices. With
-        "triton" the products of experts are kernels of `ragged`, and so is attention in a decode step of many
-        completions (`fused_step`); other steps with a cache write the scores out: they are small.
-      mesh: of the devices whose parts of a batch a fused attention computes each for itself; None: of one device.
+      remat_on_cpu: recompute by `block.recomputed`, which works on CPUs; layers then only have reverse-mode gradients.
+      attention: implementation for whole sequences. "einsum" stores all scores; "tiles" and "triton" are in `fused` and
+        only have reverse-mode gradients; "auto" is the fastest on the devices. With "triton" the products of experts
+        are kernels too (`ragged`), and attention in a decode step of many completions (`fused_step`).
+      mesh: devices over which a batch is cut, for fused attention and experts; None: one device.
       float32_sums: request the products of bfloat16 matrices in float32 (`models.matmul`); None: if that is fastest.
-      loop_layers: run layers of one kind, or of a repeated pattern, as one loop where there is no cache: compiled once
-        for all of them, at the cost of a copy of their weights at run time.
+      loop_layers: without a cache, run layers of one kind or of a repeated pattern as one loop, which is compiled once
+        but needs a copy of their weights at run time.
     """
 
     vocab_size: int
@@ -238,21 +236,21 @@ class TransformerConfig:
 
     @property
     def uses_float32_sums(self) -> bool:
-        """Whether products are asked for in float32, where their operands are not.
+        """Whether products of bfloat16 matrices are requested in float32 (`models.matmul`).
 
-        On a mesh they are not: in the gradient of weights XLA would put the tokens of all devices in one vector.
+        Not on a mesh: in the gradient of weights XLA would gather the tokens of all devices.
         """
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
-        """Key and value heads of a layer of attention, and the width of one."""
+        """Number of key and value heads of an attention layer, and the width of a head."""
         full = self.full_heads is not None and kind.window is None
         return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
 
     def kv_source(self, i: int) -> int:
-        """The layer whose keys and values layer i is over: itself, if it has its own."""
+        """The layer whose keys and values layer i uses: itself, if it has its own."""
         kinds = self.layer_kinds
         if not kinds[i].shared_kv:
             return i
@@ -261,17 +259,17 @@ class TransformerConfig:
 
     @property
     def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
-        """The shape of each layer that keeps a state of fixed size, from the first on."""
+        """The shape of each recurrent layer."""
         kinds = {"delta": self.delta, "conv": self.conv}
         return tuple(shape for kind in self.layer_kinds if (shape := kinds.get(kind.mixer)) is not None)
 
 
 def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:
-    """Weights of a decoder's matrix products.
+    """Return the number of weights in a decoder's matrix products.
 
     Args:
-      head: with the output head; the embedding's lookup multiplies nothing.
-      experts: of a mixture-of-experts layer, how many count; None for those that one token is sent to.
+      head: include the output head; the embedding's lookup is not a product.
+      experts: number of experts to count in each layer; None: those that one token uses.
 
     Example:
       >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -292,7 +290,7 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
 
 
 def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
-    """Channels that a layer's projections of attention go to or come from; 0 for a recurrent one."""
+    """Return the sum of the widths of an attention layer's projections; 0 for a recurrent layer."""
     if kind.mixer != "attention":
         return 0
     heads, width = shape.heads_of(kind)
@@ -301,33 +299,31 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def read_width(shape: TransformerConfig) -> int:
-    """Numbers of a token's keys and values that all layers read."""
+    """Return how many numbers of a token's keys and values all layers read."""
     attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
     return sum(2 * heads * width for heads, width in attention)
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Bytes of what a decoder's recurrent layers keep of one completion, or of one prompt, however long it is."""
+    """Return the bytes of one completion's (or prompt's) states in the recurrent layers."""
     memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
     return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """Cost of a decode step for a layout [groups, width] of completions, in bytes that could be read meanwhile.
+    """Cost model of a decode step for a layout [groups, width] of completions, in bytes read.
 
     cost = weights + groups · (prompt + width · (own + state + products))
 
-    Weights are read once, whatever the completions; the prompt's keys and values once per group, a completion's own
-    once per completion, and a recurrent layer's state is read and written. So few completions cost nearly as much as
-    twice as many.
+    All weights are read once per step, so a small batch costs nearly as much as one of twice its size.
 
     Attributes:
       weights: bytes of the weights.
-      prompt: bytes of one prompt's keys and values.
+      prompt: bytes of one prompt's keys and values, read once per group.
       own: bytes of one completion's own keys and values.
-      products: bytes that could be read while one completion is multiplied by the weights; 0 counts what is read alone.
-      state: bytes of one completion's states that are read and written, whatever its length.
+      products: bytes that could be read in the time of one completion's products with the weights; 0 ignores it.
+      state: bytes of one completion's states, read and written.
     """
 
     weights: float
@@ -347,7 +343,7 @@ class DecodeStep:
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
-        """Return the step of a decoder for these lengths; `weight_itemsize` is that of the weights if it differs."""
+        """Return the step of a decoder for these lengths; `weight_itemsize` is `itemsize` if None."""
         token = read_width(shape) * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
@@ -358,7 +354,7 @@ class DecodeStep:
         )
 
     def with_slots(self, slots: int, *, of: int) -> DecodeStep:
-        """Return the step that looks at `slots` slots of a completion, where this one looks at `of`."""
+        """Return the step that reads `slots` slots of a completion, given that this one reads `of`."""
         return dataclasses.replace(self, own=self.own * slots / of)
 
     def cost(self, groups: int, width: int) -> float:

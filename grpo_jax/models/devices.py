@@ -1,6 +1,6 @@
-"""Devices without hardware: the real compilers of TPUs and NVIDIA GPUs, where they are installed, on any machine.
+"""Devices: their memory and fastest dtype, and the compilers of TPUs and NVIDIA GPUs without the hardware.
 
-What is lowered for such devices compiles to the program that the machine would run. It cannot be run here; its memory,
+A program lowered for absent devices compiles to what the machine would run. It cannot be run here, but its memory,
 collectives and kernels can be read (`compile_program`).
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
@@ -24,14 +24,12 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""Where Linux says what the processes of a container may take."""
+"""Linux's memory limits of a container."""
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of devices of one kind, and an NVIDIA GPU's compute capability, else 0.
-
-    Without any, those of the device that computes where none is named.
-    """
+    """Return the platform of devices of one kind (by default JAX's default device), and an NVIDIA GPU's compute
+    capability, else 0."""
     first = devices[0] if len(devices) else _default_device()
     return first.platform, float(getattr(first, "compute_capability", 0))
 
@@ -43,7 +41,7 @@ def _default_device() -> jax.Device:
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
-    """The dtype of matrix products that `GRPOConfig.compute_dtype` names; "auto" is decided by the devices."""
+    """Return the dtype of matrix products for `GRPOConfig.compute_dtype`; "auto" depends on the devices."""
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
@@ -51,18 +49,17 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Whether products of bfloat16 matrices are fastest if XLA gives their sums in float32 (`models.matmul`).
+    """Whether products of bfloat16 matrices are fastest with sums in float32 (`models.matmul`).
 
-    That is so on CPUs from jax 0.10 on, which multiplies by the processor's matrix units; before, it was the slowest
-    way.
+    On CPUs from jax 0.10 on, which uses the processor's matrix units; before, this was the slowest way.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the bytes that a device's programs may hold: of a CPU those of the machine, or of the container.
+    """Return the bytes that a device's programs may use, for a CPU the memory of the machine or the container.
 
-    None where nothing says so.
+    None if unknown.
     """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
@@ -70,7 +67,7 @@ def memory_of(device: jax.Device) -> int | None:
     found = []
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups, the second and the first version
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups v2 and v1
         path = CONTROL_GROUPS / name
         if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
             found.append(int(text))
@@ -83,7 +80,7 @@ CHIPS = {
     "v5p": ("v5p", 95e9, "2x2x1"),
     "v6e": ("v6e", 32e9, "2x2"),
 }
-"""TPUs: name in a topology, bytes of a chip, and the smallest slice that the compiler knows."""
+"""TPUs: name in a topology, bytes of a chip, and the smallest slice of the compiler."""
 
 _SLICES = {8: {"v5e": "2x4", "v6e": "2x4", "v4": "2x2x2", "v5p": "2x2x2"}, 16: {"v5e": "4x4", "v6e": "4x4"}}
 
@@ -91,7 +88,7 @@ _SLICES = {8: {"v5e": "2x4", "v6e": "2x4", "v4": "2x2x2", "v5p": "2x2x2"}, 16: {
 class GPU(NamedTuple):
     """An NVIDIA GPU, from the vendor's data sheets: bandwidth in bytes a second, memories in bytes.
 
-    Each core has float32 lanes, threads and shared memory, of which a block may ask for `opt_in` bytes.
+    `lanes` (of float32), `threads` and `shared` memory are per core; a block may use `opt_in` bytes of shared memory.
     """
 
     cores: int
@@ -115,22 +112,22 @@ GPUS = {
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # a TPU's compiler ends the process at a flag that is not its own
+    "XLA_FLAGS": "",  # a TPU's compiler ends the process at an unknown flag
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used: another process may have it, or real TPUs
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used, possibly next to real TPUs
 }
-"""Variables with which a process that has no accelerator starts."""
+"""Environment variables of a process that compiles for absent devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device, and how many.
+    """A kind of device, and their number.
 
     Attributes:
       kind: "H100", "A100", "T4", "v4", "v5e", "v5p" or "v6e".
-      count: devices, chips of a TPU.
+      count: GPUs, or chips of a TPU.
     """
 
     kind: str
@@ -138,7 +135,7 @@ class Target:
 
     @classmethod
     def read(cls, name: str) -> Target:
-        """A target by its name, H100 or v5e-8; a `ValueError` for no known kind or number."""
+        """Parse a name such as H100 or v5e-8; raise a ValueError for an unknown kind or number."""
         found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
         kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
         counts = (
@@ -159,12 +156,12 @@ class Target:
 
     @property
     def missing(self) -> str | None:
-        """The package that its compiler comes in, if it is not installed."""
+        """The package of its compiler, if it is not installed."""
         module, package = ("libtpu", "libtpu") if self.kind in CHIPS else ("jax_cuda12_plugin", "jax-cuda12-plugin")
         return None if importlib.util.find_spec(module) else package
 
     def devices(self) -> Sequence[jax.Device]:
-        """The devices. The process has to have been started with `ENVIRONMENT`."""
+        """Return the devices. The process has to be started with `ENVIRONMENT`."""
         return _tpus(self.kind, self.count) if self.kind in CHIPS else _gpus(self.kind, self.count)
 
 
@@ -200,18 +197,18 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
 
 
 class ProgramCost(NamedTuple):
-    """Needs of a compiled program, on each device.
+    """Memory and operations of a compiled program, on each device.
 
     Attributes:
-      arguments: bytes that it is given.
-      temporaries: bytes while it runs. For a program that the compiler refused, all bytes beyond its arguments.
+      arguments: bytes of the arguments.
+      temporaries: bytes while it runs; for a refused program, all bytes except its arguments.
       results: bytes of results that do not reuse an argument's memory.
-      flops: operations of one call as XLA counts them, custom kernels left out; NaN where the compiler does not say.
+      flops: operations of one call counted by XLA, without custom kernels; NaN if the compiler does not count them.
       seconds: time to compile.
-      collectives: bytes received from other devices, by kind; in a loop, of one turn.
-      kernels: custom calls, and how often each stands in the program.
+      collectives: bytes received from other devices, by kind; in a loop, of one iteration.
+      kernels: custom calls in the program, by name.
       refused: whether a TPU's compiler refused it for its memory.
-      peak: bytes on the device while it runs, the run's own arrays included.
+      peak: bytes on the device while it runs, including the run's other arrays.
     """
 
     arguments: int
@@ -225,14 +222,14 @@ class ProgramCost(NamedTuple):
     peak: int = 0
 
 
-# A TPU's compiler says what a program that it refuses would have taken: beyond its arguments or, in some versions and
-# whatever the words say, with them.
+# A TPU's compiler reports the bytes of a refused program, without its arguments or (in some versions, whatever the
+# message says) with them.
 _BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program, or read what a TPU's compiler says about one that it refuses.
+    """Compile a program; for one that a TPU's compiler refuses, use the bytes in its error.
 
     Args:
       arguments: bytes on each device of the arguments that the caller counts elsewhere, such as the params.
@@ -273,7 +270,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Bytes of the results of each kind of collective of a compiled program; in a loop, of one turn."""
+    """Return the bytes of the results of each kind of collective in a compiled program; in a loop, of one iteration."""
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

@@ -23,7 +23,7 @@ ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Arr
 
 
 class Experts(nn.Module):
-    """Gated MLPs, of which each token uses a few: Σ_e weight_e · expert_e(x) over its chosen experts.
+    """Gated MLPs with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
     Rows are sorted by expert, so that each expert is one block of a ragged matrix product: experts have no capacity, no
     token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels, the devices

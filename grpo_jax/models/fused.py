@@ -178,7 +178,7 @@ def _plain_backward(
 
 
 # As kernels for NVIDIA GPUs: one program per tile, which iterates over its tiles of the other kind. The first arguments
-# are those of `_kernel_inputs`.
+# are `_kernel_inputs`.
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
@@ -338,8 +338,8 @@ def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Ar
     return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
-# A sink adds a term to the softmax's sum but needs no tile: given the log-sum-exp with the sink, the gradients of the
-# tiles are those of a softmax over more keys.
+# A sink adds a term to the softmax's sum but needs no tile: given the log-sum-exp with the sink, the tiles have
+# the gradients of a softmax over more keys.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,15 +1,15 @@
 """Attention of one decode step as a kernel: each completion's new token over its prompt and its own keys.
 
-XLA writes a decode step's scores, their maxima, weights and sums to memory, a dozen programs in each layer, and reads
-all slots of the cache. Here one program a completion and key head goes through the tiles of keys that are there:
+XLA stores a decode step's scores, their maxima, weights and sums, in a dozen programs per layer, and reads all slots of
+the cache. Here one program per completion and key head iterates over the tiles of filled slots:
 
 ```
     keys of the prompt    own keys, in a ring of slots
-    │ ■ │ ■ │ ■ │ · │     │ · │ ■ │ ■ │ ■ │ · │ · │       ■ read   · left out
+    │ ■ │ ■ │ ■ │ · │     │ · │ ■ │ ■ │ ■ │ · │ · │       ■ read   · skipped
                  length      start     slot
 ```
 
-The new token's own key and value have been written before.
+The new token's own key and value are already in the cache.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.attention import axes_that_cut
-from grpo_jax.models.tiles import Kernel, add_tile, compiler_params, start_of_sums
-
-LEAST_SIDE = 16
-"""Least side of a tile: a product of tensor cores has no less."""
+from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
 
 TILE_BYTES = 8192
-"""Bytes of a tile of keys: four programs fit a multiprocessor, each with the tiles that it has asked for."""
+"""Bytes of a tile of keys: four programs with their prefetched tiles fit a multiprocessor."""
 
 FEWEST_PROGRAMS = 96
-"""Completions times key heads on a device at least: each goes through its keys alone, and fewer leave a GPU idle."""
+"""Smallest number of completions times key heads on a device: each is one program, and fewer leave a GPU idle."""
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
@@ -58,16 +55,16 @@ def step_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`attention.group_attention` of one token of each completion. It has no gradient.
+    """`attention.group_attention` of one token of each completion, without a gradient.
 
     Args:
       q: [B, H_kv, G, 1, R, d].
       k: [B, H_kv, G, d, S].
       v: [B, H_kv, G, S, d].
       prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B].
-      index, start, sinks: as there.
-      kernel: "triton" or "interpreted", with scale, window and soft cap; the tiles are chosen here.
-      mesh: over whose devices the first two axes are cut, as in `attention.attend`; None: one device.
+      index, start, sinks: as in `group_attention`.
+      kernel: "triton" or "interpreted", with scale, window and soft cap; the tile sizes are chosen here.
+      mesh: over whose devices the first two axes are cut, as in `attention.tiled_attention`; None: one device.
 
     Returns:
       The shape of q, in the dtype of v.
@@ -89,7 +86,17 @@ def step_attention(
     return local(q, k, v, prefix, slot, first, sinks)
 
 
-def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
+def _of_device(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array, jax.Array],
+    slot: jax.Array,
+    first: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    kernel: Kernel,
+) -> jax.Array:
     """`step_attention` on one device; slot and first slot [B, G]."""
     (b, h, g, _, r, d), (pk, pv, lengths) = q.shape, prefix
     slots, p = v.shape[3], pv.shape[2]
@@ -99,14 +106,14 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # The tiles [begin, end) of own keys and of the prompt's, and where the query stands.
-    whole = slot >= slots  # the ring has gone round: all slots are looked at
+    # The tiles [begin, end) of own keys and of prompt keys, and the query's position.
+    whole = slot >= slots  # the ring is full: all slots are read
     oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
     prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
     ends = -(-length // sizes[1])
-    # Eight numbers, the last one nobody's: a kernel's arrays are powers of two.
+    # Eight numbers, the last one unused: a kernel's arrays are powers of two.
     place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, ends], axis=-1).astype(jnp.int32)
 
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
@@ -120,7 +127,7 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        # A group's programs are neighbours in time: what one reads of the prompt the others find in the GPU's cache.
+        # Programs of a group run at about the same time, so the prompt's keys are in the GPU's cache.
         grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],
@@ -132,24 +139,24 @@ def _of_device(q, k, v, prefix, slot, first, sinks, *, kernel):
     return out[:, :, :, None, :r]
 
 
-def _step_kernel(q, k, v, pk, pv, place, *more, kernel, slots, prompt_slots, sizes):
-    *sinks, out = more
+def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, sizes: tuple[int, int]) -> None:
+    q, k, v, pk, pv, place, *sinks, out = refs
     own, (slot, position, length) = q[...], (place[0], place[1], place[2])
     rows, size = own.shape[0], sizes[0]
 
-    def add(sums, keys, values, at, length, seen):
+    def add(sums: Sums, keys: Ref, values: Ref, at: jax.Array, length: int, seen: jax.Array) -> Sums:
         visible = jnp.broadcast_to(seen[None], (rows, length))
         span = pl.ds(at, length)
         return add_tile(sums, own, keys[:, span], values[span, :], visible, kernel, keys_axis=0)
 
-    def add_prompt(j, sums):
+    def add_prompt(j: jax.Array, sums: Sums) -> Sums:
         at, number = _begin(j, sizes[1], prompt_slots)
         seen = (number < length) & (number >= j * sizes[1])
         if kernel.window is not None:
             seen &= length + position - number < kernel.window
         return add(sums, pk, pv, at, sizes[1], seen)
 
-    def add_own(j, sums):
+    def add_own(j: jax.Array, sums: Sums) -> Sums:
         at, number = _begin(j, size, slots)
         distance = slot - number
         distance = jnp.where(distance < 0, distance + slots, distance)
@@ -169,12 +176,12 @@ def _step_kernel(q, k, v, pk, pv, place, *more, kernel, slots, prompt_slots, siz
 
 
 def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Return where tile j begins, and the numbers of its keys: the last one ends with the slots."""
+    """Return the first slot of tile j, and the slots of its keys: the last tile ends with the last slot."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 
 
 def _tile(slots: int, most: int) -> int:
-    """Return the keys of a tile: a power of two, if there is one that divides the slots."""
+    """Return the keys of a tile: a power of two, if possible one that divides the slots."""
     divisor = min(most, slots & -slots)
     return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)

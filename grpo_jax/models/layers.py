@@ -86,8 +86,8 @@ class Quantized:
             size = math.prod(self.shape)
             values, scales = values[:size], jnp.repeat(scales, self.block)[:size]
         else:
-            values, scales = values.reshape(*scales.shape, self.block), scales[..., None]
-        return (values * scales).astype(dtype).reshape(*lead, fan_out, fan_in)
+            values, scales = values.reshape((*scales.shape, self.block)), scales[..., None]
+        return (values * scales).astype(dtype).reshape((*lead, fan_out, fan_in))
 
     def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Return W [..., in, out], in its own dtype unless another is given."""
@@ -101,7 +101,7 @@ class Quantized:
             count = scales.shape[-1]
             place = at[..., None] * count + jnp.arange(count).reshape((1,) * at.ndim + (count,))
             scales = self._unnest(scales, jnp.take(self.nested[1], place // NESTED_BLOCK, mode="clip"))
-        blocks = values.reshape(*scales.shape, self.block) * scales[..., None]
+        blocks = values.reshape((*scales.shape, self.block)) * scales[..., None]
         return blocks.astype(dtype).reshape(values.shape)
 
     def _unnest(self, scales: jax.Array, outer: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def _values(codes: jax.Array) -> jax.Array:
     """Return the float32 values of codes; twice as many on the last axis if they are packed."""
     if codes.dtype != jnp.uint8:
         return codes.astype(jnp.float32)
-    codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(*codes.shape[:-1], -1)
+    codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape((*codes.shape[:-1], -1))
     # Sixteen selects instead of a table: they fuse with their consumer on every backend.
     return functools.reduce(jnp.add, (jnp.where(codes == i, value, jnp.float32(0)) for i, value in enumerate(NF4)))
 
@@ -254,7 +254,7 @@ class Linear(nn.Module):
             a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
             b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
             y = y + matmul(matmul(x.astype(self.dtype), a, None, self.float32_sums), b, out, self.float32_sums)
-        return y.reshape(*shape[:-1], self.features)
+        return y.reshape((*shape[:-1], self.features))
 
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:

@@ -1,9 +1,9 @@
-"""Low-rank adapters: train a few thousandths of a model and leave its weights alone.
+"""Low-rank adapters (LoRA).
 
-An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank; no merged copy of W is ever made
-in training. `LoraModel` is a model by the same protocol whose parameters are the adapters. A fresh adapter has B = 0,
-so the policy begins as the base, and a reference policy is a copy of a few adapters: the base is in memory once. A
-reference that follows the policy holds the adapters of several syncs (`reference_of`).
+An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank, without a merged copy of W.
+`LoraModel` is a model whose params are the adapters. B is initially 0, so the policy starts as the base, and the
+reference is a copy of the adapters: the base is in memory once. A reference that follows the policy has the adapters of
+several syncs (`reference_of`).
 
 ```
 params of a Transformer                        adapters ("params" of a LoraModel)
@@ -35,22 +35,22 @@ TARGETS = (
     r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
     r"|per_layer_(input_gate|projection))"
 )
-"""Every projection of attention, of a recurrent layer, of a dense MLP and of a per-layer embedding; not the head, the
-embedding, a router or experts."""
+"""All projections of attention, recurrent layers, dense MLPs and per-layer embeddings; not the head, the embedding,
+routers or experts."""
 
 
 @flax.struct.dataclass(eq=False)
 class LoraModel:
     """A frozen base with low-rank adapters, as a model whose params are the adapters.
 
-    It is a pytree with the base's arrays as leaves, so it can be an argument of a jitted function; as a static argument
-    or in a closure it works too, but the base is then a constant that every compiled function holds a copy of.
+    It is a pytree with the base's arrays as leaves: pass it as an argument of a jitted function. As a static argument
+    or in a closure, every compiled function would have a copy of the base as a constant.
 
     Attributes:
-      base: params of `model`; held, never differentiated.
+      base: params of `model`, without gradient.
       model: the decoder.
       scale: s, alpha / rank.
-      dropout: rate on the input of A, in force where `apply` is given `rngs={"dropout": key}`.
+      dropout: rate on the input of A, used if `apply` has `rngs={"dropout": key}`.
 
     Example:
       >>> import jax
@@ -74,12 +74,12 @@ class LoraModel:
         return self.model.config
 
     @property
-    def prefill(self) -> Any:
-        """The decoder's method, by which `types.is_cached` knows it; call it by `apply(..., method="prefill")`."""
+    def prefill(self) -> Callable[..., object]:
+        """The decoder's method, which `types.is_cached` looks for; call it as `apply(..., method="prefill")`."""
         return self.model.prefill
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Transformer.apply`, with adapters for params; {} is the base."""
+    def apply(self, variables: Params, *args: Any, **kwargs: Any) -> Any:
+        """`Transformer.apply` with adapters as params; {} is the base."""
         factor = jnp.float32(self.scale)
 
         def scaled(node: Params) -> Params:
@@ -96,19 +96,19 @@ class LoraModel:
 def init_adapters(
     key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS, init: Literal["uniform", "gaussian"] = "uniform"
 ) -> Params:
-    """Fresh adapters: A drawn as PEFT draws it, and B zero.
+    """Initialize adapters: A as in PEFT, and B zero.
 
     Args:
       key: typed PRNG key, consumed.
       rank: columns of A, at least 1.
-      targets: regular expression that the whole path of a projection, as `layers_0/self_attn/q_proj`, has to match.
+      targets: regular expression that has to match the whole path of a projection, such as `layers_0/self_attn/q_proj`.
       init: A is "uniform" in ±in^(−1/2), or "gaussian" with the standard deviation 1 / rank.
 
     Returns:
       Adapters, float32, nested like `base`.
 
     Raises:
-      ValueError: a rank below 1, another init, or targets that no projection matches.
+      ValueError: a rank below 1, an unknown init, or targets that match no projection.
     """
     if rank < 1:
         raise ValueError(f"rank is {rank}; it has to be at least 1.")
@@ -117,7 +117,7 @@ def init_adapters(
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        raise ValueError(f"targets {targets!r} is no regular expression: {error}.") from error
+        raise ValueError(f"targets {targets!r} is not a regular expression: {error}.") from error
     kernels = dict(projections(base))
     chosen = [path for path in kernels if pattern.fullmatch("/".join(path))]
     if not chosen:
@@ -137,16 +137,16 @@ def init_adapters(
 
 
 FADED = 1e-6
-"""Weight below which earlier adapters are left out of a reference: a tenth of what the log-probs resolve."""
+"""Weight below which earlier adapters are dropped from a reference: a tenth of the resolution of log-probs."""
 
 
 def reference_of(adapters: Params, alpha: float) -> Params:
-    """Adapters of a reference that follows others by `sync_adapters`, at first equal to them; float32.
+    """Return adapters of a reference that follows the policy by `sync_adapters`, initially equal to it; float32.
 
-    Its weights are a sum of earlier A B, and the factors of a sum are no sums of factors. So those of the last n stand
-    side by side, [in, n·rank] and [n·rank, out], with n the least for which (1 − alpha)ⁿ ≤ `FADED`: 16 for alpha = 0.6.
-    Where that is no less than the matrix has, the matrix itself stands in the place of one factor, beside an identity.
-    With alpha = 1 a sync copies the adapters, and they are returned as they are.
+    The reference's weights are a weighted sum of earlier A B, which is not a product of mixed A and mixed B. So the
+    factors of the last n syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n for which
+    (1 − alpha)ⁿ ≤ `FADED`: 16 for alpha = 0.6. If that is not smaller than the matrix, the factors are the matrix and
+    an identity. With alpha = 1 a sync copies the adapters, and they are returned unchanged.
 
     Args:
       alpha: in (0, 1], the weight of the policy in each sync.
@@ -167,14 +167,14 @@ def reference_of(adapters: Params, alpha: float) -> Params:
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
-    """Mixes adapters into a reference as `maths.reference.sync_reference` mixes weights, of which A B is a part.
+    """`maths.reference.sync_reference` of the weights A B instead of the factors.
 
         A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
 
     Args:
       step: [] integer, number of optimizer steps done so far.
       every: steps between two syncs.
-      alpha: as it was given to `reference_of`.
+      alpha: as in `reference_of`.
     """
 
     def one(a: jax.Array, b: jax.Array, a_ref: jax.Array, b_ref: jax.Array) -> Params:
@@ -182,7 +182,7 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         a, b, fade = a.astype(jnp.float32), b.astype(jnp.float32), 1 - alpha
         if rank < min(height, width) == a_ref.shape[1]:
             return _as_a_matrix(alpha * _matmul(a, b) + fade * (b_ref if height <= width else a_ref))
-        start = (step // every) * rank % a_ref.shape[1]  # the oldest adapters make room
+        start = (step // every) * rank % a_ref.shape[1]  # replaces the oldest adapters
         put = jax.lax.dynamic_update_slice_in_dim
         return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
 
@@ -190,7 +190,7 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
 
 
 def _as_a_matrix(x: jax.Array) -> Params:
-    """A matrix [in, out] as two factors, one of which is an identity."""
+    """Return a matrix [in, out] as a product with an identity."""
     height, width = x.shape
     return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
 
@@ -200,22 +200,22 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _of_each(function: Callable[..., Params], *trees: Params) -> Params:
-    """Nested like the trees, what the function makes of A and B of each at a place."""
+    """Map a function of the A and B of each tree over trees of adapters."""
     if "a" in trees[0]:
         return function(*(tree[name] for tree in trees for name in ("a", "b")))
     return {name: _of_each(function, *(tree[name] for tree in trees)) for name in trees[0]}
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """The params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept.
+    """Return the params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept.
 
-    A base that is quantized is written out on the host, since it may not fit where it is held.
+    A quantized base is dequantized to host memory, since it may not fit on its device.
     """
     merged = {}
     for name, node in base.items():
         extra = adapters.get(name, {})
         if not isinstance(node, Mapping):
-            merged[name] = _written_out(name, node) if isinstance(node, Quantized) else node
+            merged[name] = _dequantized(name, node) if isinstance(node, Quantized) else node
         elif "a" in extra:
             merged[name] = {**node, "kernel": _merged(node["kernel"], extra, scale)}
         else:
@@ -223,18 +223,18 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     return merged
 
 
-# One program for each shape: called directly, each of their forty operations would be compiled for each shape.
+# Jitted, since each of their forty operations would be compiled for each shape.
 _rows = jax.jit(Quantized.rows, static_argnames="dtype")
 _matrix = jax.jit(Quantized.matrix, static_argnames="dtype")
 
 
-def _written_out(name: str, held: Quantized) -> np.ndarray:
-    """Return the matrix of a quantized parameter; an embedding is held as the kernel of the head that is tied to it."""
+def _dequantized(name: str, held: Quantized) -> np.ndarray:
+    """Return the matrix of a quantized parameter; an embedding is stored like the kernel of the head tied to it."""
     return np.asarray((_rows if name == "embedding" else _matrix)(held, held.dtype))
 
 
-def _merged(kernel: Any, adapter: Params, scale: float) -> Any:
-    """One kernel with its adapter; on the host if it was quantized."""
+def _merged(kernel: jax.Array | Quantized, adapter: Params, scale: float) -> jax.Array | np.ndarray:
+    """Return a kernel merged with its adapter; on the host if it was quantized."""
     delta = scale * (adapter["a"].astype(jnp.float32) @ adapter["b"].astype(jnp.float32))
     if isinstance(kernel, Quantized):
         return np.asarray((_matrix(kernel, jnp.float32) + delta).astype(kernel.dtype))

@@ -23,9 +23,8 @@ Tangents = tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero]
 def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False) -> jax.Array:
     """x w, for x [N, I] and w [I, O].
 
-    The result is accumulated and returned in `dtype`, without being rounded to that of x and w before; None: in that of
-    x and w. Gradients have the dtype of x and w. With `float32_sums` all sums, also of the gradients, are requested in
-    float32 and then rounded: see `dot_float32`.
+    The result is accumulated and returned in `dtype`; None: in the dtype of x and w, which gradients always have. With
+    `float32_sums` all sums, also of the gradients, are requested in float32 and then rounded: see `dot_float32`.
     """
     if float32_sums:
         return dot_float32(x, w, (1, 0)).astype(dtype or x.dtype)

@@ -1,8 +1,7 @@
-"""Products of rows by the matrix of the group that they are in: those of a mixture's experts.
+"""Products of rows with the matrix of their group, for the experts of a mixture.
 
-For `jax.lax.ragged_dot` a TPU's compiler has a program of its own. On GPUs and CPUs XLA multiplies every row by every
-group's matrix and keeps what was asked for: with 128 experts, of which a token uses 8, 128 times the operations,
-and an array of all rows for each expert. So on GPUs the products are kernels.
+`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs XLA multiplies every row by every group's matrix: 128 times
+the operations with 128 experts, and an array of all rows for each expert. So GPUs have kernels here.
 """
 
 from __future__ import annotations
@@ -16,27 +15,24 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.tiles import compiler_params
-
-LEAST_SIDE = 16
-"""Least side of a tile: a product of tensor cores has no less."""
+from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params
 
 
 def ragged_dot(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Return each row times the matrix of its group, x_n w_e(n); the rows of group 0 come first, then those of group 1.
+    """Return each row times the matrix of its group, x_n w_e(n); rows are ordered by group.
 
-    Held constant in the gradient: `sizes`. The kernels have gradients backwards only: forward mode raises.
+    Forward-mode differentiation of the kernels raises.
 
     Args:
       x: [N, I].
       w: [E, I, O], in the dtype of x.
-      sizes: [E] int32, rows of each group, which sum to N; a group may have none.
-      implementation: "triton" is kernels for NVIDIA GPUs from Ampere on, and "interpreted" the same, step by step on
-        any platform; any other is `jax.lax.ragged_dot`, which also does what no kernel can: I or O that is no
-        multiple of 16, arrays of 2³¹ elements or more.
-      dtype: of the result; None: that of x.
+      sizes: [E] int32, rows of each group, which sum to N; may be 0.
+      implementation: "triton" for the kernels on NVIDIA GPUs from Ampere on, "interpreted" for the same kernels
+        interpreted on any platform, others for `jax.lax.ragged_dot`, which is also used if I or O is not a multiple of
+        16, or an array has 2³¹ elements or more.
+      dtype: of the result; None: the dtype of x.
 
     Returns:
       [N, O], summed in float32.
@@ -48,11 +44,11 @@ def ragged_dot(
     """
     e, *sides = w.shape
     chex.assert_shape([x, sizes], [(None, sides[0]), (e,)])
-    # A kernel's places in memory are numbers of 32 bits.
+    # Kernels have 32-bit offsets.
     large = max(w.size, len(x) * max(sides)) >= 2**31
     if large or not has_kernel(implementation, *sides):
         return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
-    return _ragged_dot(implementation, dtype or x.dtype, x, w, sizes)
+    return _ragged_dot(implementation, jnp.dtype(dtype or x.dtype), x, w, sizes)
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
@@ -61,32 +57,40 @@ def has_kernel(implementation: str, *sides: int) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged_dot(implementation, dtype, x, w, sizes):
-    return _by_rows(implementation, x, w, sizes, dtype, turned=False)
+def _ragged_dot(implementation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _by_rows(implementation, x, w, sizes, dtype, transposed=False)
 
 
-def _forward(implementation, dtype, x, w, sizes):
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _forward(
+    implementation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, Residuals]:
     return _ragged_dot(implementation, dtype, x, w, sizes), (x, w, sizes)
 
 
-def _backward(implementation, _, kept, g):
-    x, w, sizes = kept
+def _backward(
+    implementation: str, _: jnp.dtype, residuals: Residuals, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x, w, sizes = residuals
     g = g.astype(x.dtype)
-    return _by_rows(implementation, g, w, sizes, x.dtype, turned=True), _by_groups(implementation, x, g, sizes), None
+    dx = _by_rows(implementation, g, w, sizes, x.dtype, transposed=True)
+    return dx, _by_groups(implementation, x, g, sizes), None
 
 
 _ragged_dot.defvjp(_forward, _backward)
 
 
 def _by_rows(
-    implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, turned: bool
+    implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Return rows [N, I] times w [E, I, O], or if `turned` [N, O] times its transposes: one program per tile.
+    """Return rows [N, I] times w [E, I, O], or if `transposed` [N, O] times its transposes: one program per tile.
 
-    The rows of a tile are of one group, or of several that lie side by side; each counts for its own rows only.
+    A tile may have rows of several consecutive groups; each is multiplied by its own matrix.
     """
     n, inner = x.shape
-    outer = w.shape[1 if turned else 2]
+    outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)
     rows, columns, part = _row_tile(n, len(sizes), most), _tile(outer, most), _tile(inner, most // 2)
     count = -(-n // rows)
@@ -97,39 +101,40 @@ def _by_rows(
         return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
 
     first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
-    # A group without rows has nothing to add, and its matrix need not be read.
+    # The matrix of a group without rows is not read.
     parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
 
-    def kernel(first, last, starts, parts, x, w, out):
+    def kernel(first: Ref, last: Ref, starts: Ref, parts: Ref, x: Ref, w: Ref, out: Ref) -> None:
         number = pl.program_id(0) * rows + jnp.arange(rows)
 
-        def of_group(e, total):
+        def of_group(e: jax.Array, total: jax.Array) -> jax.Array:
             mine = ((number >= starts[e]) & (number < starts[e + 1]))[:, None]
 
-            def of_part(i, total):
+            def of_part(i: jax.Array, total: jax.Array) -> jax.Array:
                 at = pl.ds(i * part, part)
-                own, matrix = jnp.where(mine, x[:, at], 0), w[e, :, at] if turned else w[e, at, :]
-                return total + tile_product(own, matrix, (1, 1) if turned else (1, 0))
+                own, matrix = jnp.where(mine, x[:, at], 0), w[e, :, at] if transposed else w[e, at, :]
+                return total + tile_product(own, matrix, (1, 1) if transposed else (1, 0))
 
             return jax.lax.fori_loop(0, parts[e], of_part, total)
 
         total = jax.lax.fori_loop(first[...], last[...] + 1, of_group, jnp.zeros((rows, columns), jnp.float32))
         out[...] = total.astype(out.dtype)
 
-    matrices = (len(sizes), columns, inner) if turned else (len(sizes), inner, columns)
+    matrices = (len(sizes), columns, inner) if transposed else (len(sizes), inner, columns)
     call = pl.pallas_call(
         kernel,
         grid=(count, outer // columns),
         in_specs=[
-            *[pl.BlockSpec((None,), lambda i, j: (i,))] * 2,
+            pl.BlockSpec((None,), lambda i, j: (i,)),
+            pl.BlockSpec((None,), lambda i, j: (i,)),
             pl.BlockSpec((len(sizes) + 1,), lambda i, j: (0,)),
             pl.BlockSpec((len(sizes),), lambda i, j: (0,)),
             pl.BlockSpec((rows, inner), lambda i, j: (i, 0)),
-            pl.BlockSpec(matrices, lambda i, j: (0, j, 0) if turned else (0, 0, j)),
+            pl.BlockSpec(matrices, lambda i, j: (0, j, 0) if transposed else (0, 0, j)),
         ],
         out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((count * rows, outer), dtype),
-        name="ragged_rows_turned" if turned else "ragged_rows",
+        name="ragged_rows_turned" if transposed else "ragged_rows",
         interpret=implementation == "interpreted",
         compiler_params=compiler_params(implementation, warps=8 if rows == 128 else 4, stages=2),
     )
@@ -137,8 +142,8 @@ def _by_rows(
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return [E, I, O], for each group the sum over its rows of x_n g_nᵀ: one program per tile of a group's matrix."""
-    n, inner, outer = *x.shape, g.shape[1]
+    """Return [E, I, O], the sum of x_n g_nᵀ over the rows of each group: one program per tile of a matrix."""
+    (n, inner), outer = x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
     x, g = (jnp.pad(y, ((0, -n % rows), (0, 0))) for y in (x, g))
@@ -147,8 +152,8 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
     first = starts[:-1] // rows
     last = jnp.where(sizes > 0, (starts[1:] - 1) // rows, first - 1)
 
-    def kernel(first, last, start, end, x, g, out):
-        def of_tile(i, total):
+    def kernel(first: Ref, last: Ref, start: Ref, end: Ref, x: Ref, g: Ref, out: Ref) -> None:
+        def of_tile(i: jax.Array, total: jax.Array) -> jax.Array:
             number, at = i * rows + jnp.arange(rows), pl.ds(i * rows, rows)
             mine = ((number >= start[...]) & (number < end[...]))[:, None]
             return total + tile_product(jnp.where(mine, x[at, :], 0), g[at, :], (0, 0))
@@ -161,7 +166,10 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
         kernel,
         grid=(len(sizes), inner // height, outer // width),
         in_specs=[
-            *[of_group] * 4,
+            of_group,
+            of_group,
+            of_group,
+            of_group,
             pl.BlockSpec((len(x), height), lambda e, i, j: (0, i)),
             pl.BlockSpec((len(x), width), lambda e, i, j: (0, j)),
         ],
@@ -175,12 +183,12 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """Return [E + 1] int32: where the rows of each group begin, and where those of the last end."""
+    """Return [E + 1] int32: the first row of each group, and the number of rows."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
 
 
 def _longest_side(x: jax.Array) -> int:
-    """Return the longest side of a tile that a program's shared memory can hold: 128 in bfloat16, 64 in float32."""
+    """Return the largest side of a tile that fits a program's shared memory: 128 in bfloat16, 64 in float32."""
     return 256 // x.dtype.itemsize
 
 
@@ -190,5 +198,5 @@ def _tile(size: int, most: int) -> int:
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows of a tile: about those of a group, so that the few of a decode step meet many programs."""
+    """Return the rows of a tile, about as many as of a group, so that a decode step has many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)

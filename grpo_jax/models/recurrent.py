@@ -82,7 +82,7 @@ class Positions(NamedTuple):
         """Return the prompts' states [B, …] for each block of a packed sequence, [A, M, …]."""
         assert self.segments is not None
         prompt = self.segments.prompt
-        own = prompts.reshape(prompt.shape[0], -1, *prompts.shape[1:])
+        own = prompts.reshape((prompt.shape[0], -1, *prompts.shape[1:]))
         return jax.vmap(lambda own, at: jnp.take(own, at, axis=0))(own, prompt)
 
 
@@ -150,7 +150,7 @@ def _state_before(
         return positions, prompt.memory, None, positions.of_blocks(prompt.tail[:, 0])
     if context.cache is None:
         return positions, prompt.memory, None, positions.begin(prompt.tail, None)[:, 0]
-    own = jax.tree.map(lambda x, like: x.reshape(b, like.shape[1], g, *like.shape[2:]), context.cache, prompt)
+    own = jax.tree.map(lambda x, like: x.reshape((b, like.shape[1], g, *like.shape[2:])), context.cache, prompt)
     return positions, prompt.memory, own.memory, positions.begin(prompt.tail, own.tail)[:, 0]
 
 
@@ -233,7 +233,7 @@ class GatedDeltaNet(nn.Module):
         y, memory = self._read(rows, positions, prompt, cached)
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
-        y = linear(c, "out_proj", c.hidden_size)(y.reshape(*y.shape[:3], -1).astype(c.dtype))
+        y = linear(c, "out_proj", c.hidden_size)(y.reshape((*y.shape[:3], -1)).astype(c.dtype))
         return y, _state_after(context, positions, memory, mixed, tail)
 
     def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
@@ -247,8 +247,8 @@ class GatedDeltaNet(nn.Module):
         def project(name: str, features: int, ends: list[int]) -> list[jax.Array]:
             """Return a product whose columns are ordered by key head, split at these ends inside each head."""
             y = linear(c, name, features)(x)
-            parts = jnp.split(y.reshape(*y.shape[:-1], shape.key_heads, -1), ends, axis=-1)
-            return [part.reshape(*y.shape[:-1], -1) for part in parts]
+            parts = jnp.split(y.reshape((*y.shape[:-1], shape.key_heads, -1)), ends, axis=-1)
+            return [part.reshape((*y.shape[:-1], -1)) for part in parts]
 
         d, per_head = shape.key_dim, shape.value_width // shape.key_heads
         q, k, v, z = project("in_proj_qkvz", sum(wide), [d, 2 * d, 2 * d + per_head])
@@ -333,7 +333,7 @@ def delta_rule(
 
     def cut(x: jax.Array, axes: int) -> jax.Array:
         x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes)
-        return x.reshape(*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :])
+        return x.reshape((*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :]))
 
     q, k, v, decay, beta = cut(q, 1), cut(k, 1), cut(v, 1), cut(decay, 0), cut(beta, 0)
     index = jnp.expand_dims(jnp.arange(chunk), tuple(range(len(rows) + 1)))
@@ -375,7 +375,7 @@ def delta_rule(
     new, carried = (jnp.moveaxis(x, 0, along) for x in after)
     out = carried + product("...ij,...jd->...id", scores, new)
     out = out if read is None else out + read
-    return out.reshape(*rows, n + pad, -1)[..., :n, :], memory
+    return out.reshape((*rows, n + pad, -1))[..., :n, :], memory
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
@@ -388,9 +388,9 @@ def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> ja
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1
     while size < n:
         pairs = n // (2 * size)
-        blocks = x.reshape(*rows, pairs, 2 * size, pairs, 2 * size)
+        blocks = x.reshape((*rows, pairs, 2 * size, pairs, 2 * size))
         of_pairs = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        below, both = of_pairs[..., size:, :size], inverse.reshape(*rows, pairs, 2, size, size)
+        below, both = of_pairs[..., size:, :size], inverse.reshape((*rows, pairs, 2, size, size))
         a, c = both[..., 0, :, :], both[..., 1, :, :]
         low = -jnp.einsum("...ij,...jk,...kl->...il", c, below, a, precision=precision)
         upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)

@@ -60,10 +60,10 @@ def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 
-    def dimension(turns):
+    def dimension(turns: float) -> float:
         return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    def temperature(mscale):
+    def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     low, high = dimension(n["beta_fast"]), dimension(n["beta_slow"])
@@ -171,8 +171,8 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = Fa
     def turn(x: jax.Array) -> jax.Array:
         return x.swapaxes(-1, -2) if pairs else x
 
-    halves = turn(halves.reshape(*x.shape[:-1], *((half, 2) if pairs else (2, half))))
+    halves = turn(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
     # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
-    turned = turn(turned).reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    turned = turn(turned).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

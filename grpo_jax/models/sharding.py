@@ -1,8 +1,8 @@
 """Sharding: parameters by one table from their paths to mesh axes, batches by their prompts.
 
 The axes of a mesh are "data" (prompts), "fsdp" (prompts, and parameters cut along one side) and "tensor" (parameters
-cut along the other, so that heads and MLP channels are spread). Modules know nothing of it: XLA's partitioner (GSPMD)
-follows the arrays that it is given. A group stays on one device, since only the axis of prompts is cut.
+cut along the other side: heads and MLP channels). Modules do not depend on it: XLA's partitioner (GSPMD) propagates the
+shardings of the arguments. A group stays on one device, since only the axis of prompts is cut.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +21,30 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.types import Params
+
+Tree = TypeVar("Tree")
+
 AXES = ("data", "fsdp", "tensor")
 """The axes of a mesh, in this order; prompts are cut along the first two."""
 
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
-    # Into heads and channels, and out of them again: a block then needs one sum over "tensor" and no more.
+    # Into heads and channels, and out of them again: a layer then needs one sum over "tensor" for each.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
-    # The per-layer embedding, into it and out of it; that of all layers is not cut among them.
+    # Into the per-layer embedding, and out of it; the projection for all layers is not cut by layer.
     (r".*/per_layer_input_gate/kernel", ("fsdp", "tensor")),
     (r".*/per_layer_projection/kernel", ("tensor", "fsdp")),
     (r"(.*/)?per_layer_model_projection/kernel", ("fsdp", None)),
-    # A recurrent layer's projections lie side by side: heads and channels are not cut.
+    # A recurrent layer's projections are concatenated: heads and channels are not cut.
     (r".*/(linear_attn|conv)/in_proj\w*/kernel", ("fsdp", None)),
     (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
-    # Held by rows, and so the other way round.
+    # Quantized matrices are stored transposed.
     (r"(.*/)?(embed_tokens/embedding|lm_head/kernel)/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
     (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
@@ -53,23 +57,23 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
 )
-"""Regular expression of the whole path, and the mesh axis of each dimension. What nothing matches is replicated.
+"""Regular expression of the whole path, and the mesh axis of each dimension. Parameters without a match are replicated.
 
-An optimizer's moments have the paths of their parameters at the end of their own, and are cut as they are."""
+The path of an optimizer's moment ends with the path of its parameter, so it has the same sharding."""
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Make a mesh of the first devices, as many as the product of the sizes.
 
     Args:
-      axes: sizes of "data", "fsdp" and "tensor", as in `GRPOConfig.mesh`; the default of each is 1.
-      devices: the devices to choose from; None for `jax.devices()`.
+      axes: sizes of "data", "fsdp" and "tensor", each 1 by default.
+      devices: the devices to choose from; None: `jax.devices()`.
 
     Returns:
       A mesh with all three axes, of type Auto.
 
     Raises:
-      ValueError: an unknown axis, too few devices, or in several processes a mesh that leaves out some of the devices.
+      ValueError: an unknown axis, too few devices, or in several processes a mesh that does not use all devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -91,10 +95,10 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
 
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
-    """Raise a `ValueError` if a mesh would leave the large matrices of a decoder whole where it is to cut them.
+    """Raise a ValueError if a mesh cannot cut the large matrices of a decoder.
 
-    "fsdp" cuts the width D, "tensor" the query heads and the channels of the MLP (or of one expert). Smaller dimensions
-    that do not divide (a vocabulary, heads of keys and values, a batch) are whole on every device.
+    "fsdp" has to divide the width D, and "tensor" the query heads and the channels of the MLP (or of one expert). Other
+    dimensions that are not divisible (a vocabulary, key heads, a batch) are replicated.
     """
     whole = {
         "fsdp": (width, f"the model's width of {width}"),
@@ -110,9 +114,9 @@ def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Return the sharding of one parameter by `TABLE`, from its names from the root to the leaf, and its shape.
+    """Return the sharding of one parameter by `TABLE`, given its path and shape.
 
-    A dimension is whole on every device if the mesh lacks its axis, or the size of the axis does not divide it.
+    A dimension is replicated if the mesh lacks its axis, or the size of the axis does not divide it.
     """
     name = "/".join(path)
     axes = next((axes for pattern, axes in TABLE if re.fullmatch(pattern, name)), ())
@@ -124,47 +128,47 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
 
 
 def parse_mesh(text: str) -> dict[str, int] | None:
-    """Sizes of a mesh as a command line has them, data=2,fsdp=4; None for an empty text."""
+    """Parse the sizes of a mesh from a command line, such as data=2,fsdp=4; None for an empty text."""
     try:
         return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
     except ValueError as error:
         raise ValueError(f"mesh is {text!r}: write axes and sizes as data=2,fsdp=4") from error
 
 
-def tree_sharding(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of each leaf of a tree of parameters, or of a state that holds such trees."""
+def tree_sharding(tree: Params, mesh: Mesh) -> Params:
+    """Return the sharding of each leaf of a tree of params, or of a state that has such trees."""
 
-    def at(path: Any, leaf: Any) -> NamedSharding:
+    def at(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         return parameter_sharding(_name(path).split("/"), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(at, tree)
 
 
-def device_bytes(tree: object, mesh: Mesh | None) -> int:
-    """Bytes of such a tree, or of its shapes, on each device of a mesh; None: on the one that there is."""
+def device_bytes(tree: Params, mesh: Mesh | None) -> int:
+    """Return the bytes of such a tree, or of its shapes, on each device of a mesh; None: on one device."""
     leaves = jax.tree.leaves(tree)
     at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
     shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
     return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(leaves, shapes, strict=True))
 
 
-def _name(path: Any) -> str:
-    """The names along a path of a pytree, as layers_0/self_attn/q_proj/kernel."""
+def _name(path: tuple[object, ...]) -> str:
+    """Return a path of a pytree as layers_0/self_attn/q_proj/kernel."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def place(tree: Any, mesh: Mesh | None) -> Any:
-    """A tree of parameters, or a state, with each leaf where `TABLE` has it; as it is without a mesh."""
+def place(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Put the params of a tree on the devices of a mesh by `TABLE`; without a mesh they are returned unchanged."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
-def committed(tree: Any) -> Any:
-    """Arrays committed to the devices that they are on; those of a checkpoint are, and a program is made for either."""
+def committed(tree: Tree) -> Tree:
+    """Commit arrays to their devices, as arrays of a checkpoint are: programs are compiled for either kind."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array with that sharding; with several processes each gives its part of what all of them hold."""
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return an array with that sharding; each process provides its part of an array that all of them have."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -177,10 +181,10 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
 
 
-def fetch(tree: Any) -> Any:
-    """Arrays as NumPy's, whole, wherever their parts are; all processes have to ask together."""
+def fetch(tree: Params) -> Params:
+    """Return arrays as whole NumPy arrays; a collective operation if they are distributed over processes."""
 
-    def one(x: Any) -> np.ndarray:
+    def one(x: jax.Array | np.ndarray) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return np.asarray(x)
         if x.is_fully_replicated:
@@ -191,7 +195,7 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """Return what each process gives, as a list in their order; anything that JSON holds.
+    """Return the JSON object of each process, in their order.
 
     Bytes are padded to a power of two, so that few gathers are compiled: 21 between 1 KiB and 1 GiB.
     """
@@ -206,52 +210,55 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Which of `count` rows are this process's own: to play, and to score."""
+    """Return which of `count` rows this process plays and scores."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
 
-def keep_placed(tree: Any, mesh: Mesh | None) -> Any:
-    """`place` inside a compiled function: its results are where its arguments were."""
+def keep_placed(tree: Tree, mesh: Mesh | None) -> Tree:
+    """`place` inside a compiled function."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
 
 
-def for_lookup(tree: Any, mesh: Mesh | None) -> Any:
-    """A model or its parameters, inside a compiled function, with rows of the embedding whole on each device.
+def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Inside a compiled function, replicate the rows of the embedding of a model or its params over "fsdp".
 
-    Tokens are cut over "fsdp", and so are the rows that they look up: without this, the partitioner reads the prompts
-    of all devices on each. For rollouts only: in an update it would keep the activations of all devices on each.
+    Tokens are cut over "fsdp", like the rows that they look up: otherwise the partitioner reads the prompts of all
+    devices on each. For rollouts only: in an update it would keep the activations of all devices on each.
     """
     if mesh is None:
         return tree
 
-    def at(path: Any, leaf: Any) -> Any:
-        name = _name(path)
+    def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         if not re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
-            return leaf
-        vocabulary, _ = parameter_sharding(name.split("/"), leaf.shape, mesh).spec
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(vocabulary)))
+            return None
+        return PartitionSpec(parameter_sharding(name.split("/"), shape, mesh).spec[0])
 
-    return jax.tree_util.tree_map_with_path(at, tree)
+    return _constrain_by_name(tree, mesh, spec)
 
 
-def for_head(tree: Any, mesh: Mesh | None, axes: Sequence[str]) -> Any:
-    """A model or its parameters, inside a compiled function, with the output head cut along the vocabulary by `axes`.
+def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
+    """Inside a compiled function, cut the output head of a model or its params along the vocabulary by `axes`.
 
-    Cut along the other side, as it is stored, each logit would be a sum over devices, for every token.
+    Cut along D, as it is stored, each logit would be a sum over devices, for every token.
     """
     if mesh is None:
         return tree
 
-    def at(path: Any, leaf: Any) -> Any:
-        name = _name(path)
+    def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         if re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
-            spec = PartitionSpec(tuple(axes))
-        elif re.fullmatch(r"(.*/)?lm_head/kernel", name):
-            spec = PartitionSpec(None, tuple(axes))
-        else:
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+            return PartitionSpec(tuple(axes))
+        return PartitionSpec(None, tuple(axes)) if re.fullmatch(r"(.*/)?lm_head/kernel", name) else None
+
+    return _constrain_by_name(tree, mesh, spec)
+
+
+def _constrain_by_name(tree: Tree, mesh: Mesh, spec: Callable[[str, tuple[int, ...]], PartitionSpec | None]) -> Tree:
+    """Constrain the leaves for which `spec(path, shape)` is not None."""
+
+    def at(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
+        found = spec(_name(path), leaf.shape)
+        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, found))
 
     return jax.tree_util.tree_map_with_path(at, tree)
 
@@ -265,15 +272,15 @@ def shard_count(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
-def split(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays [B, ...] on the devices, cut along B; whole on each where B does not divide, on one without a mesh."""
+def split(tree: Params, mesh: Mesh | None) -> Params:
+    """Put arrays [B, ...] on the devices, cut along B; replicated if B is not divisible."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
-def split_sharding(tree: Any, mesh: Mesh) -> Any:
-    """The sharding that `split` gives each array of a tree."""
+def split_sharding(tree: Params, mesh: Mesh) -> Params:
+    """Return the sharding that `split` gives each array of a tree."""
 
-    def at(x: Any) -> NamedSharding:
+    def at(x: jax.Array) -> NamedSharding:
         cut = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
         return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if cut else PartitionSpec())
 
@@ -281,15 +288,15 @@ def split_sharding(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Constrain, inside a compiled function, the sharding of an array [B, ...] and by `axes` of its further dimensions.
+    """Inside a compiled function, cut an array [B, ...] along B, and its further dimensions by `axes`.
 
-    An axis that does not divide its dimension cuts nothing; without a mesh all is left to the partitioner.
+    An axis that does not divide its dimension is ignored. Without a mesh, x is returned unchanged.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
 
 
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """Return the sharding that `constrain` gives an array of that shape, as XLA's partitioner writes it."""
+    """Return the sharding that `constrain` gives an array of that shape, in the form of XLA's partitioner."""
 
     def fits(size: int, axis: str | None) -> bool:
         return axis is not None and mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0
@@ -304,30 +311,30 @@ def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) ->
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def abstract(tree: Any) -> Any:
-    """The shapes of a tree's arrays, each with its place if it was put there by name: programs are made for places."""
+def abstract(tree: Params) -> Params:
+    """Return the shapes of a tree's arrays, with the shardings of committed ones: programs are compiled for these."""
 
-    def one(x: Any) -> jax.ShapeDtypeStruct:
+    def one(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = not isinstance(x, jax.Array) or x.committed
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) if named else None)
 
     return jax.tree.map(one, tree)
 
 
-def placed_shapes(tree: Any, shardings: Any) -> Any:
-    """The shapes of a tree with their shardings."""
+def placed_shapes(tree: Tree, shardings: Params) -> Tree:
+    """Return the shapes of a tree with their shardings."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function, whose arguments may be shapes and their devices absent (`models.devices`)."""
+    """Lower a call of a jitted function; arguments may be shapes, and their devices absent (`models.devices`)."""
     function: Any = call.func
     with _lowering_for(place_of((call.args, call.keywords))):
         return function.lower(*call.args, **call.keywords)
 
 
-def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[Any]:
-    """Name a GPU that is absent as the target: from jax 0.11 on, Pallas lowers its kernels for a GPU that it knows."""
+def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[object]:
+    """Declare an absent GPU as the target: from jax 0.11 on, Pallas lowers its kernels for a known GPU."""
     device: Any = None if at is None else next(iter(at.device_set))
     if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
@@ -335,14 +342,14 @@ def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContex
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
 
 
-def place_of(tree: Any) -> Any:
-    """The sharding of the first of some shapes that has one; so has then what is computed from them on one device."""
+def place_of(tree: Params) -> jax.sharding.Sharding | None:
+    """Return a sharding for arrays computed from these on one device or replicated; None if they have none."""
     at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of several devices that a tree lives on, or is to live on; None for one device, and for tracers."""
+def mesh_of(tree: Params) -> Mesh | None:
+    """Return the mesh of several devices that a tree is on, or its shapes are for; None for one device or tracers."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer):
             continue

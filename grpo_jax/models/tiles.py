@@ -27,6 +27,9 @@ from jax.experimental import pallas as pl
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.matmul import tile_product
 
+LEAST_SIDE = 16
+"""Smallest side of a kernel's tile, of a tensor core's product."""
+
 NO_SEGMENT = -1
 """Id of padding, which sees nothing and is not seen."""
 

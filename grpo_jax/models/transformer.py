@@ -62,7 +62,7 @@ class Embedding(nn.Module):
             logits = matmul_quantized(rows, self.held, jnp.float32, sums)
         else:
             logits = matmul_transposed(rows, self.embedding.astype(x.dtype), jnp.float32, sums)
-        return logits.reshape(*x.shape[:-1], -1)
+        return logits.reshape((*x.shape[:-1], -1))
 
 
 class Transformer(nn.Module):
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         Args:
           tokens: [B, G, T] int32.
           prefix: the prompts; None: `tokens` are whole sequences.
-          cache: of the completions, S slots, of which 0..index-1 are filled; None: `tokens` are whole completions.
+          cache: of the completions, S slots, 0..index-1 filled; None: `tokens` are whole completions.
           index: slot of the first token. Slots form a ring: slot S + 2 is slot 2.
           start: [B] int32, the slot in which the completions of each prompt begin, or [B, G] of each completion; None:
             0.
@@ -297,7 +297,7 @@ class Transformer(nn.Module):
         def body(x: jax.Array, stacked: Sequence[tuple[Params, LayerCache | None, jax.Array | None]]) -> Params:
             own, logits = [], []
             for j, (layer, (variables, prefix, layer_input)) in enumerate(zip(layers, stacked, strict=True)):
-                # Layers of one kind that share keys and values share those of one layer.
+                # Layers of one kind that share keys and values use the same source layer.
                 here = self._layer_context(context, first + j, None, prompts, before).replace(layer_input=layer_input)
                 here = here if prefix is None else here.replace(prefix=prefix)
                 (x, kept), written = layer.apply(variables, x, here, mutable=self._written())
