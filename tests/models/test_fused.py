@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_platform import H100, T4, TPU
+from test_devices import H100, T4, TPU
 from test_scoring import PROMPTS, completions
 from tiny import tiny_model
 

@@ -1,5 +1,6 @@
-"""Products whose gradients are written by hand: those that JAX derives, in both forms."""
+"""Products whose gradients are written by hand, and products of bfloat16 matrices with sums in float32."""
 
+import dataclasses
 import functools
 import re
 
@@ -7,8 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_devices import H100
 
-from grpo_jax.models.matmul import matmul, matmul_by_columns, matmul_transposed, scale_columns
+from grpo_jax import GRPOConfig
+from grpo_jax.hub.tensors import abstract_params
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.devices import has_fast_float32_sums
+from grpo_jax.models.matmul import dot_float32, dot_rounded, matmul, matmul_by_columns, matmul_transposed, scale_columns
+from grpo_jax.models.transformer import Transformer
+from grpo_jax.run.placement import with_settings
 
 CASES = [
     (matmul, lambda x, w: x @ w, lambda i, o: (i, o)),
@@ -84,3 +92,112 @@ def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():
     text = compiled.as_text()
     made = [line.split(" = ")[1].split("{")[0] for line in text.splitlines() if " dot(" in line]
     assert made == ["f32[7,3]"], text
+
+
+BF16 = jnp.bfloat16
+SHAPE = TransformerConfig(
+    96, 64, 128, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, dtype="bfloat16", initializer_range=0.3
+)
+CONTRACTS = {(1, 0): ((5, 6), (6, 4)), (1, 1): ((5, 6), (4, 6)), (0, 0): ((6, 5), (6, 4))}
+
+
+def pair(contract, dtype=BF16):
+    """Two matrices of small whole numbers, whose products and sums are exact in every dtype here."""
+    rng = np.random.default_rng(0)
+    return tuple(rng.integers(-3, 4, shape).astype(dtype) for shape in CONTRACTS[contract])
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
+def test_value_and_derivatives_are_those_of_the_plain_product(contract):
+    """Backwards, forwards, forwards over backwards, and mapped over either side or both; all of it exact here."""
+    sums, narrow = pair(contract), pair(contract, jnp.float32)
+
+    def derivatives(product, at):
+        of = lambda x, y: (product(x, y).astype(jnp.float32) * weights).sum()
+        many = lambda x: jnp.stack([x, 2 * x, 0 * x])
+        weights = jnp.arange(20.0).reshape(5, 4) % 3 - 1
+        square = lambda x, y: (product(x, y).astype(jnp.float32) ** 2).sum() / 2
+        grad = jax.grad(of, (0, 1))
+        return (
+            product(*at),
+            grad(*at),
+            jax.jvp(of, at, at)[1],
+            jax.jvp(jax.grad(square, (0, 1)), at, jax.tree.map(jnp.ones_like, at))[1],
+            [
+                jax.vmap(grad, axes)(*(many(x) if axis == 0 else x for x, axis in zip(at, axes, strict=True)))
+                for axes in ((0, None), (None, 0), (0, 0))
+            ],
+        )
+
+    got = jax.jit(lambda *at: derivatives(lambda x, y: dot_rounded(x, y, contract), at))(*sums)
+    plain = lambda x, y: jnp.tensordot(x, y, axes=([contract[0]], [contract[1]]))
+    want = jax.jit(lambda *at: derivatives(plain, at))(*narrow)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.float32(ours), np.float32(np.asarray(theirs, ours.dtype)))
+
+
+FORMS = {"matmul": (matmul, (48, 80)), "transposed": (matmul_transposed, (80, 48))}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [None, jnp.float32], ids=["rounded", "sums"])
+def test_a_matmul_with_float32_sums_is_the_matmul(name, dtype):
+    product, shape = FORMS[name]
+    rng = np.random.default_rng(1)
+    x, w, g = (rng.standard_normal(size, np.float32).astype(BF16) for size in ((32, 48), shape, (32, 80)))
+
+    @functools.partial(jax.jit, static_argnames=("dtype", "sums"))
+    def value_and_gradients(x, w, dtype, sums=False):
+        y, pullback = jax.vjp(lambda x, w: product(x, w, dtype, sums), x, w)
+        return y, *pullback(g.astype(y.dtype))
+
+    found = value_and_gradients(x, w, dtype, sums=True)
+    assert found[0].dtype == (dtype or BF16)
+    for ours, theirs in zip(found, value_and_gradients(*map(np.float32, (x, w)), jnp.float32), strict=True):
+        np.testing.assert_allclose(np.float32(ours), theirs, rtol=1e-2, atol=1e-2)  # 8 bits of mantissa
+
+
+def operands(text):
+    """The dtypes of the operands of each product in an optimized program, which XLA may have put into a fusion."""
+    types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text)) | dict(re.findall(r"(%?[\w.]+): (\w+)\[", text))
+    found = []
+    for left, right in re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
+        found.append({types.get(name) or types[name.removeprefix("%")] for name in (left, right)})
+    return found
+
+
+def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
+    """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
+    x = jnp.ones((64, 64), BF16)
+    text = jax.jit(lambda x, y: dot_float32(x, y, (1, 0))).lower(x, x).compile().as_text()
+    if not has_fast_float32_sums() or operands(text) != [{"bf16"}]:
+        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
+    tokens, params = np.zeros((2, 16), np.int32), abstract_params(SHAPE)
+    counts = []
+    for sums in (True, False):
+        model = Transformer(dataclasses.replace(SHAPE, float32_sums=sums))
+        loss = lambda params, model=model: model.apply({"params": params}, tokens).sum()
+        text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+        counts.append(sum(types == {"bf16"} for types in operands(text)))
+    weights = 7 * SHAPE.num_layers + 1
+    assert counts[0] >= 3 * weights - 1 > counts[1], counts
+
+
+@pytest.mark.quick
+def test_float32_sums_are_used_on_cpus():
+    assert has_fast_float32_sums(jax.devices("cpu")[:1]) == (jax.__version_info__ >= (0, 10))
+    assert not dataclasses.replace(SHAPE, dtype="float32").uses_float32_sums
+    assert not dataclasses.replace(SHAPE, float32_sums=False).uses_float32_sums
+    assert SHAPE.uses_float32_sums == has_fast_float32_sums()
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
+    assert not dataclasses.replace(SHAPE, float32_sums=True, mesh=mesh).uses_float32_sums
+    assert not has_fast_float32_sums([H100])
+
+
+@pytest.mark.quick
+def test_a_run_chooses_float32_sums_by_its_devices_unless_the_model_says(monkeypatch):
+    config = GRPOConfig(compute_dtype="bfloat16")
+    for named, here, asked in ((None, True, True), (None, False, False), (False, True, False), (True, False, True)):
+        monkeypatch.setattr("grpo_jax.run.placement.has_fast_float32_sums", lambda devices, here=here: here)
+        model = with_settings(Transformer(dataclasses.replace(SHAPE, float32_sums=named)), config, jax.devices()[:1])
+        assert model.config.float32_sums == asked

@@ -58,14 +58,13 @@ SHARED = dataclasses.replace(
     expert_layers=(False, True, False, False, False),
     parallel_experts=True,
 )
-CONFIGS = {"plain": PLAIN, "rich": RICH, "sparse": SPARSE, "shared": SHARED}
+CONFIGS = {"rich": RICH, "sparse": SPARSE, "shared": SHARED}
 
 B, G, P, T = 2, 3, 6, 5
 LENGTHS = np.array([6, 4])
 
 
 of_each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-of_all_but_the_plain = pytest.mark.parametrize("config", list(CONFIGS.values())[1:], ids=list(CONFIGS)[1:])
 
 
 @functools.cache
@@ -79,7 +78,7 @@ def batch():
     return rng.integers(0, 40, (B, P)), rng.integers(0, 40, (B, G, T))
 
 
-@of_all_but_the_plain
+@of_each
 def test_an_input_moves_the_logits_at_its_position_and_after_and_none_before(config):
     """Criteria: the gradient of the logits at t w.r.t. the embeddings is non-zero up to t and zero after it."""
     model, params = make(dataclasses.replace(config, windows=None))
@@ -168,7 +167,7 @@ def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds)
     assert len(traced) == kinds
 
 
-@of_all_but_the_plain
+@of_each
 def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
     model, params = make(config)
     tokens = batch()[0]
