@@ -267,7 +267,6 @@ def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lo
         run("from-trl", script)
 
 
-@pytest.mark.quick
 def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
