@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from grpo_jax.messages import names_from_elsewhere
+from grpo_jax.messages import foreign_names
 
 if TYPE_CHECKING:
     from grpo_jax.config.config import GRPOConfig
@@ -121,7 +121,7 @@ def _trl_names() -> Mapping[str, str]:
 
 
 # Error messages of `config` quote the table of TRL's fields in `compat`, which `config` may not import.
-names_from_elsewhere.append(_trl_names)
+foreign_names.append(_trl_names)
 
 if not TYPE_CHECKING:  # for a type checker, a module with `__getattr__` has every name
 

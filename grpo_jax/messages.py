@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-names_from_elsewhere: list[Callable[[], Mapping[str, str]]] = []
+foreign_names: list[Callable[[], Mapping[str, str]]] = []
 """Functions that return a table of another library's names and advice, registered by the package. They are called only
 when a name is unknown."""
 

@@ -52,10 +52,10 @@ def setting(default: _Default, *, resume: Resume | None = None, hash: bool | Non
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
-def unknown_field(name: str, known: set[str], elsewhere: dict[str, str]) -> str:
-    """Return the error line of an unknown field; `elsewhere` maps names of other libraries to advice."""
+def unknown_field(name: str, known: set[str], foreign: dict[str, str]) -> str:
+    """Return the error line of an unknown field; `foreign` maps names of other libraries to advice."""
     close = nearest(name, known)
-    fix = elsewhere.get(name) or (f"did you mean {close}?" if close else "leave it out")
+    fix = foreign.get(name) or (f"did you mean {close}?" if close else "leave it out")
     return f"{name}: no such field; {fix}"
 
 

@@ -18,7 +18,7 @@ from grpo_jax.config.fields import (
     setting,
     unknown_field,
 )
-from grpo_jax.messages import names_from_elsewhere, raise_all, show
+from grpo_jax.messages import foreign_names, raise_all, show
 
 if TYPE_CHECKING:  # which imports jax
     from grpo_jax.types import Json
@@ -69,7 +69,7 @@ OTHER_NAMES = {
 
 def hints() -> dict[str, str]:
     """Return the advice for names that are not fields: `OTHER_NAMES`, and the tables registered in `messages`."""
-    return OTHER_NAMES | {name: advice for table in names_from_elsewhere for name, advice in table().items()}
+    return OTHER_NAMES | {name: advice for table in foreign_names for name, advice in table().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
