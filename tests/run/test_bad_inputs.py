@@ -1,6 +1,6 @@
 """What people hand to `train` by mistake, and the words that tell them what to do: name, what came, the way out.
 
-Nothing is compiled or sampled: all of it is found at the door, and all at once.
+Nothing is compiled or sampled: all errors are found before, and reported together.
 """
 
 import copy
@@ -28,7 +28,7 @@ def short(completions):
     return [0.0] * len(completions)
 
 
-def door(policy=None, dataset=ROWS, reward_fns=short, config=None, eval_dataset=None, optimizer=None, **settings):
+def prepared(policy=None, dataset=ROWS, reward_fns=short, config=None, eval_dataset=None, optimizer=None, **settings):
     policy = tiny_policy() if policy is None else policy
     config = GRPOConfig(**SMALL | settings) if config is None else config
     return prepare(policy, dataset, reward_fns, config, eval_dataset=eval_dataset, optimizer=optimizer)
@@ -143,7 +143,7 @@ FILES = [
 def refusal(**given):
     given = {name: value() if name == "policy" and callable(value) else value for name, value in given.items()}
     with pytest.raises((ValueError, OSError)) as caught:
-        door(**given)
+        prepared(**given)
     return str(caught.value)
 
 
@@ -167,7 +167,7 @@ def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
 def test_a_file_from_windows_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
-    assert door(dataset=path).data.rows == ROWS
+    assert prepared(dataset=path).data.rows == ROWS
 
 
 def test_all_faults_of_a_run_are_listed_at_once():
@@ -200,8 +200,8 @@ def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
     policy = tiny_policy().replace(tokenizer=tokenizer)
     both = rf"ends a text with '!' \({tokenizer.eos_token_id}\), .*'eos_token_id': \[{tokenizer.eos_token_id}, 1\]"
     with pytest.warns(UserWarning, match=both):
-        door(policy=policy)
-    door(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
+        prepared(policy=policy)
+    prepared(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
 
 
 def test_the_users_own_exception_comes_through():
@@ -210,4 +210,4 @@ def test_the_users_own_exception_comes_through():
         raise ConnectionResetError("the mirror hung up")
 
     with pytest.raises(ConnectionResetError, match="the mirror hung up"):
-        door(dataset=rows())
+        prepared(dataset=rows())

@@ -17,7 +17,7 @@ EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
 
 
 def fresh():
-    """A policy of 60,000 weights, beside which a batch is small."""
+    """A policy of 60,000 weights, much larger than a batch."""
     config = {**tiny_policy().config, "hidden_size": 64, "intermediate_size": 128}
     return init_policy(config, jax.random.key(0), tokenizer=tiny_tokenizer())
 

@@ -1,4 +1,4 @@
-"""Programs that are kept: one process compiles, the next one finds; bounded, and where nobody says otherwise."""
+"""The cache of compiled programs: one process compiles, the next one finds; its size is bounded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a run begins with, and whether activations are kept or recomputed: as memory asks for, and then for good."""
+"""Whether activations are kept or recomputed: decided by the memory, and the same when a run is resumed."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def recomputes(run):
     return said.pop()
 
 
-def test_activations_are_kept_where_there_is_room(monkeypatch):
+def test_activations_are_kept_if_they_fit(monkeypatch):
     """By an estimate, and where that does not fit by the compiler's count of the update."""
     run = run_of(gradient_checkpointing=False)
     enough, compiled = peak_bytes(run) / FILLED, compiled_peak_bytes(run)

@@ -1,4 +1,4 @@
-"""An engine that samples beside the update: from which weights, what is learned, what waits for what, the resume."""
+"""An engine that samples during the update: from which weights, what is learned, what waits for what, the resume."""
 
 import dataclasses
 import functools

@@ -59,7 +59,7 @@ def test_a_sampler_is_given_what_its_signature_takes():
 
 
 @pytest.mark.quick
-def test_a_sampler_that_cannot_be_called_is_refused_at_the_door():
+def test_a_sampler_that_cannot_be_called_is_refused_before_the_run():
     for sampler, message in (
         (3, r"sampler is 3: give a function with arguments of generate \(model, params, prompts, key"),
         (lambda prompts, engine: None, "sampler requires engine, which is not passed by name"),

@@ -160,7 +160,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
     def reward(completion_ids):
         # Waits for its own completions and for the next ones: it would wait in vain if they were not sampled meanwhile.
         for _ in range([2, 1, 1, 0][len(seen)]):
-            assert sampled.acquire(timeout=240), "the next completions are not sampled beside the rewards"
+            assert sampled.acquire(timeout=240), "the next completions are not sampled during the rewards"
         assert threading.current_thread() is threading.main_thread()
         seen.append(completion_ids)
         return sums(completion_ids)

@@ -68,7 +68,7 @@ class Game:
 
 
 def play(run_dir, fault=None):
-    """Three iterations of several turns with a rollout ahead, whose collectives run in a thread beside the rewards."""
+    """Three iterations of several turns with a rollout ahead, whose collectives run in a thread during the rewards."""
     # A quarter of the bytes end a turn, so that most completions have several.
     policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
     config = GRPOConfig(**SETTINGS | {"max_completion_length": 24}, max_steps=3, rollout_ahead=True)
