@@ -27,10 +27,10 @@ from grpo_jax.run.run import Run
 from grpo_jax.run.sample import RolloutResult
 from grpo_jax.run.scores import (
     completion_rows,
+    gather_rewards,
     join_groups,
-    of_all_processes,
     rollout_metrics,
-    score_own,
+    score_rollout,
     take_groups,
     zero_signal,
 )
@@ -107,11 +107,11 @@ def _score_rollout(
         with timed("reference"):  # the device may still be computing when this returns
             batch = _with_log_probs(run, state, rollout)
     with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
-        own = score_own(
+        own = score_rollout(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
         )
     with timed("rewards"):
-        rewards = of_all_processes(own, run.reward_fns)
+        rewards = gather_rewards(own, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
     check_metrics(rewards.metrics, metrics)

@@ -19,7 +19,7 @@ from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, chec
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.sample import sample
-from grpo_jax.run.scores import completion_rows, of_all_processes, score_own
+from grpo_jax.run.scores import completion_rows, gather_rewards, score_rollout
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, several
@@ -242,10 +242,10 @@ def _evaluate_part(
         )
         interrupt()
         sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        own = score_own(
+        own = score_rollout(
             policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
         )
-        scored.append(of_all_processes(own, reward_fns))
+        scored.append(gather_rewards(own, reward_fns))
         lengths.append(sampled.present.sum(-1).reshape(-1))
         ended.append(np.asarray(sampled.completions.ended).reshape(-1))
         rows += completion_rows(scored[-1], names, sampled)

@@ -68,11 +68,6 @@ class BaseRun:
         """Whether the policy that sampled is needed after the first update of an iteration."""
         return self.sizes.updates > 1
 
-    @property
-    def has_eval_data(self) -> bool:
-        """Whether the run evaluates."""
-        raise NotImplementedError
-
     def zero_batch(self, state: TrainState) -> Batch:
         """A minibatch of zeros, with the arrays that an update of `state` reads; under `eval_shape` their shapes."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
@@ -119,11 +114,6 @@ class Run(BaseRun):
     def keeps_old_params(self) -> bool:
         """Whether the policy that sampled is needed after the first update: by its ratios, or by an engine."""
         return self.sizes.updates > 1 or self.samples_in_background
-
-    @property
-    def has_eval_data(self) -> bool:
-        """Whether the run evaluates."""
-        return self.eval_data is not None
 
     @property
     def callers_advantage_fn(self) -> AdvantageFn | None:
@@ -180,11 +170,6 @@ class SFTRun(BaseRun):
         """B and G of an update's batch."""
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
-
-    @property
-    def has_eval_data(self) -> bool:
-        """Whether the run evaluates."""
-        return bool(self.eval_data)
 
 
 def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpo_jax.rollout.interaction import Played
 
 
-def score_own(
+def score_rollout(
     tokenizer: Tokenizer,
     reward_fns: RewardFn | Sequence[RewardFn],
     sampled: RolloutResult,
@@ -34,7 +34,7 @@ def score_own(
 ) -> Rewards:
     """Call the reward functions for this process's share of the B rows and their completions [B, G, T].
 
-    The scores are for `of_all_processes`. Where there are more processes than rows, some of them score nothing.
+    The scores are for `gather_rewards`. Where there are more processes than rows, some of them score nothing.
     """
     rows, tokens, present = sampled.rows, sampled.completions.tokens, sampled.present
     g = np.shape(tokens)[1]
@@ -67,7 +67,7 @@ def score_own(
     )
 
 
-def of_all_processes(own: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
+def gather_rewards(own: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
     """The rewards of all rows, gathered from the processes, which call this together.
 
     Statistics are over all completions; faults are summed, and the seconds are the slowest process's.

@@ -197,15 +197,15 @@ class Session:
     def evaluate_if_due(
         self,
         state: TrainState,
-        evaluate: Callable[[Params], dict[str, float]],
+        evaluate: Callable[[Params], dict[str, float]] | None,
         batch: Batch | None = None,
         source: LocalRollouts | None = None,
     ) -> None:
-        """Evaluate before the first step, at every multiple of `eval_steps`, and after the last step."""
+        """Evaluate before the first step, every `eval_steps`, and after the last step; `evaluate` None: never."""
         run, progress, config = self.run, self.progress, self.run.config
         step, best = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
-        if not run.has_eval_data or not due or progress.evaluated == step:
+        if evaluate is None or not due or progress.evaluated == step:
             return
         try:
             with self.monitor.phase("evaluation"):

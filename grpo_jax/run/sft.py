@@ -107,7 +107,9 @@ def sft(
         if donate:
             policy.empty()
         progress, monitor = session.progress, session.monitor
-        evaluate = functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt)
+        evaluate = (
+            functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt) if run.eval_data else None
+        )
         session.evaluate_if_due(state, evaluate)
         while session.running():
             batch, cursor, metrics = next_examples(run, progress.cursor)

@@ -30,6 +30,7 @@ from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
 from grpo_jax.run.sources import rollout_source
+from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Batch, Environments, Json, Params, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
@@ -163,7 +164,7 @@ def train(
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
-        evaluate = functools.partial(_evaluate, run, session)
+        evaluate = None if run.eval_data is None else functools.partial(_evaluate, run, run.eval_data, session)
         session.evaluate_if_due(state, evaluate, batch)
         with rollout_source(run, state, progress, completions, transcript, interrupt=interrupt) as source:
             while session.running():
@@ -202,14 +203,13 @@ def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
     return jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
 
 
-def _evaluate(run: Run, session: Session, params: Params) -> dict[str, float]:
+def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) -> dict[str, float]:
     """The metrics of the held-out prompts, always sampled by `generate`."""
     from grpo_jax.run.evaluate import evaluate_encoded
 
-    assert run.eval_data is not None
     metrics, _ = evaluate_encoded(
         run.policy,
-        run.eval_data,
+        data,
         run.reward_fns,
         run.config,
         params=params,
