@@ -247,7 +247,7 @@ def test_any_other_attribute_is_refused_by_name(reach, message):
         (lambda t: t.train(), "train_dataset is None: give GRPOTrainer rows"),
     ],
 )
-def test_a_trainer_names_the_argument_that_it_lacks(call, message):
+def test_missing_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(GRPOTrainer(tiny_policy(), reward))
 

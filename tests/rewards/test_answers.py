@@ -58,7 +58,7 @@ NO_NUMBER = r"""
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
-def test_a_truth_of_one_number_is_read_and_so_are_answers_in_its_spelling(text, number):
+def test_a_single_number_is_read_in_every_spelling(text, number):
     """Answers in the spellings of mathematics are read, what is no single number is refused as a truth, and GSM8K's
     8,792 solutions score in four styles of ending.
     """
@@ -76,7 +76,7 @@ def test_a_truth_of_one_number_is_read_and_so_are_answers_in_its_spelling(text, 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("text", [*re.split(" ; |\n", NO_NUMBER.strip()), ""])
-def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text):
+def test_other_texts_are_refused_and_score_nothing(text):
     assert sole_number(text) is None
     assert sole_number(rf"So 3 + 15 = 18 is not it: \boxed{{{text}}}") is None
     with pytest.raises(ValueError, match=r"which is not a single number\. Leave such rows out"):
@@ -86,7 +86,7 @@ def test_a_truth_of_no_single_number_is_refused_and_scores_nothing_in_a_box(text
 
 
 @pytest.mark.quick
-def test_rows_that_it_cannot_judge_are_refused_before_a_run_all_at_once():
+def test_rows_without_a_number_are_refused_before_a_run():
     rows = [{"prompt": "p", "answer": truth} for truth in ("18", r"3\sqrt{13}", None, "B", 18.5, *["(1, 2)"] * 40)]
     message = (
         r"42 of 45 rows of the dataset have no single number in the column 'answer': "
@@ -160,7 +160,7 @@ LONG = [
 ]  # fmt: skip
 
 
-def test_no_text_takes_time_that_grows_with_its_square():
+def test_reading_takes_linear_time():
     """Each takes some hundredths of a second, and tens of seconds if it did."""
     for part in LONG:
         started = time.process_time()

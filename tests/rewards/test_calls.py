@@ -51,7 +51,7 @@ def length(completions):
 # --- the arguments
 
 
-def test_a_function_gets_what_it_names_and_no_more():
+def test_a_function_gets_the_arguments_that_it_names():
     seen = []
     see = lambda *arguments: seen.append(arguments) or [0.0] * N
     fns = [
@@ -96,7 +96,7 @@ def test_methods_partials_and_objects_are_functions_too():
     assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "distinct, and stay so"
 
 
-def test_each_completion_and_each_function_has_objects_of_its_own():
+def test_functions_and_completions_do_not_share_objects():
     """A row's objects are one for its whole group, and for every epoch; so also behind a gate."""
     prompt, info = [{"role": "user", "content": "Sort."}], {"limits": {"seconds": 1}}
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
@@ -117,7 +117,7 @@ def test_each_completion_and_each_function_has_objects_of_its_own():
         np.testing.assert_array_equal(rewards.values[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
 
 
-def test_a_copy_shares_nothing_that_can_be_changed():
+def test_a_copy_shares_no_mutable_object():
     Point = collections.namedtuple("Point", "x")
     default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
     value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1]), np.array([1.0])]

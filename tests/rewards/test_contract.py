@@ -48,7 +48,7 @@ async def keeps(completions, log_extra, name):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("on_error", ["raise", "none"])
-def test_a_name_that_the_run_uses_is_refused(on_error):
+def test_names_that_the_run_uses_are_refused(on_error):
     metrics = [(logs, name, "the run has a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")]
     columns = [(keeps, name, "completions.jsonl has this column") for name in RUN_COLUMNS]
     for fn, name, message in metrics + columns:
@@ -56,7 +56,7 @@ def test_a_name_that_the_run_uses_is_refused(on_error):
             compute_rewards(functools.partial(fn, name=name), on_error=on_error, **INPUTS)
 
 
-def test_a_run_refuses_the_names_of_all_that_it_logs(tmp_path):
+def test_all_metrics_of_a_run_are_refused(tmp_path):
     """Names of the rollout and of an evaluation are compared with what these have logged; the others are listed."""
 
     def length(completions):

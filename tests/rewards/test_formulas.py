@@ -36,7 +36,7 @@ TABLE = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("truth", "completion", "right", "formula", "number"), TABLE)
-def test_where_the_two_checkers_agree_and_where_not(truth, completion, right, formula, number):
+def test_where_number_and_formula_rewards_agree(truth, completion, right, formula, number):
     judge = formula_reward(timeout=None)
     assert judge(completions=[completion], answer=[truth]) == [formula]
     assert judge.check_rows([{"answer": truth}]) is None
@@ -48,7 +48,7 @@ def test_where_the_two_checkers_agree_and_where_not(truth, completion, right, fo
 
 
 @pytest.mark.quick
-def test_scores_are_math_verifys_own():
+def test_scores_equal_math_verify():
     """formula_reward gives what math-verify gives, and differs from number_reward where the table says; a formula that
     takes for ever costs one score.
     """
@@ -75,8 +75,8 @@ def test_truths_that_cannot_be_read_are_refused_before_a_run():
     assert caught.value.values == [None, 1.0]
 
 
-def test_a_formula_that_takes_for_ever_costs_one_score():
-    judge = formula_reward(timeout=5.0)
+def test_a_formula_that_does_not_terminate_costs_one_score():
+    judge = formula_reward(timeout=2.0)
     with pytest.raises(PartialRewards, match="1 of 2; completion 0 took longer") as caught:
         judge(completions=[r"$9^{9^{9^{9}}} + x$", "$18$"], answer=["$x$", "18"])
     assert caught.value.values == [None, 1.0]

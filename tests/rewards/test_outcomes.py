@@ -25,7 +25,7 @@ def returned(*values):
     return fn
 
 
-def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_rewards():
+def test_lists_are_rewards_of_turns_and_arrays_of_tokens():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
     rewards, stats, parts, *_ = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
     np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
@@ -49,14 +49,14 @@ def test_a_list_is_of_turns_and_an_array_of_tokens_and_their_sums_are_the_reward
         ("12", f"returned '12', a str; {NUMBERS}"),
     ],
 )  # fmt: skip
-def test_what_is_neither_a_number_nor_of_the_right_length_is_a_fault(value, message):
+def test_other_values_and_lengths_are_faults(value, message):
     """Lists and arrays of other lengths, and values that are not numbers, are refused by the completion."""
     assert read_parts(0, value, function=0, turns=[2], tokens=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
 
 
-def test_rewards_stand_at_the_tokens_that_they_were_given_for():
+def test_rewards_are_placed_at_their_tokens():
     turns = np.array([[[0, 0, -1, 1, -1], [0, -1, -1, -1, -1]], [[0, 1, 1, -1, -1], [0, 0, 0, 0, 0]]])
     present = np.array([[[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], [[1, 1, 1, 0, 0], [1] * 5]], bool)
     rewards = np.array([[[7.0, 1.0], [3.0, np.nan]], [[5.0, 2.0], [np.nan, 4.0]]], np.float32)

@@ -134,7 +134,7 @@ def test_the_batch_is_split_and_each_call_gets_the_trainer_state(keywords, sizes
     fn.close()
 
 
-def test_a_worker_is_a_fresh_interpreter_without_jax_that_stays_is_replaced_and_ends(monkeypatch):
+def test_workers_are_fresh_interpreters_without_jax_and_are_replaced(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     # JAX warns of os.fork by a hook that runs at it, and warnings are errors here; so is this.
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
@@ -207,7 +207,7 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 # What a worker sends --------------------------------------------------------------------------------------------------
 
 
-def test_a_function_can_neither_answer_for_another_call_nor_have_anything_unpickled(tmp_path):
+def test_replies_belong_to_their_call_and_are_not_unpickled(tmp_path):
     """A reply repeats the random number of its call: one that was written for another call is not a score of it."""
     fn = isolated(functions.forges, timeout=5, completions_per_call=1)
     refused = "'forges' sent a reply that does not belong to this call"

@@ -40,7 +40,7 @@ def written(tmp_path, text):
     return tmp_path / "run.yaml"
 
 
-def test_what_a_run_does_not_say_is_the_suites(tmp_path):
+def test_a_run_takes_its_defaults_from_the_suite(tmp_path):
     """What a RUN.yaml does not say of rewards, weights, tools and environments is the suite's; no suite is imported
     unless it is asked for.
     """
@@ -75,7 +75,7 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
         ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
     ],
 )
-def test_faults_are_said_with_their_key(tmp_path, text, message):
+def test_errors_name_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_run(written(tmp_path, text), wanted=ALL)
 

@@ -72,7 +72,7 @@ def own():
     return verifiers("tools_of_verifiers", task={"own": True})
 
 
-def test_a_tool_is_called_and_scored_as_the_task_says(own):
+def test_tools_are_called_and_scored(own):
     assert not servers_of("tools_of_verifiers"), "the schemas are known, and the servers have ended"
     row, (tokenizer, ends) = own.rows[0], family("hermes")
     interaction = make_interaction(tokenizer, ends, own.rows, environment_factory=own.environment_factory)
@@ -92,7 +92,7 @@ def test_a_tool_is_called_and_scored_as_the_task_says(own):
     assert (ours.num_turns, ours.stop_condition) == (3, "reached")
 
 
-def test_a_server_that_dies_is_an_error_of_its_episode_and_leaves_nothing(own, monkeypatch):
+def test_a_dead_tool_server_is_an_error_of_its_episode(own, monkeypatch):
     import verifiers.v1.harnesses.utils.mcp as theirs
 
     monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # else they wait for a third of a minute
@@ -111,7 +111,7 @@ def test_a_server_that_dies_is_an_error_of_its_episode_and_leaves_nothing(own, m
 
 
 @pytest.mark.quick
-def test_each_episode_has_a_state_of_its_own_and_ends_by_the_conditions_of_its_task(adding):
+def test_episodes_have_separate_states_and_stop_conditions(adding):
     factory = adding[0].environment_factory
     first, second, third = factory(), factory(), factory()
     openings = [within(one.reset, index=index) for one, index in ((first, 0), (second, 1), (third, 1))]
@@ -139,7 +139,7 @@ def test_each_episode_has_a_state_of_its_own_and_ends_by_the_conditions_of_its_t
         assert again.reward == one.trace.reward
 
 
-def test_a_thought_is_none_of_the_answer_and_tools_that_the_prompts_do_not_show_are_refused(adding):
+def test_a_thought_is_not_the_answer_and_other_tools_are_refused(adding):
     environment = adding[0].environment_factory()
     within(environment.reset, index=0)
     assert within(environment.respond, "<think>\nSix? No.\n</think>\n\nFive.") is None

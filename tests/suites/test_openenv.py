@@ -87,7 +87,7 @@ def test_a_session_by_hand(server):
     assert call_within(30.0, environment.get_reward) is None
 
 
-def test_what_is_read_and_what_is_done_are_the_environments_fields(server):
+def test_observation_and_action_are_fields_of_the_environment(server):
     _, opening = begun(server, observation=None)
     assert '"echoed_message": "Echo environment ready!"' in opening
     with pytest.raises(ValueError, match=r"observation = 'text': the server's observations have .*echoed_message"):

@@ -68,7 +68,7 @@ def test_several_tasks_are_the_suites_own_composite():
         assert rewards.metrics[f"reasoning_gym/{task}"] == own_scores
 
 
-def test_an_answer_is_the_whole_completion_or_stands_in_tags():
+def test_an_answer_is_the_whole_completion_or_in_tags():
     plain, tagged = reasoning_gym("chain_sum", size=4), reasoning_gym("chain_sum", size=4, system_prompt="default")
     said = {"role": "system", "content": gym.utils.SYSTEM_PROMPTS["default"]}
     assert [row["prompt"] for row in tagged.rows] == [[said, *row["prompt"]] for row in plain.rows]
@@ -90,7 +90,7 @@ def test_an_answer_is_the_whole_completion_or_stands_in_tags():
     ({"task": "chain_sum", "size": 0}, "size = 0: give a whole number from 1 up"),
     ({"task": "chain_sum", "timeout": -1}, "timeout is -1"),
 ])  # fmt: skip
-def test_faults_are_named_before_anything_is_made(arguments, message):
+def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         reasoning_gym(**arguments)
 

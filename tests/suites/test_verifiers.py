@@ -33,7 +33,7 @@ def hangman(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_rewards_of_one_turn_are_weighed_as_the_task_says():
+def test_rewards_of_one_turn_are_weighted():
     suite = verifiers("sums_of_verifiers", count=3)
     said = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1 ="}]
     assert [len(suite.rows), suite.rows[1]["prompt"]] == [3, said]
@@ -66,7 +66,7 @@ def test_rewards_of_one_turn_are_weighed_as_the_task_says():
         ),
     ],
 )
-def test_what_is_not_there_or_not_played_is_said(arguments, message):
+def test_unsupported_tasks_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         verifiers(**arguments)
 
@@ -80,7 +80,7 @@ def test_what_is_not_there_or_not_played_is_said(arguments, message):
         ({"env": "best-of-n"}, 0, "several conversations in an episode"),
     ],
 )
-def test_what_goes_wrong_in_an_episode_is_raised_by_who_waits_for_it(arguments, turns, message):
+def test_an_error_in_an_episode_is_raised_at_the_next_call(arguments, turns, message):
     environment = verifiers("sums_of_verifiers", **arguments).environment_factory()
     asked = [(environment.reset, {"index": 0}), (environment.respond, {"text": "1"})]
     for function, keywords in asked[:turns]:
