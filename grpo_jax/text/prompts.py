@@ -26,15 +26,12 @@ ON_LONG_PROMPT = ("error", "drop")
 _OWN_TEMPLATE_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
 
 
-def make_prompts(
-    token_ids: Sequence[Sequence[int]], *, pad_to_multiple_of: int = 1, length: int | None = None, on_host: bool = False
-) -> Prompts:
+def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = None, on_host: bool = False) -> Prompts:
     """Right-pad lists of token ids to one `Prompts`.
 
     Args:
       token_ids: B lists of token ids, none of them empty.
-      pad_to_multiple_of: P is rounded up to a multiple of this, so that fewer shapes are compiled.
-      length: P before rounding; None means the longest prompt.
+      length: P; None means the length of the longest prompt.
       on_host: return NumPy arrays instead of JAX arrays.
 
     Returns:
@@ -44,14 +41,12 @@ def make_prompts(
       ValueError: no prompts, an empty one, ids that are not integers in 0..2³¹−1, or a prompt longer than `length`.
 
     Example:
-      >>> prompts = make_prompts([[5, 6, 7], [8]], pad_to_multiple_of=4)
+      >>> prompts = make_prompts([[5, 6, 7], [8]])
       >>> prompts.tokens.tolist(), prompts.lengths.tolist()
-      ([[5, 6, 7, 0], [8, 0, 0, 0]], [3, 1])
+      ([[5, 6, 7], [8, 0, 0]], [3, 1])
     """
     if len(token_ids) == 0:
         raise ValueError("token_ids is empty: give at least one prompt")
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}: give 1 or more")
     rows = [_id_array(ids, f"token_ids[{index}]") for index, ids in enumerate(token_ids)]
     lengths = np.array([len(row) for row in rows], np.int32)
     longest = int(lengths.max())
@@ -60,8 +55,7 @@ def make_prompts(
             f"length is {length}, but token_ids[{int(lengths.argmax())}] has {longest} tokens: raise length or drop "
             "the prompt; it is not cut"
         )
-    padded_length = -(-(length or longest) // pad_to_multiple_of) * pad_to_multiple_of
-    tokens = np.zeros((len(rows), padded_length), np.int32)
+    tokens = np.zeros((len(rows), length or longest), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     array: Any = np.asarray if on_host else jnp.asarray
