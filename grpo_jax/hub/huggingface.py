@@ -70,7 +70,6 @@ def from_pretrained(
     *,
     dtype: str = "float32",
     param_dtype: str | None = None,
-    remat: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
     quantize: str | None = None,
@@ -84,7 +83,6 @@ def from_pretrained(
         tensors are dequantized, and `save_pretrained` writes them as plain safetensors.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
       mesh: devices to place the parameters on, each shard directly, by `sharding.TABLE`; None for the default device.
       revision: branch, tag or commit of a model on the hub; None for its main branch.
       quantize: "nf4" (blocks of 64 weights, double quantization) or "int8" (one scale for each row) for the projections
@@ -126,8 +124,7 @@ def from_pretrained(
         stored = find_nf4(found.stored)
     with reading(path if path.is_file() else path / "config.json"):
         check_sizes(text_config(found.raw), {name: tensor.shape for name, tensor in stored.items()})
-        config = dataclasses.replace(read_config(without_quantization(found.raw), dtype=dtype), remat=remat)
-        raw, config = _with_head(found.raw, config, stored)
+        raw, config = _with_head(found.raw, read_config(without_quantization(found.raw), dtype=dtype), stored)
         stacked = stacked_experts(stored)
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
@@ -317,12 +314,10 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     try:
-        for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        for kind in (AutoTokenizer, PreTrainedTokenizerFast)[: 1 + Path(directory, "tokenizer.json").exists()]:
             tokenizer: Tokenizer = kind.from_pretrained(str(directory))
             if tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
                 return tokenizer
-            if not (Path(directory) / "tokenizer.json").exists():
-                break
     except BaseException as error:
         if not is_fault(error):
             raise
@@ -345,8 +340,8 @@ def find_checkpoint(
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, and {str(file)!r} is a GGUF file, which has none.")
         return file
-    more = ["generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES] if weights else []
-    return find_files("name_or_directory", name_or_directory, ["config.json", *more], revision)
+    more = ("generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES) if weights else ()
+    return find_files("name_or_directory", name_or_directory, ("config.json", *more), revision)
 
 
 def find_files(

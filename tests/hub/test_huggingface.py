@@ -165,9 +165,9 @@ def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path
 
 def test_dtype_is_that_of_params_and_of_compute(checkpoint):
     for dtype, param_dtype, stored_as in (("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32")):
-        policy = from_pretrained(checkpoint, dtype=dtype, param_dtype=param_dtype, remat=True)
+        policy = from_pretrained(checkpoint, dtype=dtype, param_dtype=param_dtype)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)} == {stored_as}
-        assert (policy.model.config.dtype, policy.model.config.remat) == (dtype, True)
+        assert policy.model.config.dtype == dtype
         hidden = functools.partial(policy.model.apply, method="hidden")
         assert jax.eval_shape(hidden, {"params": policy.params}, np.zeros((1, 1, 2), int))[0].dtype == jnp.bfloat16
 
