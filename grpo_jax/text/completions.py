@@ -120,28 +120,22 @@ def continuation(before: str, both: str) -> str:
 
 
 class Texts:
-    """A tokenizer that caches short texts: in games the same ones recur in thousands of turns."""
-
-    short = 64
+    """A tokenizer with a cache: in games the same texts recur in thousands of turns."""
 
     def __init__(self, tokenizer: Tokenizer):
+        @functools.lru_cache(1024)
         def decode(ids: bytes, skip: bool) -> str:
             return tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
 
+        @functools.lru_cache(1024)
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        self._decode, self._encode = decode, encode
-        self._decode_short, self._encode_short = functools.lru_cache(4096)(decode), functools.lru_cache(4096)(encode)
+        self._decode, self.encode = decode, encode
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
-        decode = self._decode_short if len(ids) <= self.short else self._decode
-        return decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text, without special tokens."""
-        return (self._encode_short if len(text) <= self.short else self._encode)(text)
+        return self._decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
 
 
 def _prefill(prompt: str | Messages) -> str:
