@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_rewards
+from grpo_jax.rewards.combine import clipped, gated
 from grpo_jax.rewards.contract import RewardError, TrainerState, own_copy, reward_names
 
 pytestmark = pytest.mark.quick
@@ -97,7 +98,7 @@ def test_methods_partials_and_objects_are_functions_too():
 
 
 def test_functions_and_completions_do_not_share_objects():
-    """A row's objects are one for its whole group, and for every epoch; so also behind a gate."""
+    """The objects of a row are shared by its group and all epochs; functions get copies, also behind a gate."""
     prompt, info = [{"role": "user", "content": "Sort."}], {"limits": {"seconds": 1}}
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
     inputs = {"prompts": [prompt] * 4, "completion_ids": [[1]] * 4, "columns": {"info": [info] * 4}}
@@ -115,6 +116,9 @@ def test_functions_and_completions_do_not_share_objects():
     for _ in range(2):
         rewards = compute_rewards([edits, said], completions=completions, num_generations=4, **inputs)
         np.testing.assert_array_equal(rewards.values[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
+    takes_all = lambda completions, tests: [float(len([one.pop() for _ in list(one)])) for one in tests]
+    columns = {"tests": [[1, 2], [1, 2], [1, 2], [], [1], [1]]}
+    assert score(gated(takes_all, clipped(takes_all)), columns=columns)[0].ravel().tolist() == [2, 2, 2, 0, 1, 1]
 
 
 def test_a_copy_shares_no_mutable_object():
