@@ -105,21 +105,15 @@ def test_what_is_wrong_with_a_source_is_said(folder, source, said):
 
 # As verl's preprocessing writes its Parquet files.
 VERL = [
-    {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{n}+{n}?"}],
-        "ability": "math",
+    {"prompt": [{"role": "user", "content": f"{n}+{n}?"}],
         "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
-        "extra_info": {"index": n, "split": "train"},
-        "images": [],
-    }
+        "extra_info": {"index": n, "split": "train"}, "images": []}
     for n in (1, 2)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
-def test_rows_of_verl_are_read_as_they_are(folder, source):
-    """Rows of verl are read as they are."""
+def test_rows_of_verl_are_read_unchanged(folder, source):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(VERL), folder / "rows.parquet")
