@@ -181,8 +181,8 @@ def held_out_rates(
       seed: of the samples.
 
     Returns:
-      `{"greedy": …, "sampled": …, "format": …}`, "format" being that of the samples; and the greedy completions, in
-      the order of the rows, as `evaluate` returns them.
+      `{"greedy": …, "sampled": …, "format": …}`, with the "format" of the samples; and the greedy completions, in the
+      order of the rows, as `evaluate` returns them.
     """
     settings = {"params": params, "max_completion_length": max_completion_length, "batch_size": batch_size}
     reward_fns = [accuracy] if format is None else [accuracy, format]
@@ -323,7 +323,7 @@ HEROES = {
 
 
 def copy_hero(run_dir: Path, picture: Path) -> None:
-    """Copy the files of `draw_hero` to `picture` and beside it, with the same endings."""
+    """Copy the files of `draw_hero` to `picture` and its directory, with the same endings."""
     for file in HEROES:
         shutil.copyfile(run_dir / file, picture.with_stem(Path(file).stem.replace("hero", picture.stem)))
 

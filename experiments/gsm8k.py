@@ -144,7 +144,7 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
         "pad_token_id": tokenizer.pad_token_id,
     }
     policy = init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
-    # Short ones: long solutions are mostly padding beside them.
+    # Short ones, since long solutions make the others mostly padding.
     chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))
     batch = min(16, lessons, len(chosen))
     chosen = chosen[: min(lessons, len(chosen)) // batch * batch]

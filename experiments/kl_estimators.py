@@ -174,7 +174,7 @@ def theory(bandit: Bandit) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
     d = lambda pi: np.log(pi / reference)
     best = np.eye(4)[rewards.argmax()]
     optimum, forward = ("π*", bandit.optimum), ("forward KL", forward_optimum(bandit))
-    # −E[R] + β·Σ π_old·log π has no minimum: it falls without end as the other arms vanish.
+    # −E[R] + β·Σ π_old·log π is unbounded below: it falls as the other arms vanish.
     stale_k1 = ("runs off", best)
     stale_k2 = ("stale k2", descend(lambda pi: beta * start * d(pi) - pi * rewards, start))
     stale_k3 = ("stale k3", descend(lambda pi: beta * start * (1 - reference / pi) - pi * rewards, start))

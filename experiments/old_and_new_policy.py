@@ -15,7 +15,7 @@ Ratio, clip fraction and KL(old‖new) are measured in the same way for all thre
 
 Time: 43 CPU seconds.
 Expect: a reward at the end of the run of 0.34 at μ = 1, of 0.77 to 0.78 without and 0.95 with the clip at μ = 4, and of
-0.60, 0.63 and 0.93 at μ = 16. The weights alone are no safe gain; the clip holds KL(old‖new) 13 times lower than no
+0.60, 0.63 and 0.93 at μ = 16. The weights alone do not help reliably; the clip holds KL(old‖new) 13 times lower than no
 ratio does at μ = 16. Another machine's rounding draws other curves of the same kind.
 """
 

@@ -70,8 +70,8 @@ BROKEN = 0.2
 
 MEANING = """
 What this shows: the base model can sort already, and does it about one time in eight, because that is how often its
-teacher did. GRPO selects that behaviour among those the model has; it is no new skill. More lessons of the same teacher
-do not, and neither does GRPO with rewards that say nothing (--controls)."""
+teacher did. GRPO selects this behaviour among the model's; it does not learn a new skill. More lessons of the same
+teacher do not select it, and neither does GRPO with random rewards (--controls)."""
 
 Row = dict[str, str]
 

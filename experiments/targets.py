@@ -77,7 +77,7 @@ def config_of(
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process and of those it has waited for, in one of which `plan` compiles."""
+    """CPU seconds of this process and its finished children; `plan` compiles in one of them."""
     return sum(os.times()[:4])
 
 
