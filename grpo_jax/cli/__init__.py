@@ -1,6 +1,6 @@
 """The command `grpo-jax`: the Python API from a shell, with a run written down in a file.
 
-Nothing here imports jax before a command does its work, so that help and completion answer at once.
+jax is imported when a command runs, so that help and errors of the command line are immediate.
 """
 
 from grpo_jax.cli.main import main
