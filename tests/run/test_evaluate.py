@@ -75,24 +75,17 @@ def test_no_key_of_an_evaluation_is_a_key_of_the_training_with_the_same_seed(mon
     assert not tree(evaluation, 3) & tree(training, 3)
 
 
-@pytest.mark.parametrize(
-    ("axes", "batch_size", "rows", "groups"),
-    [
-        (None, 4, 5, 6),  # 3 + 2, and not 4 + 1
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 16, 16),  # four devices cut the batch
-    ],
-)
-def test_batches_of_one_device_and_of_each_on_a_mesh_change_nothing(axes, batch_size, rows, groups, monkeypatch):
-    """The groups of both rollouts, filler among them, and the same numbers as all at once on one device."""
-    dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(rows)]
+def test_the_devices_of_a_mesh_change_nothing(monkeypatch):
+    """Four devices share each of two batches, the last of which is filled up: the numbers of one device's batch."""
+    dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(15)]
     sizes, prefill, policy = [], decode_module.prefill, tiny_policy()
     settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
     alone = evaluate(policy, dataset, length, batch_size=64, **settings)
     generate_module = importlib.import_module("grpo_jax.rollout.generate")
     monkeypatch.setattr(generate_module, "prefill", lambda *x, **how: sizes.append(x[3].shape[0]) or prefill(*x, **how))
-    placed = policy if axes is None else policy.replace(params=place(policy.params, make_mesh(axes)))
-    assert evaluate(placed, dataset, length, batch_size=batch_size, **settings) == alone
-    assert (len(sizes), sum(sizes)) == (2, groups)
+    placed = policy.replace(params=place(policy.params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2})))
+    assert evaluate(placed, dataset, length, batch_size=2, **settings) == alone
+    assert sizes == [8, 8]
 
 
 @pytest.mark.quick
@@ -103,13 +96,14 @@ def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
         evaluate(tiny_policy(), ROWS, number_reward())
 
 
-def test_prompts_are_padded_to_few_lengths_so_that_little_is_compiled(monkeypatch):
-    lengths = []
-    monkeypatch.setattr(sample_module, "generate", lambda *args, **_: lengths.append(args[2].tokens.shape[1]) or 1 / 0)
+def test_batches_have_few_shapes_so_that_little_is_compiled(monkeypatch):
+    """Prompts are padded to a multiple, and five of them are batches of 3 and 2, not of 4 and 1."""
+    shapes = []
+    monkeypatch.setattr(sample_module, "generate", lambda *args, **_: shapes.append(args[2].tokens.shape) or 1 / 0)
     for multiple in (32, 5):
         with pytest.raises(ZeroDivisionError):
-            evaluate(tiny_policy(), ROWS, length, max_completion_length=2, pad_to_multiple_of=multiple)
-    assert lengths == [32, 5]
+            evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, pad_to_multiple_of=multiple)
+    assert shapes == [(3, 32), (3, 5)]
     with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
         evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
 

@@ -1,7 +1,6 @@
 """A policy on the hub: whole checkpoints in the right repository with a card, and faults that lose nothing."""
 
 import dataclasses
-import json
 import threading
 
 import jax
@@ -10,7 +9,7 @@ from hub_server import serving
 from huggingface_hub import ModelCard
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, add_lora, from_pretrained, load_lora, push_to_hub, train
+from grpo_jax import GRPOConfig, from_pretrained, push_to_hub, train
 from grpo_jax.run.publish import MARK, Publisher, model_card
 from grpo_jax.types import Params
 from grpo_jax.watch.writer import RunWriter
@@ -183,17 +182,10 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
 
 
 @pytest.mark.quick
-def test_adapters_pushed_by_hand_name_their_base_and_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    base = tiny_policy()
-    policy = add_lora(base, jax.random.key(0), rank=2)
-    with serving(monkeypatch) as hub:
-        push_to_hub(policy, "me/sums", base_model="some/base")
-        again = load_lora("me/sums", base, revision="main")
-    assert same(again.params, policy.params)
-    files = hub.commits[0][3]
-    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "some/base"
-    assert 'load_lora("me/sums", from_pretrained("some/base"))' in files["README.md"].decode()
+def test_the_card_of_adapters_names_their_base():
+    text = model_card("me/sums", adapters=True, base_model="some/base")
+    assert 'load_lora("me/sums", from_pretrained("some/base"))' in text
+    assert "\nlibrary_name: peft\n" in text
 
 
 @pytest.mark.quick
