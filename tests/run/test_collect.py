@@ -51,14 +51,6 @@ def test_rows_rewards_and_advantages_belong_together():
     assert experience.cursor == 4
 
 
-def test_completions_come_from_the_old_policy_where_one_is_kept():
-    """Completions come from the old policy where one is kept, and the reference scores the same tokens."""
-    run = run_of(num_iterations=2)
-    state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0), keep_old=True)
-    other = state.replace(params=tiny_policy(seed=1).params)
-    np.testing.assert_array_equal(collect(run, other).batch.tokens, collect(run, state).batch.tokens)
-
-
 @pytest.mark.quick
 def test_truncated_completions_leave_the_loss_by_choice():
     plain, masked = collected(run_of()).batch, collected(run_of(mask_truncated_completions=True)).batch

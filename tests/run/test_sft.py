@@ -99,16 +99,14 @@ def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
 
 
 def test_held_out_examples_may_begin_otherwise():
-    policy = tiny_policy()
-    config = settings(per_device_eval_batch_size=4)
-    for held_out in (ROWS, [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]):
-        run = prepare_sft(policy, ALIKE, config, eval_dataset=held_out)
-        want = loss_by_logits(policy.params, *rows_of(run.eval_data[""]), model=policy.model)
-        np.testing.assert_allclose(evaluate_examples(run, policy.params)["loss"], want, rtol=1e-5)
-    several = prepare_sft(policy, ALIKE, config, eval_dataset={"first": ROWS[:3], "other": held_out})
-    losses = evaluate_examples(several, policy.params)
-    assert losses["other/loss"] == pytest.approx(float(want), rel=1e-5)
+    """With one dataset the metric is the loss; with several, each has its own."""
+    policy, config = tiny_policy(), settings(per_device_eval_batch_size=4)
+    held_out = [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]
+    run = prepare_sft(policy, ALIKE, config, eval_dataset={"first": ROWS[:3], "other": held_out})
+    losses = evaluate_examples(run, policy.params)
     assert losses.keys() == {"first/loss", "other/loss"}
+    want = loss_by_logits(policy.params, *rows_of(run.eval_data["other"]), model=policy.model)
+    np.testing.assert_allclose(losses["other/loss"], want, rtol=1e-5)
 
 
 def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(learned):
