@@ -156,7 +156,7 @@ class Engine:
     ) -> Completions:
         """Completions [B, G, T], T = `max_completion_length`, as described by `run.sampler.Sampler`.
 
-        `params` that are only shapes stand for those of the last `follow`.
+        `params` that are only shapes stand for the params of the last `follow`.
 
         Raises:
           EngineError: the server refuses, or does not come back in time.

@@ -135,10 +135,10 @@ class VLLM:
         self._base = self._asked_for or next(iter(bases))
         self._name = self._name or self._base
         found = served[self._base]
-        room = bases.get(found.get("parent"), found).get("max_model_len")
-        if room is not None and longest > room:
+        limit = bases.get(found.get("parent"), found).get("max_model_len")
+        if limit is not None and longest > limit:
             raise EngineError(
-                f"{self.base_url} takes {room} tokens, and a prompt with its completion may have {longest}: start it"
+                f"{self.base_url} takes {limit} tokens, and a prompt with its completion may have {longest}: start it"
                 f" with --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
             )
 

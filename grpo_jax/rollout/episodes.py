@@ -36,7 +36,7 @@ WORKERS = 64
 """Environments and tools that run at a time, at most."""
 
 LONGEST_TEXT = 16
-"""Characters per token of the space left, beyond which an observation is not even encoded: it cannot fit."""
+"""Characters per token, beyond which an observation is not encoded, since it cannot fit."""
 
 
 class EnvironmentFault(RuntimeError):
@@ -90,7 +90,7 @@ class Episode:
         except _Failed:
             return
 
-    def answer(self, ids: np.ndarray, room: int) -> Sequence[int] | None:
+    def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
         """Return the token ids of the observation after a turn; None at the end of the completion."""
         parsed, interaction = self.note(ids), self._interaction
         if interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
@@ -103,8 +103,8 @@ class Episode:
             return None
         if observation is None:
             return None
-        tokens = self._encode(observation, room, int(ids[-1]))
-        if len(tokens) <= room:  # else the policy never sees it
+        tokens = self._encode(observation, limit, int(ids[-1]))
+        if len(tokens) <= limit:  # else the policy never sees it
             self._follow(tokens)
             self.turns += [(False, text) for text in _texts(observation)]
             self.messages += [] if isinstance(observation, str) else observation
@@ -223,10 +223,10 @@ class Episode:
         answer = as_text(answer, limit=len(answer))  # tokenizers refuse half a surrogate pair
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
-    def _encode(self, observation: str | Messages, room: int, drawn: int) -> Sequence[int]:
+    def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
         """Return the token ids of an observation after the token that ended a turn; too many for a very long text."""
-        if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * room:
-            return range(room + 1)
+        if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
+            return range(limit + 1)
         if isinstance(observation, str):
             return self._texts.encode(observation)
         tokenizer, ends = self._interaction.tokenizer, self._interaction.eos_token_ids
@@ -278,7 +278,7 @@ class Episodes:
 
     Attributes:
       own: range of this process's rows.
-      all: B·G episodes; those of other processes' rows stay empty.
+      all: B·G episodes, of which other processes' ones stay empty.
     """
 
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
@@ -320,11 +320,11 @@ class Episodes:
             for episode in self.all[b * self._group : (b + 1) * self._group]:
                 episode.before = before
 
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Future[Sequence[int] | None] | None:
+    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
         """Begin to answer a turn; see `rollout.turns.Answers`."""
         if completion not in self._indices:
             return None
-        return self._pool.submit(self.all[completion].answer, turn, room)
+        return self._pool.submit(self.all[completion].answer, turn, limit)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
         """Return all records with their rewards; `sampled` marks the drawn ones of tokens [B·G, T]."""

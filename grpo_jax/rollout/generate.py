@@ -11,7 +11,7 @@ a later slot:
 ```
 slot        0 1 2 3 4 5 6 7
 group 0     a b c d e · · ·     start 0
-group 1     · · x y z · · ·     start 2, in the place of a group that ended after slot 1
+group 1     · · x y z · · ·     start 2, after a group that ended in slot 1
 group 2     s t u · · · q r     start 6: slots 8, 9, 10 are 0, 1, 2 again
 ```
 

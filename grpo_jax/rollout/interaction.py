@@ -343,7 +343,7 @@ class Played(NamedTuple):
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
     """Return [B·G, T] int32, the turn that each drawn token belongs to, from 0; −1 for tokens that were not drawn.
 
-    It counts lengths of turns, since an observation between two turns may have no token.
+    It counts lengths of turns, since an observation between two turns may be empty.
     """
     ids = np.full(drawn.shape, -1, np.int32)
     for row, own, one in zip(ids, drawn, played, strict=True):

@@ -57,7 +57,7 @@ class Table:
         for t in range(tokens.shape[-1]):
             state = np.where(new[..., t], settings.stops.after(state, tokens[..., t]), state)
         self.stop_state[completions[completions >= 0]] = state[completions >= 0]
-        # A completion that waits for an observation keeps its state, and has no new token.
+        # A completion that waits for an observation draws nothing, and keeps its state.
         return ended | (new.any(axis=-1) & (state == settings.stops.found))
 
     def append(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:

@@ -60,11 +60,11 @@ class Answers(Protocol):
     result.
     """
 
-    def __call__(self, completion: int, turn: np.ndarray, room: int) -> Promise | None:
+    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Promise | None:
         """Begin to answer a turn [n] of token ids, which has ended or has the maximum length.
 
         `completion` is b · G + g. The future returns the tokens of an observation, or None at the end of the
-        completion. An observation of more than `room` tokens leaves none for a further turn, and ends the completion as
+        completion. An observation of more than `limit` tokens leaves none for a further turn, and ends the completion as
         truncated. Returns None if another process answers.
         """
         ...
