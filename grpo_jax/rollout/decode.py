@@ -92,11 +92,10 @@ def _read_prompts(
     *,
     settings: DecodeSettings,
     turns: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
     """A stream without a cache, and the first token of each completion; logits are computed once per prompt."""
     b, g = keys.shape
-    model, params = for_lookup((model, params), mesh)
+    model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
@@ -107,7 +106,7 @@ def _read_prompts(
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings", "slots", "turns", "mesh"))
+@functools.partial(jax.jit, static_argnames=("settings", "slots", "turns"))
 def prefill(
     model: CachedModel,
     params: Params,
@@ -118,16 +117,15 @@ def prefill(
     settings: DecodeSettings,
     slots: int,
     turns: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
     """Read the prompts and draw the first token of every completion; they begin in `slot`.
 
     `turns` says whether completions have several. On a mesh, each device holds the keys of its own prompts and heads.
     """
-    stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns, mesh=mesh)
+    stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
-    stream = stream.replace(cache=cache if turns or mesh is not None else _without_ones(cache))
-    return place_stream(stream, mesh, constrain), drawn
+    stream = stream.replace(cache=cache if turns or settings.mesh is not None else _without_ones(cache))
+    return place_stream(stream, settings.mesh, constrain), drawn
 
 
 @shared
@@ -153,7 +151,7 @@ def refill(
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed", "mesh"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("cache",))
 def decode_burst(
     model: CachedModel,
     variables: Variables,
@@ -165,7 +163,6 @@ def decode_burst(
     settings: DecodeSettings,
     steps: int,
     fixed: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
     """Draw at most `steps` tokens of each completion, from `slot` on; stops early when all have ended.
 
@@ -190,7 +187,7 @@ def decode_burst(
     mask = jnp.zeros((steps, b, g), bool)
     # On a mesh the head is resharded once a burst, outside of the loop. Not for several turns, where `read_chunk` uses
     # it without resharding, and all turns need the same rounding.
-    axes = vocabulary_axes(model.config.vocab_size, mesh)
+    mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
     head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
     def unfinished(carry: Carry) -> jax.Array:
@@ -209,7 +206,7 @@ def decode_burst(
             write=~ended[..., None] if turns else None,
             method="hidden",
         )
-        drawn, log_prob = draw_next(head_model, head, u[i], hidden[:, :, 0], settings.sampling, mesh)
+        drawn, log_prob = draw_next(head_model, head, u[i], hidden[:, :, 0], settings)
         drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
@@ -242,21 +239,17 @@ def decode(
     settings: DecodeSettings,
     steps: int,
     fixed: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[Stream, Drawn]:
     """`decode_burst` of a stream: the stream after the burst, and the drawn tokens."""
+    cache, rest = stream.cache, stream.replace(cache=())
     (cache, token, ended, state), drawn = decode_burst(
-        *(model, variables, stream.cache, stream.replace(cache=()), slot, count),
-        settings=settings,
-        steps=steps,
-        fixed=fixed,
-        mesh=mesh,
+        model, variables, cache, rest, slot, count, settings=settings, steps=steps, fixed=fixed
     )
     return stream.replace(cache=cache, token=token, ended=ended, stop_state=state), drawn
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings", "mesh"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings"), donate_argnames=("cache",))
 def read_chunk(
     model: CachedModel,
     variables: Variables,
@@ -267,7 +260,6 @@ def read_chunk(
     real: jax.Array,
     *,
     settings: DecodeSettings,
-    mesh: Mesh | None = None,
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Read the `real` ones of tokens [B, G, N], right-aligned, from a slot on, and draw the next token.
 
@@ -278,7 +270,7 @@ def read_chunk(
         variables, tokens, stream.prefix, cache, slot, stream.start, write=real, method="hidden"
     )
     u = step_uniforms(stream.keys, slot + tokens.shape[-1] - stream.start, 1)[0]
-    return cache, *draw_next(model, variables, u, hidden[:, :, -1], settings.sampling, mesh)
+    return cache, *draw_next(model, variables, u, hidden[:, :, -1], settings)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))

@@ -29,12 +29,14 @@ class DecodeSettings(NamedTuple):
       sampling: the distribution that tokens are drawn from.
       stops: the automaton of the texts that end a turn, or None. A constant of the programs: one or two bytes for each
         token of the vocabulary, and a small table.
+      mesh: of the params; None for one device.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     sampling: Sampling = Sampling()
     stops: Stops | None = None
+    mesh: Mesh | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("num_generations",))
@@ -67,9 +69,10 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def draw_next(
-    model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, sampling: Sampling, mesh: Mesh | None
+    model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
+    sampling, mesh = settings.sampling, settings.mesh
 
     def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)

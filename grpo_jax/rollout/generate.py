@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -172,7 +173,8 @@ def generate(
     else:
         table = Table(keys.size, turn if answers is None else longest, settings.pad_token_id)
         variables = decode_variables(argument, params)
-        rollout = Rollout(argument, params, variables, prompts, keys, settings, table, mesh, interrupt)
+        settings = settings._replace(mesh=mesh)
+        rollout = Rollout(argument, params, variables, prompts, keys, settings, table, interrupt)
         at_once = groups_at_once(groups, num_generations, batch_size, shards)
         if answers is None:
             completions = _sample_one_turn(rollout, at_once, watch)
@@ -245,16 +247,16 @@ class _OneTurn:
     def __init__(self, rollout: Rollout, groups: int):
         (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
         self.rollout, self.next_group, self.at, self.slot = rollout, groups, 0, 0
-        sizes = (p, groups, g, rollout.table.length)
-        self.ladder = choose_ladder(rollout.model, rollout.params, *sizes, mesh=rollout.mesh, waits=groups < b)
+        length, waits = rollout.table.length, groups < b
+        self.ladder = choose_ladder(rollout.model, rollout.params, p, groups, g, length, mesh=rollout.mesh, waits=waits)
         self.slots = self.ladder.slots[0]
         self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()
         self._on_cpu = on_cpu(rollout.params, rollout.mesh)
 
         def begin(part: np.ndarray) -> StreamResult:
-            inputs = (rollout.model, rollout.params, *rollout.inputs(part), 0)
-            return prefill(*inputs, settings=rollout.settings, slots=self.slots, mesh=rollout.mesh)
+            prompts, keys = rollout.inputs(part)
+            return prefill(rollout.model, rollout.params, prompts, keys, 0, settings=rollout.settings, slots=self.slots)
 
         rollout.interrupt()
         parts = np.split(np.arange(groups), stream_count(rollout.params, groups, g))
@@ -296,10 +298,12 @@ class _OneTurn:
 
         def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> StreamResult:
             i, groups, places = entry
-            stream = self.streams[i]
-            inputs = (rollout.model, rollout.params, stream.replace(cache=()), *rollout.inputs(groups), places)
-            new, drawn = refill(*inputs, self.slot, settings=rollout.settings)
-            return new.replace(cache=stream.cache), drawn
+            prompts, keys = rollout.inputs(groups)
+            cache, stream = self.streams[i].cache, self.streams[i].replace(cache=())
+            stream, drawn = refill(
+                rollout.model, rollout.params, stream, prompts, keys, places, self.slot, settings=rollout.settings
+            )
+            return stream.replace(cache=cache), drawn
 
         rollout.interrupt()
         results = self._run(enter, entering)
@@ -323,7 +327,7 @@ class _OneTurn:
 
     def decode(self) -> None:
         """Draw a burst, or less if there are no more slots or tokens to draw; a full cache grows before."""
-        rollout, ladder, last = self.rollout, self.ladder, self.ladder.slots[-1]
+        rollout, ladder, last, settings = self.rollout, self.ladder, self.ladder.slots[-1], self.rollout.settings
         if self.slot >= self.slots < last:
             self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
             self.streams = tuple(grow(stream, slots=self.slots, mesh=rollout.mesh) for stream in self.streams)
@@ -333,13 +337,8 @@ class _OneTurn:
             count = min(count, left if self.slots == last else min(left, self.slots - self.slot))
 
         def draw(stream: Stream) -> StreamResult:
-            return decode(
-                *(rollout.model, rollout.variables, stream, self.slot, count),
-                settings=rollout.settings,
-                steps=ladder.steps,
-                fixed=ladder.fixed,
-                mesh=rollout.mesh,
-            )
+            burst = functools.partial(decode, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
+            return burst(rollout.model, rollout.variables, stream, self.slot, count)
 
         streams, drawn = zip(*self._run(draw, self.streams), strict=True)
         before, self.streams = self.completions, streams

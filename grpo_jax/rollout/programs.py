@@ -116,7 +116,8 @@ def decode_call(
     waits = at_once < groups and mesh is None
     sizes = (prompt_length, at_once, num_generations, max_completion_length)
     ladder = choose_ladder(argument, shapes, *sizes, mesh=mesh, waits=waits)
-    read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1], mesh=mesh)
+    settings = settings._replace(mesh=mesh)
+    read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1])
     stream: Stream = jax.eval_shape(read, argument, shapes, *_inputs(at_once, num_generations, prompt_length, mesh), 0)[
         0
     ]
@@ -127,7 +128,6 @@ def decode_call(
         settings=settings,
         steps=ladder.steps,
         fixed=ladder.fixed,
-        mesh=mesh,
     )
 
 

@@ -91,7 +91,6 @@ class Rollout:
       keys: [B, G] typed keys.
       settings: of all programs.
       table: of all completions.
-      mesh: of the params; None for one device.
       interrupt: called before prompts are read, before each burst, and while an observation is awaited.
     """
 
@@ -102,8 +101,12 @@ class Rollout:
     keys: jax.Array
     settings: DecodeSettings
     table: Table
-    mesh: Mesh | None
     interrupt: Callable[[], None]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Mesh of the params; None for one device."""
+        return self.settings.mesh
 
     def rows(self, groups: np.ndarray) -> np.ndarray:
         """[B', G] rows of the completions of groups [B'] in the table; −1 for groups from B on, which fill a shape."""

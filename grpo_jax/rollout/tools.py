@@ -29,6 +29,8 @@ from grpo_jax.types import Json, Row
 CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
 """Methods of an environment that are not tools."""
 
+Function = Callable[..., Any]
+
 _TYPES: dict[str, tuple[Any, str]] = {
     "integer": (int, "an integer"),
     "number": (int | float, "a number"),
@@ -51,11 +53,11 @@ class Tool:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Function
     schema: Json
 
 
-def read_tools(tools: Sequence[Callable[..., Any]], *, argument: str = "tools") -> dict[str, Tool]:
+def read_tools(tools: Sequence[Function], *, argument: str = "tools") -> dict[str, Tool]:
     """Return functions as tools, by their names.
 
     Args:
@@ -144,9 +146,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
     return methods
 
 
-def _read(
-    function: Callable[..., Any], described: Callable[..., Any], where: str, name: str | None = None
-) -> tuple[Tool | None, str]:
+def _read(function: Function, described: Function, where: str, name: str | None = None) -> tuple[Tool | None, str]:
     """Return a function as a tool, or a problem; the schema is made of `described`, which lacks `self`."""
     from transformers.utils import get_json_schema
 
@@ -177,7 +177,7 @@ def _read(
         return None, f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
 
 
-def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
+def reset_arguments(reset: Function, row: Row) -> Row:
     """Return the columns to call `reset` with; `prompt` and `environment` only if its signature has them."""
     try:
         parameters = inspect.signature(reset).parameters
@@ -188,7 +188,7 @@ def reset_arguments(reset: Callable[..., Any], row: Row) -> Row:
     return {name: x for name, x in row.items() if name not in ("prompt", "environment") or name in parameters}
 
 
-def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
+def bind_arguments(tool: Tool, arguments: object) -> Json | str:
     """Return the keywords to call a tool with, or an error for the policy.
 
     Names, required arguments and types are checked by the schema; "3" for an integer and 3 for text are converted.
@@ -218,7 +218,7 @@ def bind_arguments(tool: Tool, arguments: object) -> dict[str, Any] | str:
     return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(bound)
 
 
-def _fitted(value: Any, schema: Json) -> tuple[Any, str | None]:
+def _fitted(value: object, schema: Json) -> tuple[object, str | None]:
     """Return a value converted to the type of a schema, or the unchanged value and the name of the type.
 
     None is not checked, nor are values whose schema has several types or none.
@@ -253,7 +253,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def call_within(seconds: float | None, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def call_within(seconds: float | None, function: Function, *args: Any, **keywords: Any) -> Any:
     """Call a function, sync or async, and wait at most `seconds` (None for no limit) for its result.
 
     A sync function runs in its own thread, which cannot be stopped: its late result is dropped. An async one runs on

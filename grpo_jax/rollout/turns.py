@@ -64,7 +64,7 @@ class Answers(Protocol):
         """Begin to answer a turn [n] of token ids, which has ended or has the maximum length.
 
         `completion` is b · G + g. The future returns the tokens of an observation, or None at the end of the
-        completion. An observation of more than `limit` tokens leaves none for a further turn, and ends the completion as
+        completion. An observation of more than `limit` tokens leaves none for a further turn and ends the completion as
         truncated. Returns None if another process answers.
         """
         ...
@@ -99,9 +99,9 @@ class _Turns:
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)
         self.waiting: dict[int, Promise | None] = {}
         self.patience_used = 0
-        inputs = (rollout.model, rollout.params, *rollout.inputs(groups), LEAD)
+        prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
-            *inputs, settings=rollout.settings, slots=self.slots, turns=True, mesh=rollout.mesh
+            rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
         )
         self._record(self.completions, drawn)
 
@@ -138,8 +138,9 @@ class _Turns:
         state = None if self.stream.stop_state is None else table.stop_state[self.completions]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)
-        inputs = (rollout.model, rollout.variables, stream, self.slot, count)
-        self.stream, drawn = decode(*inputs, settings=rollout.settings, steps=BURST, mesh=rollout.mesh)
+        self.stream, drawn = decode(
+            rollout.model, rollout.variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
+        )
         self.slot += self._record(self.completions, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
@@ -207,10 +208,10 @@ class _Turns:
             text = texts[int(self.completions[at])]
             padded[at][width - len(text) :] = text
         for start in range(0, width, size):
-            chunk = (x[..., start : start + size] for x in (padded, real))
-            inputs = (rollout.model, rollout.variables, self.stream.cache, self.stream.replace(cache=()), first + start)
+            ids, present = split((padded[..., start : start + size], real[..., start : start + size]), rollout.mesh)
+            cache, stream, slot = self.stream.cache, self.stream.replace(cache=()), first + start
             cache, token, log_prob = read_chunk(
-                *inputs, *split(tuple(chunk), rollout.mesh), settings=rollout.settings, mesh=rollout.mesh
+                rollout.model, rollout.variables, cache, stream, slot, ids, present, settings=rollout.settings
             )
             self.stream = self.stream.replace(cache=cache)
         self.slot = first + width
@@ -255,8 +256,8 @@ class _Turns:
         filled = np.where(self.completions >= 0, self.table.lengths[self.completions] - 1, 0)
         self.starts, self.slot = self.slots - counts - filled, self.slots
         kept = None if self.rollout.mesh is not None else groups.astype(np.int32)
-        at = (order.astype(np.int32), self.starts.astype(np.int32))
-        (self.stream,) = move((self.stream,), kept, *at, slots=self.slots, mesh=self.rollout.mesh)
+        order, starts = order.astype(np.int32), self.starts.astype(np.int32)
+        (self.stream,) = move((self.stream,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
 
 
 def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
