@@ -101,7 +101,8 @@ def fingerprint(tree: Params) -> str:
 
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
     """The config, with `gradient_checkpointing=None` replaced by what the run of the directory has chosen."""
-    if run_dir is None or not isinstance(config, GRPOConfig) or config.gradient_checkpointing is not None:
+    # `prepare` refuses anything but a config.
+    if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
     with contextlib.suppress(OSError):  # writing to the directory reports the error
         begun = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
