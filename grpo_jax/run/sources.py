@@ -38,8 +38,8 @@ from grpo_jax.watch.monitor import Progress
 class LocalRollouts:
     """Samples a run's prompts when their completions are requested, by the present policy.
 
-    What a checkpoint stores changes in `commit` only, when an iteration has its batch: one that ends before is begun
-    again by a resumed run.
+    The stored attributes change only in `commit`, when an iteration has its batch: a resumed run repeats an iteration
+    that was interrupted.
 
     Attributes:
       cursor: prompts sampled since the start of the run; stored.
@@ -49,12 +49,18 @@ class LocalRollouts:
     """
 
     def __init__(
-        self, run: Run, *, cursor: int = 0, count: int | None = None, interrupt: Callable[[], None] = lambda: None
+        self,
+        run: Run,
+        *,
+        cursor: int = 0,
+        count: int | None = None,
+        waiting: RolloutResult | None = None,
+        interrupt: Callable[[], None] = lambda: None,
     ):
         self.run, self._interrupt = run, interrupt
         self._count = run.sizes.prompts if count is None else count
         self.cursor = self.position = cursor
-        self.waiting: RolloutResult | None = None
+        self.waiting = self._next = waiting
         self.in_progress = False
 
     def __enter__(self) -> Self:
@@ -108,17 +114,6 @@ class PrefetchedRollouts(LocalRollouts):
 
     Their environments are closed by then, and not stored.
     """
-
-    def __init__(
-        self,
-        run: Run,
-        *,
-        cursor: int = 0,
-        waiting: RolloutResult | None = None,
-        interrupt: Callable[[], None] = lambda: None,
-    ):
-        super().__init__(run, cursor=cursor, interrupt=interrupt)
-        self.waiting = self._next = waiting
 
     def next(self, state: TrainState) -> RolloutResult:
         """The completions of the next prompts, sampled now if none wait."""
