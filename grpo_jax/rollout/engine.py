@@ -263,8 +263,9 @@ class Engine:
             except Lost as lost:
                 self._recover(epoch, lost)
                 continue
-            if epoch == self._epoch:
-                return turn
+            with self._lock:  # waits for a recovery: the restarted server may have drawn with other weights
+                if epoch == self._epoch:
+                    return turn
 
     def _recover(self, epoch: int, lost: Lost, interrupt: Callable[[], None] = lambda: None) -> None:
         """Wait for the server and load the weights again; of several threads the first one does it."""
