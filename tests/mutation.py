@@ -45,6 +45,7 @@ OF_THE_LOSS = [
     [LOSSES, "-k", CHEAP],
     [LOSSES, "-k", f"not ({CHEAP} or numpy or variants)"],
     [LOSSES, "-k", "numpy"],
+    ["tests/maths/test_correction.py"],
 ]
 TESTS = {
     "advantages": [["tests/maths/test_advantages.py"], [SIGNATURES]],

@@ -77,7 +77,7 @@ def chunked(
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
 
-    def one(params, hidden, tokens, *beside):
+    def one(params: Params, hidden: jax.Array, tokens: jax.Array, *beside: jax.Array) -> tuple[jax.Array, ...]:
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
         return _score_logits(logits, tokens, with_entropy, compared, beside)
 

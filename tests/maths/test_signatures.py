@@ -61,7 +61,7 @@ def test_the_loss_passes_on_each_of_its_arguments(monkeypatch):
     """Under its own name, to the settings or to the terms."""
     given = {name: object() for name in inspect.signature(grpo_loss).parameters}
     terms = inspect.signature(grpo_loss_terms)
-    monkeypatch.setattr(LossSettings, "__post_init__", lambda settings: None)
+    monkeypatch.setattr(losses.LossSettings, "__post_init__", lambda settings: None)
     monkeypatch.setattr(losses, "grpo_loss_terms", lambda *some, **rest: (0.0, terms.bind(*some, **rest).arguments))
     monkeypatch.setattr(losses, "finalize_metrics", lambda metrics: metrics)
     _, passed = losses.grpo_loss(**given)
