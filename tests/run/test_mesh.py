@@ -116,7 +116,7 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
         (
             lambda: run(tiny_policy(), {"data": 8}, rollout_batch_size=28),
             r"rollout_batch_size = 28: does not hold a group of num_generations = 4 on each of the 8 devices that"
-            r" prompts are cut over; use 32 or more, or None",
+            r" prompts are split over; use 32 or more, or None",
         ),
         (
             lambda: generate(model, placed, prompts, jax.random.key(0), **few),
