@@ -91,7 +91,7 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
 
 
 def scale_of(scale_rewards: str | None, estimator: str) -> str:
-    """The scale of advantages: the given one, or None for that of the estimator."""
+    """The scale of advantages; None selects the estimator's own."""
     own = "group" if estimator == "grpo" else "none"
     return own if scale_rewards is None else scale_rewards
 
@@ -125,23 +125,23 @@ def compute_advantages(
     score gets A = 0. A group of equal rewards gets exactly 0.
 
     Args:
-      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not looked for: refuse them
-        where the reward functions are called.
+      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked for: refuse
+        them where the reward functions are called.
       weights: [K] float, weight of each reward function; None means all 1.
-      scale_rewards: which std divides in sum_then_normalize: that of the "group", that of the whole "batch", or "none"
-        (no division at all). normalize_then_sum does not use it. None: the estimator's own, "group" for grpo and "none"
-        for the others, whose table has all that they divide by.
+      scale_rewards: the std that divides in sum_then_normalize: "group", "batch" (all completions), or "none" for no
+        division. normalize_then_sum does not use it. None: the estimator's own, "group" for grpo and "none" for the
+        others.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: ≥ 0, added to each std, in units of the reward.
-      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo have a scale of
-        their own: any other scale_rewards, and "normalize_then_sum", contradict them.
+      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo fix their scale, and do
+        not accept another scale_rewards or "normalize_then_sum".
       lengths: [B, G] tokens of each completion; for opo only.
 
     Returns:
       [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
 
     Raises:
-      ValueError: on wrong ranks or shapes, names that are not known, or an estimator beside a scale that is not its.
+      ValueError: wrong ranks or shapes, an unknown name, or a scale that contradicts the estimator.
 
     Gradient:
       None: rewards are data. The gradient that (1/G) Σ_i A_i ∇log π(i) expects, over groups of G drawn from π:
@@ -156,9 +156,9 @@ def compute_advantages(
 
     References:
       DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
-      for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4 *beside* it, as in TRL; other libraries take ddof
-      0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++ with
-      a group baseline (arXiv:2501.03262), here with the std of completions where some libraries take that of tokens.
+      for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4, added to the std, as in TRL; other libraries use
+      ddof 0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++
+      with a group baseline (arXiv:2501.03262), here with the std over completions; some libraries use tokens.
 
     Example:
       >>> import jax.numpy as jnp

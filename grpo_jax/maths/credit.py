@@ -31,16 +31,15 @@ def turn_advantages(
     unit of a reward, so it is added only where advantages have it too: with scale_rewards="none".
 
     Args:
-      token_rewards: [B, G, T, K] float, each at the token that it was given for: that of a turn at the turn's last
-        token, that of a completion at its last. A function that has not scored a completion has NaN at all of its
-        tokens.
-      turns: [B, G, T] int, the turn that a drawn token belongs to, from 0; −1 for tokens that were not drawn. A reward
-        at one of these belongs to the turn before it.
-      weights: [K], as in `compute_advantages`.
-      scale_rewards: likewise.
-      multi_objective_aggregation: likewise.
-      epsilon: likewise.
-      estimator: likewise, any but "opo".
+      token_rewards: [B, G, T, K] float, each at the token that it was given for: a turn's reward at the turn's last
+        token, a completion's at its last. NaN at all tokens of a completion that a function has not scored.
+      turns: [B, G, T] int, the turn of a sampled token, from 0; −1 for tokens that were not sampled. A reward at one of
+        these belongs to the turn before it.
+      weights: [K], as in `compute_advantages`, like the following.
+      scale_rewards: as in `compute_advantages`.
+      multi_objective_aggregation: as in `compute_advantages`.
+      epsilon: as in `compute_advantages`.
+      estimator: as in `compute_advantages`, except "opo".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage

@@ -51,10 +51,10 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
       ValueError: if the shapes differ, a dtype is not floating, or the estimator is not known.
 
     Gradient:
-      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is held constant. The value of an estimator and
-      its gradient answer different questions. In expectation over tokens drawn from π, the gradient of k1 is zero,
-      that of k2 is ∇KL(π‖π_ref), and that of k3 is ∇KL(π_ref‖π), each of one token's distribution in a state that
-      is given. `grpo_loss` says what each becomes with the importance ratio in front, and for whole completions.
+      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is held constant. An
+      unbiased value does not imply an unbiased gradient: in expectation over tokens drawn from π, the gradient of k1 is
+      zero, k2's is ∇KL(π‖π_ref), and k3's is ∇KL(π_ref‖π), each for one token's distribution in a given state. See
+      `grpo_loss` for their products with the importance ratio, and for whole completions.
 
     References:
       Schulman, "Approximating KL Divergence" (2020): k1, k2, k3. DeepSeekMath (arXiv:2402.03300), equation 4: k3.

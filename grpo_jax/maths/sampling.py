@@ -138,9 +138,9 @@ def draw_tokens(
     Args:
       u: [..., 2] float32 in [0, 1).
       logits: [..., V] float32; −inf is never drawn.
-      axis: where the vocabulary stands in `logits` instead.
-      together: where the vocabulary is cut over devices, brings a small array, of which they have parts, together. A
-        block is then found by a sum over all of them, most of whose terms are zero: an index would bring the logits.
+      axis: the vocabulary's axis of `logits`.
+      together: for a vocabulary cut over devices, a function that gathers the parts of a small array. A block is then
+        selected by a masked sum over all blocks: an index would gather the logits.
 
     Returns:
       tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
@@ -200,8 +200,8 @@ def sample_tokens(
       logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
       temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
       top_k: as in `Sampling`.
-      top_p: likewise.
-      min_p: likewise.
+      top_p: as in `Sampling`.
+      min_p: as in `Sampling`.
 
     Returns:
       tokens [...] int32, log_probs [...] float32.
