@@ -22,7 +22,7 @@ from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
 from grpo_jax.types import Batch, Params, as_argument
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
+from grpo_jax.update.programs import update_bytes, update_calls
 from grpo_jax.update.state import TrainState
 
 FILLED = 0.7
@@ -74,11 +74,10 @@ def compiled_peak_bytes(run: Run) -> int:
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
     """Bytes that an update adds on a device to what stays there, by the cost of its largest program.
 
-    The program of a packed sequence takes the gradients so far; activations of prompts wait for the backward pass.
+    The program of a part of a minibatch takes the gradients so far.
     """
     params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
-    waiting = kept_bytes(run.updater, state, batch)
-    return max(0, cost.arguments + cost.results - params) + cost.temporaries + waiting
+    return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:

@@ -27,7 +27,7 @@ from grpo_jax.run.sources import LocalRollouts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, RewardFn, as_argument
 from grpo_jax.update.not_finite import name_not_finite
-from grpo_jax.update.programs import kept_bytes, update_calls
+from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.monitor import Phases
@@ -177,16 +177,13 @@ def _bytes(tree: Any) -> int:
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Bytes of the largest programs with all that is kept while they run, by XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
-    programs = {
-        "decode": (rollout_call(run, state.params), 0),
-        "update": (update_calls(run.updater, state, batch).update, kept_bytes(run.updater, state, batch)),
-    }
+    programs = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     memory = {}
-    for name, (call, kept) in programs.items():
+    for name, call in programs.items():
         stats = None if call is None else lower_call(call).compile().memory_analysis()
         if stats is not None:
             held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            memory[name] = int(held + stats.temp_size_in_bytes + kept)
+            memory[name] = int(held + stats.temp_size_in_bytes)
     return memory
 
 

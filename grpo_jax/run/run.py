@@ -19,8 +19,8 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
 from grpo_jax.types import AdvantageFn, Batch, Prompts, RewardFn
-from grpo_jax.update.packed import Updater
 from grpo_jax.update.state import TrainState, create_state
+from grpo_jax.update.step import Updater
 
 if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.rollout.interaction import Interaction

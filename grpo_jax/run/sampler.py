@@ -32,7 +32,7 @@ from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.types import Batch, Completions, Params, Prompts
 from grpo_jax.update.objective import correction_of
-from grpo_jax.update.packed import Updater
+from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
     name for name in inspect.signature(generate).parameters if name not in ("answers", "watch", "on_host")

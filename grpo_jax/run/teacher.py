@@ -22,7 +22,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.run.resume import fingerprint
 from grpo_jax.run.sampler import ROUNDING
 from grpo_jax.types import Batch, Completions, Json, Model, Prompts, TeacherLogProbs, as_argument
-from grpo_jax.update.packed import Updater
+from grpo_jax.update.step import Updater
 from grpo_jax.update.teaching import Teacher
 
 

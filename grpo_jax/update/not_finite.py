@@ -11,7 +11,7 @@ from grpo_jax.maths.checks import clean
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import fetch
 from grpo_jax.types import Batch, Params
-from grpo_jax.update.packed import Updater
+from grpo_jax.update.step import Updater
 
 
 def name_not_finite(

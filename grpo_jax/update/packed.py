@@ -1,7 +1,8 @@
-"""Scoring and updating without the padding: `step.train_step`, one packed sequence at a time.
+"""Scoring and updating without the padding: the gradient of `step.train_step`, one packed sequence at a time.
 
-Completions are cut to their lengths and laid end to end in packed sequences. The prompts are read once for all of them,
-and one backward pass through the prompts ends the update:
+The completions of some prompts are cut to their lengths and laid end to end in packed sequences. One program reads
+these prompts once, loops over their sequences, and takes the gradient with respect to the prompts' keys and values,
+which is a sum over the sequences, back through the prompts:
 
 ```
 prompts ─► last states, keys and values ─► sequence 1 ─► loss ─► gradient of the params
@@ -9,16 +10,18 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── gradient of these, summed over the sequences ─► + gradient of the params
 ```
 
-One program serves all sequences, and the loop over them is on the host: it never waits for the device. On a mesh each
-device has sequences of its own prompts, as many as the device that needs most, and all are at work on theirs together.
+A minibatch is one or several such parts. How many sequences a part has is an argument of the program: one compilation
+serves completions of any length.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,295 +33,209 @@ from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
+    best_shape,
     evenly,
     lengths_of,
-    pack_best,
-    padding_share,
+    pack_as,
     sequence_shapes,
 )
-from grpo_jax.models.scoring import ReadPrompts
-from grpo_jax.models.sharding import constrain, keep_placed, shard_count, split
-from grpo_jax.models.streams import devices_of, in_turn, run_in_streams
+from grpo_jax.models.scoring import ReadPrompts, read_prompts, score_packed
+from grpo_jax.models.sharding import constrain, fetch, keep_placed, shard_count, split
+from grpo_jax.models.streams import count_streams, devices_of, in_turn, run_in_streams, shared
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import count_totals, learns_by_advantages, sampling_of
-from grpo_jax.update.order import Packing, count_needs, count_work, plan_order
-from grpo_jax.update.prompts import (
-    PromptsInTurn,
-    Reading,
-    Shards,
-    count_neighbours,
-    deal,
-    read_all,
-    sum_trees,
-    zero_gradients,
-)
-from grpo_jax.update.sequences import Minibatch, add_gradients, add_scores, measure
+from grpo_jax.update.objective import count_totals, learns_by_advantages, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.step import BaseUpdater, PaddedUpdater, apply_gradients, dropout_key
-from grpo_jax.update.teaching import Teacher
+from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
+from grpo_jax.update.teaching import Teacher, compare_packed
 
 CPU_TOKENS = 512
-"""Tokens that a packed sequence is made for on a CPU, at most: enough to fill the matrix products of all cores; with
-more, activations leave the cache."""
+"""Tokens of a packed sequence on a CPU, at most, unless one completion has more: enough to fill the matrix products of
+all cores; with more, activations leave the cache."""
 
 WIDE_TOKENS = 1024
-"""The same where matrix units of a CPU multiply (`models.matmul`), and rounding weights per sequence costs more."""
+"""`CPU_TOKENS` where matrix units of a CPU multiply (`models.matmul`), and rounding weights per sequence costs more."""
 
 ACCELERATOR_TOKENS = 32768
-"""Those on one GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
+"""`CPU_TOKENS` of a GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
+
+PROMPT_TOKENS = 512
+"""Prompt tokens of a part on a device, at least: the completions of fewer prompts may not fill a packed sequence."""
 
 
-def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False) -> int:
-    """Tokens that a packed sequence is made for, where a micro-batch has `tokens` on a device.
+class Packed(flax.struct.PyTreeNode):
+    """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
 
-    It gets more where the longest completion has more, and up to a whole number of blocks.
-
-    Example:
-      >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
-      (32768, 65536)
+    Attributes:
+      batch: the prompts [A·K, P] and their completions [A·K, G, T].
+      selected: [A·K, G, T] bool, the part's `top_entropy_mask`; None if all tokens are trained.
+      sequences: [A, S, ...], S packed sequences: first those with a gradient, then those without one, then unused ones.
+      trained: [] int32, how many sequences have a gradient.
+      used: [] int32, how many have completions.
+      number: [] int32, the number of the part in its minibatch.
     """
-    return min(tokens, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(longest, ACCELERATOR_TOKENS))
+
+    batch: Batch
+    selected: jax.Array | None
+    sequences: PackedSequence
+    trained: jax.Array
+    used: jax.Array
+    number: jax.Array
+
+    def sequence(self, i: jax.Array | int) -> PackedSequence:
+        """The i-th packed sequence."""
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
+        return jax.tree.map(take, self.sequences)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedUpdater(BaseUpdater):
-    """How a run scores completions and makes its updates with a model of this package, one packed sequence at a time.
-
-    A packed sequence is made for the tokens of a micro-batch at most.
-    """
+class PackedUpdater(Updater):
+    """Scores completions and makes updates with a model of this package, one packed sequence at a time."""
 
     model: CachedModel
 
     def columns(self, longest: int) -> int:
-        """Length of a batch's arrays when its longest completion has `longest` tokens.
-
-        Always T: what stands behind the ends of completions costs nothing.
-        """
+        """Length of a batch's arrays when its longest completion has `longest` tokens: always T."""
         return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Log-probs [B, G, T] of completions under any params (reference, initial policy); 0 where mask is 0.
 
-        The last sequence may still be at work when this returns; reading the array waits for it.
+        The device may still be at work when this returns; reading the array waits for it.
         """
-        shards, shapes = self.shards(prompts), self.shapes(params, mask.shape)
-        sequences = pack_best(np.asarray(tokens), np.asarray(mask), shapes, devices=shards.devices)
-        prompts, mask = split((prompts, mask), self.mesh)
-        return self._score(params, prompts, mask, Packing(sequences, [], shards, shapes[0].size), with_entropy=False)[0]
+        return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; `state` is consumed. The metric `padding_share` is added."""
-        batch, packing = self.lay_out(state.params, batch)
-        grads, sums = self._gradients(state, batch, packing)
-        state, metrics = apply_sums(state, grads, sums, optimizer=self.optimizer, config=self.config, mesh=self.mesh)
+        grads, sums, padding = self._gradients(state, batch)
+        state, metrics = apply_sums(self, state, grads, sums)
         # A sequence counts the segments that only fill its shape, and completions without a token are in none.
         rows = batch.mask.shape[0] * batch.mask.shape[1]
-        return state, {
-            **metrics,
-            "rows": jnp.float32(rows),
-            "padding_share": jnp.float32(padding_share([*packing.sequences, *packing.measured])),
-        }
+        return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         """The first half of `update`: the gradient of a minibatch, and its metric sums."""
-        return self._gradients(state, *self.lay_out(state.params, batch))
+        return self._gradients(state, batch)[:2]
 
-    def lay_out(self, params: Params, batch: Batch) -> tuple[Batch, Packing]:
-        """The batch on its devices, and how it is packed.
+    def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, float]:
+        """`gradients`, and the share of the tokens that are padding."""
+        selected = None
+        if self.config.top_entropy_quantile < 1:
+            mask = jnp.asarray(batch.mask)
+            _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
+            selected = fetch(_select(entropies, split(mask, self.mesh), self.config.top_entropy_quantile))
+        parts, _ = self.pack(state.params, batch, selected)
+        totals = _count_totals(batch, selected)
+        streams = count_streams(state.params, len(parts))
+        zeros = [zero_gradients(self, state.params) for _ in range(streams)]
 
-        On a mesh its prompts get an order in which all devices have about as many tokens, and on each device, also a
-        single one, those come first that have a gradient; sums over them are the same.
+        def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
+            total, found = zeros[stream], []
+            for part in parts[stream::streams]:
+                total, sums = add_gradients(self, in_turn(total), state, split(part, self.mesh), totals)
+                found.append(sums)
+            return total, found
+
+        results = run_in_streams(add_parts, range(streams))
+        # Metrics two by two: one program, whatever the number of parts.
+        sums = functools.reduce(_merge, [sums for _, found in results for sums in found])
+        grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
+        return grads, sums, padding_share(parts)
+
+    def _score(
+        self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probs and entropies [B, G, T] of all completions."""
+        batch = Batch(prompts, tokens, mask, advantages=mask, sampling_log_probs=mask)  # neither of them is read
+        parts, numbers = self.pack(params, batch, scored=True)
+        streams = count_streams(params, len(parts))
+
+        def score_parts(stream: int) -> list[tuple[jax.Array, jax.Array]]:
+            own = parts[stream::streams]
+            return [in_turn(score_part(self, params, split(part, self.mesh), with_entropy)) for part in own]
+
+        shares = run_in_streams(score_parts, range(streams))
+        scores = [shares[i % streams][i // streams] for i in range(len(parts))]
+        return _in_order(self, scores, np.argsort(numbers.ravel(), kind="stable")[-len(mask) :])
+
+    def pack(
+        self, params: Params, batch: Batch, selected: jax.Array | None = None, *, scored: bool = False
+    ) -> tuple[list[Packed], np.ndarray]:
+        """The parts of a batch, on the host; and the numbers [parts, A·K] of their prompts, -1 where one has fewer.
+
+        All parts and devices have about as many tokens. Prompts without a gradient come last, so that whole parts have
+        none, and parts without completions are left out unless the batch is only `scored`.
         """
-        shards, shapes = self.shards(batch.prompts), self.shapes(params, batch.mask.shape)
-        neighbours = count_neighbours(batch.prompts, shapes[0].size, shards)
-        mask, learns = np.asarray(batch.mask), self.learns(batch)
-        work = lengths_of(mask).sum(axis=1) * np.where(learns, 3, 1)  # the way back is twice the way there
-        each = evenly(work, shards.devices).reshape(shards.devices, -1)
-        order = np.concatenate([prompts[np.argsort(~learns[prompts], kind="stable")] for prompts in each])
-        if (order != np.arange(len(order))).any():
-            batch = jax.tree.map(lambda x: np.asarray(x)[order], batch)
-        tokens, mask, learns = np.asarray(batch.tokens), mask[order], learns[order]
-        pack = functools.partial(pack_best, tokens, shapes=shapes, devices=shards.devices)
-        packing = Packing(pack(mask, neighbours=neighbours), [], shards, shapes[0].size)
-        of_learning = mask & learns[:, None, None]
-        if mask.any() and not learns.all():
-            some = pack(of_learning, neighbours=neighbours) if of_learning.any() else []
-            # Nothing is kept for the others, so that their prompts need not be near each other.
-            other = packing._replace(sequences=some, measured=pack(mask ^ of_learning))
-            # Two kinds are two last sequences that are not full, which may cost more than the way back.
-            packing = min((packing, other), key=lambda packing: count_work(packing, batch))
-        return split(batch, self.mesh), packing
+        (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
+        learns = np.ones(len(batch.mask), bool) if scored else self.learns(batch)
+        streams, parts, each = self.count_parts(params, batch)
+        lengths = lengths_of(np.asarray(batch.mask))
+        work = lengths.sum(axis=1) * np.where(learns, 3, 1)  # the backward pass is twice the forward one
+        numbers = order_prompts(work, learns, cells=streams * devices, each=each).reshape(parts, devices, each)
+        padded = np.where(numbers[..., None] < 0, 0, lengths[numbers])
+        shape = best_shape(
+            *(self.shapes(params, batch.mask.shape), padded.swapaxes(0, 1).reshape(-1, g), t),
+            devices=devices,
+            neighbours=each,
+        )
+        of_parts, packed = numbers.reshape(parts, -1), list[Packed]()
+        for own in of_parts:
+            part, of_part = jax.tree.map(lambda x, own=own: np.asarray(x)[own], (batch.replace(counted=None), selected))
+            part = part.replace(mask=part.mask & (own >= 0)[:, None, None])
+            if scored or part.mask.any():
+                packed.append(self.pack_part(part, of_part, learns[own], shape, len(packed)))
+        return packed or [self.pack_part(part, of_part, learns[own], shape, 0)], of_parts
+
+    def pack_part(
+        self, part: Batch, selected: jax.Array | None, learns: np.ndarray, shape: SequenceShape, number: int
+    ) -> Packed:
+        """A part of a minibatch with its sequences of that shape; `learns` [A·K] says which prompts have a gradient."""
+        devices, mask = shard_count(self.mesh), np.asarray(part.mask)
+        pack = functools.partial(pack_as, shape, np.asarray(part.tokens), devices=devices)
+        with_gradient = mask & learns[:, None, None]
+        together = pack(mask)
+        trained, measured = (pack(own) if own.any() else [] for own in (with_gradient, mask ^ with_gradient))
+        # Two kinds have two last sequences that are not full, which may cost more than the backward pass.
+        if 3 * len(together) <= 3 * len(trained) + len(measured):
+            trained, measured = together, []
+        sequences = [*trained, *measured] or together
+        # As many as completions of any lengths may need: only an update that skips has two kinds, each with a last one.
+        completions = shape.size // (-(-shape.longest // shape.block) * shape.block)
+        most = -(-(mask[..., 0].size // devices) // completions) + self.skips
+        filled = sequences + sequences[-1:] * (most - len(sequences))
+        stacked = jax.tree.map(lambda *x: np.stack(x, axis=1), *filled)
+        counts: list[Any] = [np.int32(x) for x in (len(trained), len(trained) + len(measured), number)]
+        return Packed(part, selected, stacked, *counts)
+
+    def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
+        """How many streams there are, how many parts of a batch, and how many prompts K a device has of each part."""
+        b, p = batch.prompts.tokens.shape
+        b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
+        streams = count_streams(params, b)
+        # Activations of a part's prompts are kept while its sequences are computed: a small share of what these take.
+        rounds = min(-(-b * p // max(size // 16, PROMPT_TOKENS)), b)
+        rounds = -(-rounds // streams)
+        each = -(-b // (rounds * streams))
+        return streams, -(-b // (each * streams)) * streams, each
 
     @property
     def skips(self) -> bool:
-        """Whether the way back is left out for zero-signal groups: where they have no gradient."""
+        """Whether the backward pass is left out for zero-signal groups: where they have no gradient."""
         return self.skip and learns_by_advantages(self.model, self.config, self.surrogate)
 
     def learns(self, batch: Batch) -> np.ndarray:
-        """Which prompts [B] have completions with a gradient: all, or where the update `skips` those with advantages.
-
-        A zero-signal group has none: its metrics take a forward pass, which is a third of the work.
-        """
+        """Which prompts [B] have completions with a gradient: all, or if the update `skips` those with advantages."""
         if not self.skips:
             return np.ones(len(batch.mask), bool)
         advantages = np.asarray(batch.advantages)
         return (advantages != 0).any(axis=tuple(range(1, advantages.ndim)))
 
-    def shards(self, prompts: Prompts) -> Shards:
-        """How the prompts of a batch are cut over the mesh."""
-        count = shard_count(self.mesh)
-        return Shards(self.mesh, count if prompts.lengths.shape[0] % count == 0 else 1)
-
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """The shapes that packed sequences of a `batch` [B, G, T] may have; none has more tokens than the first."""
         t = batch[-1]
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-        cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.uses_float32_sums)
+        tokens = sequence_tokens(micro, t, cpu=_on_cpu(params), wide=self.model.config.asks_for_wide_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
-
-    def _gradients(self, state: TrainState, batch: Batch, packing: Packing) -> tuple[Params, MetricSums]:
-        """Gradient and metric sums of a minibatch that is laid out."""
-        sequences, measured, shards, size = packing
-        selected, quantile = None, self.config.top_entropy_quantile
-        if quantile < 1:
-            _, entropies = self._score(state.params, batch.prompts, batch.mask, packing, with_entropy=True)
-            selected = _select(entropies, batch.mask, quantile=quantile, mesh=self.mesh)
-        totals, dropout = _count_totals(batch, selected), dropout_key(self.model, state)
-        prompts = PromptsInTurn(Reading(state.params, batch.prompts, dropout, self.model), size, shards)
-        teacher = (self.teacher, self.read_teacher(batch, packing))
-        needs, asked = (count_needs(some, batch, size, shards) for some in (sequences, measured))
-        # Streams are for small models. They would wait for each other at the end of every leg.
-        streams = len(deal(state.params, len(sequences)))
-        grads, sums = list[tuple[Params, ReadPrompts]](), list[MetricSums]()
-        legs = plan_order(needs, at_once=streams > 1) if needs else []
-        for leg in legs:
-            read = prompts.read(leg.reads)
-            minibatch = Minibatch(state, read, batch, totals, selected, dropout, *teacher)
-            grads = grads or [zero_gradients((state.params, read), shards=shards) for _ in range(streams)]
-
-            def add_share(stream: int, grads=grads, minibatch=minibatch, numbers=leg.sequences):
-                total, found = grads[stream], []
-                for i in numbers[stream::streams]:
-                    add = self.add_sequence(in_turn(total), minibatch, split(sequences[i], self.mesh), i, shards)
-                    total, more = add()
-                    found.append(more)
-                return total, found
-
-            results = run_in_streams(add_share, range(streams))
-            sums += [more for _, found in results for more in found]
-            # The way back through the prompts is dealt out to the streams too, each adding to the gradient of its own
-            # sequences; the streams' gradients are added last.
-            of_read = sum_trees([of_read for (_, of_read), _ in results])
-            of_params = prompts.leave(leg.backs, [of_params for (of_params, _), _ in results], of_read)
-            grads = [(own, of_read) for own, ((_, of_read), _) in zip(of_params, results, strict=True)]
-        if measured:  # they have completions, so there is something to read
-            rest = set().union(*asked).difference(*(leg.reads for leg in legs))
-            read = prompts.read(sorted(rest), backward=False)
-            minibatch = Minibatch(state, read, batch, totals, selected, dropout, *teacher)
-            grads = grads or [zero_gradients((state.params, minibatch.read), shards=shards)]
-            sums += self._measure(minibatch, measured, len(sequences))
-        # Metrics two by two: whatever the number of sequences, one program.
-        return sum_trees([own for own, _ in grads]), functools.reduce(_merge, sums)
-
-    def _measure(self, minibatch: Minibatch, sequences: list[PackedSequence], first: int) -> list[MetricSums]:
-        """Metric sums of packed sequences without a gradient, which are numbered from `first` on."""
-
-        def measure_share(numbers: range) -> list[MetricSums]:
-            return [
-                in_turn(self.measure_sequence(minibatch, split(sequences[i], self.mesh), first + i)()) for i in numbers
-            ]
-
-        shares = run_in_streams(measure_share, deal(minibatch.state.params, len(sequences)))
-        return [sums for share in shares for sums in share]
-
-    def read_teacher(self, batch: Batch, packing: Packing) -> ReadPrompts | None:
-        """The prompts of a batch that is laid out, read by the teacher; None where it has no part in an update."""
-        if self.teacher is None:
-            return None
-        assert is_cached(self.teacher.model)
-        reading = Reading(self.teacher.params, batch.prompts, None, self.teacher.model)
-        return read_all(reading, packing.size, packing.shards)
-
-    def _score(
-        self, params: Params, prompts: Prompts, mask: jax.Array, packing: Packing, *, with_entropy: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probs and entropies [B, G, T] of all completions."""
-        sequences, shards, size = [*packing.sequences, *packing.measured], packing.shards, packing.size
-        reading = Reading(params, prompts, None, self.model)
-        read = read_all(reading, size, shards)
-
-        def put_sequences(numbers: range) -> tuple[jax.Array, jax.Array]:
-            scores = split((jnp.zeros(mask.shape), jnp.zeros(mask.shape)), self.mesh)
-            for i in numbers:
-                sequence = split(sequences[i], self.mesh)
-                put = self.put_scores(
-                    in_turn(scores), params, read, prompts.lengths, mask, sequence, shards, with_entropy=with_entropy
-                )
-                scores = put()
-            return scores
-
-        return sum_trees(run_in_streams(put_sequences, deal(params, len(sequences))))
-
-    def add_sequence(
-        self,
-        grads: tuple[Params, ReadPrompts],
-        minibatch: Minibatch,
-        sequence: PackedSequence,
-        number: int,
-        shards: Shards,
-    ) -> functools.partial[tuple[tuple[Params, ReadPrompts], MetricSums]]:
-        """The call that adds the gradients of a packed sequence; of arrays or of shapes."""
-        return functools.partial(
-            add_gradients,
-            *(grads, minibatch, sequence, number),
-            model=self.model,
-            config=self.config,
-            on_policy=self.on_policy,
-            surrogate=self.surrogate,
-            shards=shards,
-        )
-
-    def measure_sequence(
-        self, minibatch: Minibatch, sequence: PackedSequence, number: int
-    ) -> functools.partial[MetricSums]:
-        """The call for the metric sums of a packed sequence without a gradient; of arrays or of shapes."""
-        return functools.partial(
-            measure,
-            *(minibatch, sequence, number),
-            model=self.model,
-            config=self.config,
-            on_policy=self.on_policy,
-            surrogate=self.surrogate,
-        )
-
-    def put_scores(
-        self,
-        scores: tuple[jax.Array, jax.Array],
-        params: Params,
-        read: ReadPrompts,
-        lengths: jax.Array,
-        mask: jax.Array,
-        sequence: PackedSequence,
-        shards: Shards,
-        *,
-        with_entropy: bool,
-    ) -> functools.partial[tuple[jax.Array, jax.Array]]:
-        """The call that puts the scores of a packed sequence in their places; of arrays or of shapes."""
-        return functools.partial(
-            add_scores,
-            *(scores, params, read, lengths, mask, sequence),
-            model=self.model,
-            sampling=sampling_of(self.config),
-            with_entropy=with_entropy,
-            shards=shards,
-        )
-
-
-Updater = PackedUpdater | PaddedUpdater
-"""A run has one of the two, as `choose_updater` chooses; both have the same methods."""
 
 
 def choose_updater(
@@ -334,33 +251,166 @@ def choose_updater(
 ) -> Updater:
     """Packed for the models of this package, padded for any other, and with a teacher that is any other.
 
-    `micro` is (prompts, completions per prompt) of a micro-batch; `on_policy` None is what the config says.
+    `micro` is (prompts, completions per prompt) of a micro-batch; if `on_policy` is None, the config decides.
     """
-    kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else PaddedUpdater
+    kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
     on_policy = config.on_policy if on_policy is None else on_policy
     mesh = None if mesh is None or mesh.size == 1 else mesh
-    return kind(
-        as_argument(model),
-        config,
-        micro,
-        optimizer=optimizer,
-        on_policy=on_policy,
-        mesh=mesh,
-        surrogate=surrogate,
-        teacher=teacher,
+    return kind(as_argument(model), config, micro, optimizer, on_policy, mesh, surrogate, teacher)
+
+
+def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False) -> int:
+    """Tokens of a packed sequence where a micro-batch has `tokens` on a device.
+
+    It gets more where the longest completion has more, and up to a whole number of blocks.
+
+    Example:
+      >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
+      (32768, 65536)
+    """
+    return min(tokens, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(longest, ACCELERATOR_TOKENS))
+
+
+def _on_cpu(params: Params) -> bool:
+    return all(device.platform == "cpu" for device in devices_of(params))
+
+
+def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
+    """The numbers of prompts in the order in which they fill cells of `each` prompts; -1 fills the last ones.
+
+    Prompts that learn come first, and `cells` at a time have about as much `work` [B].
+
+    Example:
+      >>> order_prompts(np.array([9, 8, 1, 1, 3]), np.ones(5, bool), cells=2, each=2).tolist()
+      [0, 3, 1, 2, 4, -1, -1, -1]
+    """
+    order = np.argsort(~learns, kind="stable")
+    order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
+    return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
+
+
+def padding_share(parts: Sequence[Packed]) -> float:
+    """Share of the tokens of the used sequences that belong to no segment."""
+    lengths = sum(int(part.sequences.lengths[:, : part.used].sum()) for part in parts)
+    return 1 - lengths / sum(part.sequences.tokens[:, : max(1, part.used)].size for part in parts)
+
+
+def _read(
+    model: CachedModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
+) -> ReadPrompts:
+    """The states, keys and values of prompts, each on its prompt's device."""
+    read = read_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
+    heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), read.layers)
+    return ReadPrompts(constrain(read.last, mesh), heads)
+
+
+@shared
+@functools.partial(jax.jit, donate_argnames=("total",))
+def add_gradients(
+    updater: PackedUpdater, total: Params, state: TrainState, part: Packed, totals: dict[str, jax.Array]
+) -> tuple[Params, MetricSums]:
+    """The gradient of the params, with the gradient of one part added; and its metric sums.
+
+    `totals` are the `count_totals` of the whole minibatch.
+    """
+    model, config, mesh, teacher = updater.model, updater.config, updater.mesh, updater.teacher
+    batch, prompts, coef = part.batch, part.batch.prompts, router_coef(model, config)
+    dropout = dropout_key(model, state)
+
+    def key_of(i: jax.Array | int) -> jax.Array | None:
+        return None if dropout is None else jax.random.fold_in(jax.random.fold_in(dropout, part.number), i)
+
+    read, back = jax.vjp(lambda params: _read(model, params, prompts, mesh, key_of(0)), state.params)
+    by_teacher = None
+    if teacher is not None:
+        assert is_cached(teacher.model), "or the updater would not be packed"
+        by_teacher = _read(teacher.model, teacher.params, prompts, mesh, None)
+
+    def loss_fn(params: Params, read: ReadPrompts, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
+        sequence, key = part.sequence(i), key_of(i + 1)
+        own = jax.tree.map(sequence.take, batch.replace(prompts=None))
+        own = own.replace(mask=own.mask & sequence.mask)
+        scores = score_packed(
+            *(model, params, read, prompts.lengths, sequence, sampling_of(config)),
+            counted=own.mask if coef else None,
+            rngs=None if key is None else {"dropout": key},
+            compared=compare_packed(teacher, by_teacher, prompts.lengths, sequence, own, config),
+        )
+        return loss_of(
+            *(scores, own, state, totals),
+            config=config,
+            on_policy=updater.on_policy,
+            surrogate=updater.surrogate,
+            selected=None if part.selected is None else sequence.take(part.selected),
+            router_coef=coef,
+        )
+
+    def add(i: jax.Array, carry: tuple[Params, ReadPrompts, MetricSums]) -> tuple[Params, ReadPrompts, MetricSums]:
+        of_params, of_read, sums = carry
+        more, new = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read, i)
+        of_params, of_read = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (of_params, of_read), more)
+        return keep_placed(of_params, mesh), of_read, merge_metrics(sums, new)
+
+    def measure(i: jax.Array, sums: MetricSums) -> MetricSums:
+        return merge_metrics(sums, loss_fn(state.params, read, i)[1])
+
+    def add_prompts(total: Params) -> Params:
+        (more,) = back(jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read))
+        return keep_placed(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, more), mesh)
+
+    _, shapes = jax.eval_shape(loss_fn, state.params, read, 0)
+    sums = MetricSums(
+        sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums),
+        maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxes),
     )
+    # Gradients of keys and values are summed in float32 too, whatever the compute dtype.
+    total, of_read, sums = jax.lax.fori_loop(0, part.trained, add, (total, zeros_like(read), sums))
+    if not updater.skips:
+        return add_prompts(total), sums
+    sums = jax.lax.fori_loop(part.trained, part.used, measure, sums)
+    return jax.lax.cond(part.trained > 0, add_prompts, lambda total: total, total), sums
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer", "config", "mesh"), donate_argnames=("state",))
-def apply_sums(state, grads, sums, *, optimizer, config, mesh):
-    state, metrics = apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
-    return keep_placed(state, mesh), metrics
+@shared
+@functools.partial(jax.jit, static_argnames=("with_entropy",))
+def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies [A·K, G, T] of the completions of one part; 0 where the mask is 0."""
+    prompts, mask, sampling = part.batch.prompts, part.batch.mask, sampling_of(updater.config)
+    read = _read(updater.model, params, prompts, updater.mesh, None)
+
+    def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sequence = part.sequence(i)
+        own = (updater.model, params, read, prompts.lengths, sequence, sampling)
+        new, seen = score_packed(*own, with_entropy=with_entropy)[:2], sequence.take(mask)
+        # A segment that only fills the shape adds zeros to the first completion.
+        return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(seen, y, 0)), scores, new)
+
+    zeros = constrain(jnp.zeros(mask.shape), updater.mesh)
+    return jax.lax.fori_loop(0, part.used, add, (zeros, zeros))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def apply_sums(
+    updater: PackedUpdater, state: TrainState, grads: Params, sums: MetricSums
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`apply_gradients`, compiled."""
+    state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
+    return keep_placed(state, updater.mesh), metrics
+
+
+@jax.jit
+def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
+    """Where gradients are summed, each leaf placed as its parameter."""
+    return keep_placed(zeros_like(params), updater.mesh)
+
+
+@jax.jit
+def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], at: jax.Array) -> tuple[jax.Array, ...]:
+    """The scores of all parts, one after another, in the order of the batch."""
+    return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[at], updater.mesh), *parts)
 
 
 _count_totals = jax.jit(count_totals)
 _merge = jax.jit(merge_metrics)
-
-
-@functools.partial(jax.jit, static_argnames=("quantile", "mesh"))
-def _select(entropies, mask, *, quantile, mesh):
-    return constrain(top_entropy_mask(entropies, mask, quantile), mesh)
+_add = jax.jit(lambda trees: jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees))
+_select = jax.jit(top_entropy_mask)

@@ -1,17 +1,16 @@
 """One update: the gradient of a minibatch → the optimizer's updates → params → metrics.
 
 `train_step` is all of it as a pure function, for any model and mesh: micro-batches [prompts, completions] of one shape.
-`packed` computes the same gradient without the padding, for the models of this package. A run updates by one of two
-objects with the same methods, `PaddedUpdater` and `packed.PackedUpdater`.
+`packed` computes the same gradient without the padding, for the models of this package. A run scores and updates by an
+`Updater` or its subclass `packed.PackedUpdater`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import chex
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +18,6 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.models.sharding import keep_placed, split
@@ -27,6 +25,57 @@ from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
 from grpo_jax.update.teaching import Teacher, compare_padded
+
+
+class Updater(flax.struct.PyTreeNode):
+    """Scores completions and makes the updates of a run with any model, in padded micro-batches.
+
+    A pytree, the argument of its own compiled functions: the model's and the teacher's arrays are leaves, and the
+    settings are static.
+
+    Attributes:
+      model: by `types.as_argument`.
+      config: the settings.
+      micro: (prompts, completions per prompt) of a micro-batch.
+      optimizer: the transformation that made `state.opt_state`; None if nothing is updated.
+      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
+      mesh: where params are; None for one device.
+      surrogate: a function that replaces that of the config's `loss_type`, or None.
+      teacher: a model whose distributions the policy's are compared with; None: no teacher, or only its log-probs.
+      skip: leave out the backward pass of zero-signal groups if they have no gradient and completions are packed.
+    """
+
+    model: Model
+    config: Config = flax.struct.field(pytree_node=False)
+    micro: tuple[int, int] = flax.struct.field(pytree_node=False)
+    optimizer: optax.GradientTransformation | None = flax.struct.field(pytree_node=False, default=None)
+    on_policy: bool = flax.struct.field(pytree_node=False, default=True)
+    mesh: jax.sharding.Mesh | None = flax.struct.field(pytree_node=False, default=None)
+    surrogate: Surrogate | None = flax.struct.field(pytree_node=False, default=None)
+    teacher: Teacher | None = None
+    skip: bool = flax.struct.field(pytree_node=False, default=True)
+
+    def columns(self, longest: int) -> int:
+        """Length of a batch's arrays when its longest completion has `longest` tokens.
+
+        The smallest of T, T/2, T/4, … that is not shorter: few shapes, so few compilations.
+        """
+        most = self.config.max_completion_length
+        while most % 2 == 0 and most // 2 >= max(longest, 8):
+            most //= 2
+        return most
+
+    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        """Log-probs [B, G, T] of completions under any params, 0 where mask is 0; they may not be computed yet."""
+        return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; `state` is consumed."""
+        return update_padded(self, state, split(batch, self.mesh))
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
+        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
+        return _jit_gradients(self, state, split(batch, self.mesh))
 
 
 def train_step(
@@ -86,87 +135,57 @@ def train_step(
       >>> state.params["logits"][1].tolist()  # after token 1, the prompt's last: more of 2, less of 0
       [-0.25, 0.0, 0.25]
     """
-    grads, sums = gradients(
-        state, batch, model=model, config=config, on_policy=on_policy, micro=micro, surrogate=surrogate, teacher=teacher
-    )
+    b, g, _ = batch.mask.shape
+    updater = Updater(model, config, micro or (b, g), optimizer, on_policy, None, surrogate, teacher)
+    grads, sums = gradients(updater, state, batch)
     return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
 
 
-def gradients(
-    state: TrainState,
-    batch: Batch,
-    *,
-    model: Model,
-    config: Config,
-    on_policy: bool = True,
-    micro: tuple[int, int] | None = None,
-    surrogate: Surrogate | None = None,
-    teacher: Teacher | None = None,
-) -> tuple[Params, MetricSums]:
+def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
-    micro = (batch.mask.shape[0], batch.mask.shape[1]) if micro is None else micro
-    sampling, selected = sampling_of(config), None
+    model, config = updater.model, updater.config
+    sampling, dropout, coef = sampling_of(config), dropout_key(model, state), router_coef(model, config)
+    micro_batches, selected = cut(batch, *updater.micro), None
 
-    def entropies_of(part: Batch) -> jax.Array:
-        return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
-
-    micro_batches = cut(batch, *micro)
     if config.top_entropy_quantile < 1:
+
+        def entropies_of(part: Batch) -> jax.Array:
+            return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
+
         entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
         selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
-    dropout, coef = dropout_key(model, state), router_coef(model, config)
 
     def loss_fn(
-        params: Params, part: Batch, selected: jax.Array | None, number: jax.Array
+        params: Params, part: Batch, selected: jax.Array | None, number: jax.Array | int
     ) -> tuple[jax.Array, MetricSums]:
-        rngs = None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)}
         scores = score_completions(
-            model,
-            params,
-            part.prompts,
-            part.tokens,
-            part.mask,
-            sampling,
+            *(model, params, part.prompts, part.tokens, part.mask, sampling),
             with_router=coef != 0,
-            rngs=rngs,
-            compared=compare_padded(teacher, part, config),
+            rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)},
+            compared=compare_padded(updater.teacher, part, config),
         )
         return loss_of(
-            scores,
-            part,
-            state,
-            totals,
+            *(scores, part, state, totals),
             config=config,
-            on_policy=on_policy,
-            surrogate=surrogate,
+            on_policy=updater.on_policy,
+            surrogate=updater.surrogate,
             selected=selected,
             router_coef=coef,
         )
 
-    parts = micro_batches, None if selected is None else cut_array(selected, *micro)
-    return _accumulate(loss_fn, state.params, parts, micro_batches.mask.shape[0])
-
-
-def _accumulate(
-    loss_fn: Callable[..., tuple[jax.Array, MetricSums]],
-    params: Params,
-    parts: tuple[Batch, jax.Array | None],
-    count: int,
-) -> tuple[Params, MetricSums]:
-    """Gradient and metric sums of a minibatch from those of its micro-batches, arrays [count, ...]."""
     gradient = jax.grad(loss_fn, has_aux=True)
+    parts = micro_batches, None if selected is None else cut_array(selected, *updater.micro)
+    count = len(micro_batches.mask)
     if count == 1:
-        return gradient(params, *jax.tree.map(lambda x: x[0], parts), 0)
+        return gradient(state.params, *jax.tree.map(lambda x: x[0], parts), 0)
 
-    def step(total, numbered):
-        grads, sums = gradient(params, *numbered)
+    def add(total: Params, numbered: tuple[Batch, jax.Array | None, jax.Array]) -> tuple[Params, MetricSums]:
+        grads, sums = gradient(state.params, *numbered)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    grads, sums = jax.lax.scan(step, zeros_like(params), (*parts, jnp.arange(count)))
-    return grads, MetricSums(
-        sums=jax.tree.map(lambda x: x.sum(0), sums.sums), maxes=jax.tree.map(lambda x: x.max(0), sums.maxes)
-    )
+    grads, sums = jax.lax.scan(add, zeros_like(state.params), (*parts, jnp.arange(count)))
+    return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
 def zeros_like(params: Params) -> Params:
@@ -211,134 +230,28 @@ def apply_gradients(
     return state, metrics
 
 
-def score_batch(
-    params: Params,
-    prompts: Prompts,
-    tokens: jax.Array,
-    mask: jax.Array,
-    *,
-    model: Model,
-    sampling: Sampling,
-    micro: tuple[int, int],
-) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure, as `train_step`."""
+def score_batch(updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure."""
+    model, sampling = updater.model, sampling_of(updater.config)
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
     def score(part: Batch) -> jax.Array:
         scores = score_completions(model, params, part.prompts, part.tokens, part.mask, sampling, with_entropy=False)
         return scores.log_probs
 
-    return join(jax.lax.map(score, cut(batch, *micro)), *tokens.shape[:2])
+    return join(jax.lax.map(score, cut(batch, *updater.micro)), *tokens.shape[:2])
 
 
-@dataclasses.dataclass(frozen=True)
-class BaseUpdater:
-    """The choices by which a run scores completions and makes its updates.
-
-    Attributes:
-      model: as an argument of a compiled function.
-      config: the settings.
-      micro: (prompts, completions per prompt) of a micro-batch.
-      optimizer: the transformation that made `state.opt_state`; None where nothing is updated.
-      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
-      mesh: where params are; None for one device.
-      surrogate: the caller's own, in the place of that of the config's `loss_type`; None for that.
-      teacher: a model whose distributions the policy's are compared with; None for none, or one that tells log-probs.
-      skip: leave out the way back through zero-signal groups where they have no gradient and completions are packed.
-    """
-
-    model: Model
-    config: Config
-    micro: tuple[int, int]
-    optimizer: optax.GradientTransformation | None = None
-    on_policy: bool = True
-    mesh: jax.sharding.Mesh | None = None
-    surrogate: Surrogate | None = None
-    teacher: Teacher | None = None
-    skip: bool = True
+score_padded, _jit_gradients = jax.jit(score_batch), jax.jit(gradients)
 
 
-class PaddedUpdater(BaseUpdater):
-    """How a run scores completions and makes its updates with any model: `train_step`, compiled."""
-
-    def columns(self, longest: int) -> int:
-        """Length of a batch's arrays when its longest completion has `longest` tokens.
-
-        The smallest of T, T/2, T/4, … that holds it: few shapes, so few compilations.
-        """
-        most = self.config.max_completion_length
-        while most % 2 == 0 and most // 2 >= max(longest, 8):
-            most //= 2
-        return most
-
-    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Log-probs [B, G, T] of completions, 0 where mask is 0; they may still be on their way."""
-        return self.score_call(params, *split((prompts, tokens, mask), self.mesh))()
-
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step; `state` is consumed."""
-        return self.update_call(state, split(batch, self.mesh))()
-
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
-        return _gradients(
-            state,
-            split(batch, self.mesh),
-            model=self.model,
-            config=self.config,
-            on_policy=self.on_policy,
-            micro=self.micro,
-            surrogate=self.surrogate,
-            teacher=self.teacher,
-        )
-
-    def score_call(
-        self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
-    ) -> functools.partial[jax.Array]:
-        """The call of the jitted function behind `score`, of arrays or of shapes."""
-        sampling = sampling_of(self.config)
-        return functools.partial(
-            _score_batch, params, prompts, tokens, mask, model=self.model, sampling=sampling, micro=self.micro
-        )
-
-    def update_call(
-        self, state: TrainState, batch: Batch
-    ) -> functools.partial[tuple[TrainState, dict[str, jax.Array]]]:
-        """The call of the jitted function behind `update`, of arrays or of shapes."""
-        return functools.partial(
-            _train_step,
-            state,
-            batch,
-            model=self.model,
-            optimizer=self.optimizer,
-            config=self.config,
-            on_policy=self.on_policy,
-            micro=self.micro,
-            surrogate=self.surrogate,
-            mesh=self.mesh,
-            teacher=self.teacher,
-        )
-
-
-_STATIC = ("config", "on_policy", "micro", "surrogate")
-_score_batch = jax.jit(score_batch, static_argnames=("sampling", "micro"))
-_gradients = jax.jit(gradients, static_argnames=_STATIC)
-
-
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "optimizer", "mesh"), donate_argnames=("state",))
-def _train_step(state, batch, *, model, optimizer, config, on_policy, micro, surrogate, mesh, teacher):
-    state, metrics = train_step(
-        state,
-        batch,
-        model=model,
-        optimizer=optimizer,
-        config=config,
-        on_policy=on_policy,
-        micro=micro,
-        surrogate=surrogate,
-        teacher=teacher,
-    )
-    return keep_placed(state, mesh), metrics
+@functools.partial(jax.jit, donate_argnames=("state",))
+def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`train_step`, compiled, with the next state where the last one was."""
+    assert updater.optimizer is not None, "given by whoever updates"
+    grads, sums = gradients(updater, state, batch)
+    state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
+    return keep_placed(state, updater.mesh), metrics
 
 
 def cut(batch: Batch, prompts: int, completions: int) -> Batch:

@@ -10,18 +10,15 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.models.packing import pack_as
-from grpo_jax.models.scoring import score_packed
+from grpo_jax.models.scoring import read_prompts, score_packed
 from grpo_jax.models.sharding import lower_call
-from grpo_jax.models.streams import count_streams
 from grpo_jax.run import memory
 from grpo_jax.run.memory import COMPILED, FILLED, compiled_peak_bytes, decide_checkpointing, peak_bytes
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import as_begun
 from grpo_jax.run.run import new_state
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.programs import kept_bytes, update_bytes, update_calls
-from grpo_jax.update.prompts import Reading, read_all
+from grpo_jax.update.programs import update_bytes, update_calls
 
 ROWS = [{"prompt": text} for text in ("ab", "c", "defgh", "gh ijk lmn")]
 
@@ -97,21 +94,21 @@ def test_what_is_counted_is_what_a_forward_pass_keeps():
     run = run_of(gradient_checkpointing=False)
     state, updater = new_state(run), run.updater
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(lambda: run.zero_batch(state)))
-    (shape, *_), shards = updater.shapes(state.params, batch.mask.shape), updater.shards(batch.prompts)
-    sequence = pack_as(shape, batch.tokens, batch.mask, devices=1)[0]
-    read = read_all(Reading(state.params, batch.prompts, None, updater.model), shape.size, shards)
+    part = updater.pack(state.params, batch)[0][0]
 
-    def scores(params, read):
-        return score_packed(updater.model, params, read, batch.prompts.lengths, sequence, sampling_of(run.config))[:2]
+    def scores(params):
+        prompts = part.batch.prompts
+        read = read_prompts(updater.model, params, prompts)
+        sampling = sampling_of(run.config)
+        return score_packed(updater.model, params, read, prompts.lengths, part.sequence(0), sampling)[:2]
 
-    pullback = jax.tree.map(jnp.asarray, jax.vjp(scores, state.params, read)[1])
+    pullback = jax.tree.map(jnp.asarray, jax.vjp(scores, state.params)[1])
     held = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.tree.leaves(pullback)}
-    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, read))}
+    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.params)}
     activations = sum(size for at, size in held.items() if at not in given)
     params = sum(x.nbytes for x in jax.tree.leaves(state.params))
-    streams = count_streams(state.params, -(-batch.mask.size // shape.size))
-    counted = update_bytes(updater, state, batch) - kept_bytes(updater, state, batch)
-    assert counted == pytest.approx(streams * (params + activations), rel=0.02)
+    streams, _, _ = updater.count_parts(state.params, batch)
+    assert update_bytes(updater, state, batch) == pytest.approx(streams * (params + activations), rel=0.02)
     held = peak_bytes(run) - update_bytes(updater, state, batch)
     assert held == sum(x.nbytes for x in jax.tree.leaves(state)) + params, "the state, and the caller's params"
 

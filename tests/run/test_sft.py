@@ -22,7 +22,7 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.run import new_state
 from grpo_jax.run.sft import evaluate_examples, next_examples, prepare_sft
 from grpo_jax.run.stored import load_params
-from grpo_jax.update.step import PaddedUpdater
+from grpo_jax.update.step import Updater
 from grpo_jax.watch.writer import read_lines
 
 sys.path.append(str(Path(__file__).with_name("golden")))
@@ -63,7 +63,7 @@ def gradient(policy, config, rows=ROWS, **changes):
     """Loss and gradient of the first batch, and the examples in it."""
     run = prepare_sft(policy, rows, config)
     batch, *_ = next_examples(run, 0)
-    updater = run.updater if not changes else PaddedUpdater(run.updater.model, run.updater.config, **changes)
+    updater = run.updater if not changes else Updater(run.updater.model, run.updater.config, **changes)
     grads, sums = updater.gradients(new_state(run), batch)
     return float(sums.sums["loss"]), grads, run
 
@@ -118,7 +118,7 @@ def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(lear
     likeliest = np.asarray(jax.jit(policy.model.apply)({"params": policy.params}, tokens).argmax(axis=-1))
     right = np.mean((likeliest[:, :-1] == tokens[:, 1:])[masks[:, 1:]])
     assert 0 < right < 1
-    for updater in (run.updater, PaddedUpdater(run.updater.model, run.updater.config, micro=(2, 1))):
+    for updater in (run.updater, Updater(run.updater.model, run.updater.config, micro=(2, 1))):
         _, sums = updater.gradients(new_state(run), next_examples(run, 0)[0])
         np.testing.assert_allclose(finalize_metrics(sums)["mean_token_accuracy"], right, rtol=1e-6)
 
@@ -167,7 +167,7 @@ def test_a_completion_learned_is_one_that_grpo_rewards():
     run = prepare_sft(policy, ROWS, config)
     batch = next_examples(run, 0)[0]
     grpo = GRPOConfig(max_completion_length=batch.tokens.shape[-1], loss_type="bnpo")
-    updater = PaddedUpdater(run.updater.model, grpo, (6, 1), optimizer=optimizer)
+    updater = Updater(run.updater.model, grpo, (6, 1), optimizer=optimizer)
     other, metrics = updater.update(new_state(prepare_sft(policy, ROWS, config, optimizer=optimizer)), batch)
     np.testing.assert_allclose(metrics["policy_loss"], -1, rtol=1e-6)
     chex.assert_trees_all_close(state.params, other.params, rtol=1e-5, atol=1e-7)

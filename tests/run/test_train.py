@@ -16,7 +16,7 @@ from grpo_jax import Batch, GRPOConfig, compute_advantages, generate, make_promp
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import new_state
-from grpo_jax.update import packed, prompts
+from grpo_jax.update import packed
 from grpo_jax.update.step import train_step
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
@@ -61,8 +61,8 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
 
 def test_after_warm_up_an_iteration_compiles_nothing(tmp_path):
     """A warm iteration compiles nothing, and neither does a resumed run whose programs are there."""
-    programs = [prompts.read_some, prompts.add_prompts, packed.add_gradients, packed.apply_sums, packed.add_scores]
-    programs += [packed.measure, decode_module.prefill, decode_module.decode_burst, decode_module.move]
+    programs = [packed.add_gradients, packed.apply_sums, packed.score_part]
+    programs += [decode_module.prefill, decode_module.decode_burst, decode_module.move]
     sizes = []
 
     def note(step, metrics):

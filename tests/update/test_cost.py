@@ -15,7 +15,6 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.update import packed
-from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
@@ -23,14 +22,7 @@ from grpo_jax.update.state import create_state
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
 P = 64
-MODULES = {
-    "read_some": prompts_module,
-    "add_scores": packed,
-    "add_gradients": packed,
-    "add_prompts": prompts_module,
-    "apply_sums": packed,
-}
-PROGRAMS = {name: getattr(module, name) for name, module in MODULES.items()}
+PROGRAMS = {name: getattr(packed, name) for name in ("score_part", "add_gradients", "apply_sums")}
 
 
 def config_of(beta, t):
@@ -40,18 +32,17 @@ def config_of(beta, t):
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODEL, optimizer=None, beta=0.1):
     """Programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-    monkeypatch.setattr(prompts_module, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
-    for name, module in MODULES.items():
+    for name, program in PROGRAMS.items():
 
-        def call(*args, name=name, program=PROGRAMS[name], **kwargs):
-            kind = name + str(kwargs.get("backward", ""))
-            if not runs[kind]:
-                lowered[kind] = program.lower(*args, **kwargs)
-            runs[kind] += 1
-            return program(*args, **kwargs)
+        def call(*args, name=name, program=program):
+            if not runs[name]:
+                lowered[name] = program.lower(*args)
+            runs[name] += 1
+            return program(*args)
 
-        monkeypatch.setattr(module, name, call)
+        monkeypatch.setattr(packed, name, call)
     optimizer = optax.adamw(1e-6) if optimizer is None else optimizer
     state = create_state(random_params(model), optimizer, jax.random.key(0), keep_reference=beta > 0)
     shape = (b, g, t)
@@ -67,7 +58,7 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODE
         ref = updater.score(state.ref_params, batch.prompts, batch.tokens, batch.mask)
         batch = batch.replace(ref_log_probs=ref)
     updater.update(state, batch)
-    return {kind: (lowered[kind], n) for kind, n in runs.items()}
+    return {name: (lowered[name], n) for name, n in runs.items()}
 
 
 def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):

@@ -1,5 +1,7 @@
 """Zero-signal groups have no gradient: their metrics take a forward pass, and nothing goes back through them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,8 @@ from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
-from grpo_jax.update import prompts as prompts_module
 from grpo_jax.update.objective import learns_by_advantages, loss_settings
-from grpo_jax.update.packed import choose_updater
+from grpo_jax.update.packed import choose_updater, order_prompts, zero_gradients
 from grpo_jax.update.state import create_state
 
 MODEL, PARAMS = tiny_model(layers=1)
@@ -29,30 +30,17 @@ def with_signal(*prompts, by_token=False):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often each program of an update is called, by its name; and the numbers of the packed sequences."""
-    counts = {"numbers": []}  # lists, to which several threads may append
+def parts(monkeypatch):
+    """The parts of each update: how many of their sequences have a gradient, and how many are used."""
+    found, program = [], packed.add_gradients  # a list, to which several threads may append
 
-    def watch(module, name):
-        program = getattr(module, name)
+    def call(updater, total, state, part, totals):
+        found.append((int(part.trained), int(part.used)))
+        return program(updater, total, state, part, totals)
 
-        def call(*args, **keywords):
-            counts.setdefault(name + " forward" * (keywords.get("backward") is False), []).append(1)
-            if module is packed:
-                counts["numbers"].append(args[-1])
-            return program(*args, **keywords)
-
-        monkeypatch.setattr(module, name, call)
-
-    watch(packed, "add_gradients")
-    watch(packed, "measure")
-    watch(prompts_module, "add_prompts")
-    watch(prompts_module, "read_some")
-    return counts
-
-
-def count(calls, name):
-    return len(calls.get(name, ()))
+    monkeypatch.setattr(packed, "add_gradients", call)
+    monkeypatch.setattr(packed, "PROMPT_TOKENS", 9)  # one prompt
+    return found
 
 
 VESPO = {"loss_type": "vespo", "temperature": 0.7, "top_k": 5}
@@ -65,34 +53,45 @@ BNPO = {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entro
     [((), {}), ((2,), {}), ((0, 1, 2, 3), {}), ((0, 3), VESPO), ((1, 2), BNPO)],
     ids=["none", "one", "all", "vespo", "bnpo"],
 )
-def test_the_step_is_that_of_train_step(monkeypatch, calls, learnt, settings, streams):
+def test_the_step_is_that_of_train_step(monkeypatch, parts, learnt, settings, streams):
     """Params and metrics, where none, some and all of the groups learn; back only through the prompts that do."""
-    monkeypatch.setattr(prompts_module, "count_streams", lambda _, parts: min(streams, parts))
+    monkeypatch.setattr(packed, "count_streams", lambda _, parts: min(streams, parts))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
     b = with_signal(*learnt, by_token=bool(settings))
     plain, packed_step = both(MODEL, PARAMS, b, config)
     assert_same_step(plain, packed_step)
     moved = optax.tree.norm(optax.tree.sub(plain[0], PARAMS))
     assert (moved > 1e-3) == (len(learnt) > 0)
-    assert count(calls, "add_prompts") == count(calls, "read_some") == len(learnt)
-    scored = 4 * ("top_entropy_quantile" in settings)  # by a pass before, for the quantile
-    assert count(calls, "read_some forward") - scored == 4 - len(learnt), "activations are kept for the way back only"
-    assert (count(calls, "measure") > 0) == (len(learnt) < 4)
-    assert (count(calls, "add_gradients") > 0) == (len(learnt) > 0)
+    assert len(parts) == 4
+    assert sum(trained > 0 for trained, _ in parts) == len(learnt), "no backward pass through other prompts"
 
 
 @pytest.mark.parametrize("learnt", [(0,), (0, 1)], ids=str)
-def test_groups_without_a_trained_token_cost_nothing(calls, learnt):
+def test_groups_without_a_trained_token_cost_nothing(parts, learnt):
     """Fillers and completions that were cut off, with advantages and without: their prompts are not even read."""
     b = with_signal(*learnt)
     b = b.replace(mask=b.mask.at[jnp.array([1, 3])].set(False))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(MODEL, PARAMS, b, config))
-    assert (count(calls, "read_some"), count(calls, "read_some forward")) == (1, 1)
+    assert [trained > 0 for trained, _ in sorted(parts)] == [False, True]
 
 
-def test_dropout_falls_on_what_is_measured_too(calls):
-    """By the key of the update, and differently on every packed sequence: each has a number of its own."""
+def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
+    """Their sequences are separate, unless these would take more operations."""
+    monkeypatch.setattr(packed, "PROMPT_TOKENS", 1024)
+    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
+    assert_same_step(*both(MODEL, PARAMS, with_signal(2), config))
+    ((trained, used),) = parts
+    assert 0 < trained < used
+    few = with_signal(2)
+    few = few.replace(mask=few.mask.at[:, 1:].set(False).at[:, :, 1:].set(False))
+    assert_same_step(*both(MODEL, PARAMS, few, config))
+    assert parts[1] == (1, 1)
+
+
+def test_dropout_is_applied_to_groups_without_a_gradient(parts):
+    """By the key of the update, and differently on every packed sequence."""
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -101,9 +100,29 @@ def test_dropout_falls_on_what_is_measured_too(calls):
         state = create_state(params, OPTIMIZER, jax.random.key(seed))
         updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
         entropies.append(float(updater.update(state, with_signal(0, 1))[1]["entropy"]))
-        assert sorted(calls["numbers"]) == [*range(len(calls["numbers"]))]
-        calls["numbers"].clear()
     assert entropies[0] == entropies[1] != entropies[2]
+    alike = with_signal(0).replace(prompts=make_prompts([[3, 4, 5]] * 4))
+    alike = alike.replace(tokens=jnp.broadcast_to(alike.tokens[:1], alike.tokens.shape), mask=jnp.ones((4, G, T), bool))
+    state, keys = create_state(params, OPTIMIZER, jax.random.key(0)), set()
+    packs = updater.pack(params, alike)[0]
+    for part in packs:
+        grads, totals = zero_gradients(updater, params), packed._count_totals(alike)
+        _, sums = packed.add_gradients(updater, grads, state, part, totals)
+        keys.add(float(sums.sums["entropy_sum"]))
+    assert len(keys) == len(packs) > 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(5))
+def test_every_prompt_is_in_one_part_and_those_that_learn_come_first(seed):
+    rng = np.random.default_rng(seed)
+    b, cells, each = rng.integers(1, 20), rng.integers(1, 4), rng.integers(1, 4)
+    work, learns = rng.integers(0, 9, b), rng.random(b) < 0.5
+    order = order_prompts(work, learns, cells=cells, each=each)
+    assert sorted(order[order >= 0]) == [*range(b)]
+    assert len(order) - b < cells * each
+    rounds = [learns[own[own >= 0]] for own in order.reshape(-1, cells * each)]
+    assert all(first.all() or not second.any() for first, second in itertools.pairwise(rounds))
 
 
 OTHER_TERMS = {

@@ -20,7 +20,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import PaddedUpdater
+from grpo_jax.update.step import Updater
 from grpo_jax.update.teaching import Teacher, compare_padded
 
 B, V = 4, 24
@@ -95,8 +95,8 @@ def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions
         updater = choose_updater(STUDENT, config, micro=micro, optimizer=SGD, teacher=teacher)
     else:
         student = as_argument(Bare(STUDENT) if "student" in layout else STUDENT)
-        updater = PaddedUpdater(student, config, micro, SGD, teacher=teacher)
-    assert isinstance(updater, PackedUpdater if layout == "packed" else PaddedUpdater)
+        updater = Updater(student, config, micro, SGD, teacher=teacher)
+    assert isinstance(updater, PackedUpdater if layout == "packed" else Updater)
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch())
     loss, gradient = expected(kind)
     np.testing.assert_allclose(sums.sums["distillation_loss"], loss, rtol=1e-5)
@@ -139,7 +139,7 @@ TELLERS = {
 def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
     loss, settings, told = TELLERS[mode]
     config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
-    updater = (PackedUpdater if packs else PaddedUpdater)(as_argument(STUDENT), config, (2, G), SGD)
+    updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(PARAMS), atol=1e-5)
 

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from grpo_jax import GRPOConfig
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import PaddedUpdater
+from grpo_jax.update.step import Updater
 
 CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
 
@@ -21,7 +21,7 @@ CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("bare", "devices", "kind"),
-    [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PackedUpdater), (True, 0, PaddedUpdater)],
+    [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PackedUpdater), (True, 0, Updater)],
 )
 def test_what_is_packed(bare, devices, kind):
     model = tiny_model(layers=1)[0]
