@@ -263,6 +263,20 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
     return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
 
 
+def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
+    """The numbers of prompts in the order in which they fill cells of `each` prompts; -1 fills the last ones.
+
+    Prompts that learn come first, and `cells` at a time have about as much `work` [B].
+
+    Example:
+      >>> order_prompts(np.array([9, 8, 1, 1, 3]), np.ones(5, bool), cells=2, each=2).tolist()
+      [0, 3, 1, 2, 4, -1, -1, -1]
+    """
+    order = np.argsort(~learns, kind="stable")
+    order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
+    return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
+
+
 def _choose(lengths: np.ndarray, room: int, block: int, most: int, *, first: int) -> list[dict[int, list[int]]]:
     """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G].
 

@@ -34,8 +34,8 @@ from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
     best_shape,
-    evenly,
     lengths_of,
+    order_prompts,
     pack_as,
     sequence_shapes,
 )
@@ -139,7 +139,7 @@ class PackedUpdater(Updater):
         # Metrics two by two: one program, whatever the number of parts.
         sums = functools.reduce(_merge, [sums for _, found in results for sums in found])
         grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
-        return grads, sums, padding_share(parts)
+        return grads, sums, _padding_share(parts)
 
     def _score(
         self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool
@@ -233,7 +233,7 @@ class PackedUpdater(Updater):
         """The shapes that packed sequences of a `batch` [B, G, T] may have; none has more tokens than the first."""
         t = batch[-1]
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-        tokens = sequence_tokens(micro, t, cpu=_on_cpu(params), wide=self.model.config.asks_for_wide_sums)
+        tokens = sequence_tokens(micro, t, cpu=_on_cpu(params), wide=self.model.config.uses_float32_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -275,21 +275,7 @@ def _on_cpu(params: Params) -> bool:
     return all(device.platform == "cpu" for device in devices_of(params))
 
 
-def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
-    """The numbers of prompts in the order in which they fill cells of `each` prompts; -1 fills the last ones.
-
-    Prompts that learn come first, and `cells` at a time have about as much `work` [B].
-
-    Example:
-      >>> order_prompts(np.array([9, 8, 1, 1, 3]), np.ones(5, bool), cells=2, each=2).tolist()
-      [0, 3, 1, 2, 4, -1, -1, -1]
-    """
-    order = np.argsort(~learns, kind="stable")
-    order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
-    return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
-
-
-def padding_share(parts: Sequence[Packed]) -> float:
+def _padding_share(parts: Sequence[Packed]) -> float:
     """Share of the tokens of the used sequences that belong to no segment."""
     lengths = sum(int(part.sequences.lengths[:, : part.used].sum()) for part in parts)
     return 1 - lengths / sum(part.sequences.tokens[:, : max(1, part.used)].size for part in parts)
@@ -304,6 +290,42 @@ def _read(
     return ReadPrompts(constrain(read.last, mesh), heads)
 
 
+def _key(updater: PackedUpdater, state: TrainState, part: Packed, i: jax.Array | int) -> jax.Array | None:
+    """The key of the dropouts of a part's prompts (0) or of its i-th sequence, counted from 1; None without dropout."""
+    key = dropout_key(updater.model, state)
+    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, part.number), i)
+
+
+def _loss(
+    updater: PackedUpdater,
+    state: TrainState,
+    part: Packed,
+    totals: dict[str, jax.Array],
+    read: ReadPrompts,
+    by_teacher: ReadPrompts | None,
+    i: jax.Array | int,
+) -> tuple[jax.Array, MetricSums]:
+    """`loss_of` the completions of the i-th sequence, given its prompts as the policy and the teacher read them."""
+    model, config, lengths = updater.model, updater.config, part.batch.prompts.lengths
+    sequence, key, coef = part.sequence(i), _key(updater, state, part, i + 1), router_coef(model, config)
+    own = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
+    own = own.replace(mask=own.mask & sequence.mask)
+    scores = score_packed(
+        *(model, state.params, read, lengths, sequence, sampling_of(config)),
+        counted=own.mask if coef else None,
+        rngs=None if key is None else {"dropout": key},
+        compared=compare_packed(updater.teacher, by_teacher, lengths, sequence, own, config),
+    )
+    return loss_of(
+        *(scores, own, state, totals),
+        config=config,
+        on_policy=updater.on_policy,
+        surrogate=updater.surrogate,
+        selected=None if part.selected is None else sequence.take(part.selected),
+        router_coef=coef,
+    )
+
+
 @shared
 @functools.partial(jax.jit, donate_argnames=("total",))
 def add_gradients(
@@ -313,37 +335,15 @@ def add_gradients(
 
     `totals` are the `count_totals` of the whole minibatch.
     """
-    model, config, mesh, teacher = updater.model, updater.config, updater.mesh, updater.teacher
-    batch, prompts, coef = part.batch, part.batch.prompts, router_coef(model, config)
-    dropout = dropout_key(model, state)
-
-    def key_of(i: jax.Array | int) -> jax.Array | None:
-        return None if dropout is None else jax.random.fold_in(jax.random.fold_in(dropout, part.number), i)
-
-    read, back = jax.vjp(lambda params: _read(model, params, prompts, mesh, key_of(0)), state.params)
-    by_teacher = None
+    model, mesh, teacher, prompts = updater.model, updater.mesh, updater.teacher, part.batch.prompts
+    key, by_teacher = _key(updater, state, part, 0), None
+    read, back = jax.vjp(lambda params: _read(model, params, prompts, mesh, key), state.params)
     if teacher is not None:
         assert is_cached(teacher.model), "or the updater would not be packed"
         by_teacher = _read(teacher.model, teacher.params, prompts, mesh, None)
 
     def loss_fn(params: Params, read: ReadPrompts, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
-        sequence, key = part.sequence(i), key_of(i + 1)
-        own = jax.tree.map(sequence.take, batch.replace(prompts=None))
-        own = own.replace(mask=own.mask & sequence.mask)
-        scores = score_packed(
-            *(model, params, read, prompts.lengths, sequence, sampling_of(config)),
-            counted=own.mask if coef else None,
-            rngs=None if key is None else {"dropout": key},
-            compared=compare_packed(teacher, by_teacher, prompts.lengths, sequence, own, config),
-        )
-        return loss_of(
-            *(scores, own, state, totals),
-            config=config,
-            on_policy=updater.on_policy,
-            surrogate=updater.surrogate,
-            selected=None if part.selected is None else sequence.take(part.selected),
-            router_coef=coef,
-        )
+        return _loss(updater, state.replace(params=params), part, totals, read, by_teacher, i)
 
     def add(i: jax.Array, carry: tuple[Params, ReadPrompts, MetricSums]) -> tuple[Params, ReadPrompts, MetricSums]:
         of_params, of_read, sums = carry

@@ -13,10 +13,11 @@ from tiny import tiny_model, tiny_policy
 from grpo_jax import GRPOConfig, add_lora, make_prompts
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
+from grpo_jax.models.packing import order_prompts
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.objective import learns_by_advantages, loss_settings
-from grpo_jax.update.packed import choose_updater, order_prompts, zero_gradients
+from grpo_jax.update.packed import choose_updater, zero_gradients
 from grpo_jax.update.state import create_state
 
 MODEL, PARAMS = tiny_model(layers=1)
