@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -37,6 +36,7 @@ from grpo_jax.models.packing import (
     lengths_of,
     order_prompts,
     pack_as,
+    padding_share,
     sequence_shapes,
 )
 from grpo_jax.models.scoring import ReadPrompts, read_prompts, score_packed
@@ -139,7 +139,8 @@ class PackedUpdater(Updater):
         # Metrics two by two: one program, whatever the number of parts.
         sums = functools.reduce(_merge, [sums for _, found in results for sums in found])
         grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
-        return grads, sums, _padding_share(parts)
+        used = [jax.tree.map(lambda x, n=max(1, part.used): x[:, :n], part.sequences) for part in parts]
+        return grads, sums, padding_share(used)
 
     def _score(
         self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool
@@ -212,8 +213,7 @@ class PackedUpdater(Updater):
         b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
         streams = count_streams(params, b)
         # Activations of a part's prompts are kept while its sequences are computed: a small share of what these take.
-        rounds = min(-(-b * p // max(size // 16, PROMPT_TOKENS)), b)
-        rounds = -(-rounds // streams)
+        rounds = -(-min(-(-b * p // max(size // 16, PROMPT_TOKENS)), b) // streams)
         each = -(-b // (rounds * streams))
         return streams, -(-b // (each * streams)) * streams, each
 
@@ -233,7 +233,8 @@ class PackedUpdater(Updater):
         """The shapes that packed sequences of a `batch` [B, G, T] may have; none has more tokens than the first."""
         t = batch[-1]
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
-        tokens = sequence_tokens(micro, t, cpu=_on_cpu(params), wide=self.model.config.uses_float32_sums)
+        cpu = all(device.platform == "cpu" for device in devices_of(params))
+        tokens = sequence_tokens(micro, t, cpu=cpu, wide=self.model.config.uses_float32_sums)
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -269,16 +270,6 @@ def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False)
       (32768, 65536)
     """
     return min(tokens, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(longest, ACCELERATOR_TOKENS))
-
-
-def _on_cpu(params: Params) -> bool:
-    return all(device.platform == "cpu" for device in devices_of(params))
-
-
-def _padding_share(parts: Sequence[Packed]) -> float:
-    """Share of the tokens of the used sequences that belong to no segment."""
-    lengths = sum(int(part.sequences.lengths[:, : part.used].sum()) for part in parts)
-    return 1 - lengths / sum(part.sequences.tokens[:, : max(1, part.used)].size for part in parts)
 
 
 def _read(
