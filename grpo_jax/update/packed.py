@@ -10,14 +10,14 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── gradient of these, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is one or several such parts. How many sequences a part has is an argument of the program: one compilation
-serves completions of any length.
+A minibatch has one or more such parts. The number of sequences is an argument, so that one compilation is enough.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import flax.struct
@@ -60,7 +60,7 @@ ACCELERATOR_TOKENS = 32768
 """`CPU_TOKENS` of a GPU or TPU: the products of so many keep any of them busy, and more would only take more memory."""
 
 PROMPT_TOKENS = 512
-"""Prompt tokens of a part on a device, at least: the completions of fewer prompts may not fill a packed sequence."""
+"""Prompt tokens of a part on a device, about, if packed sequences are short: all activations of these are kept."""
 
 
 class Packed(flax.struct.PyTreeNode):
@@ -71,7 +71,7 @@ class Packed(flax.struct.PyTreeNode):
       selected: [A·K, G, T] bool, the part's `top_entropy_mask`; None if all tokens are trained.
       sequences: [A, S, ...], S packed sequences: first those with a gradient, then those without one, then unused ones.
       trained: [] int32, how many sequences have a gradient.
-      used: [] int32, how many have completions.
+      used: [] int32, how many have completions, at least 1.
       number: [] int32, the number of the part in its minibatch.
     """
 
@@ -109,7 +109,7 @@ class PackedUpdater(Updater):
         grads, sums, padding = self._gradients(state, batch)
         state, metrics = apply_sums(self, state, grads, sums)
         # A sequence counts the segments that only fill its shape, and completions without a token are in none.
-        rows = batch.mask.shape[0] * batch.mask.shape[1]
+        rows = math.prod(batch.mask.shape[:2])
         return state, {**metrics, "rows": jnp.float32(rows), "padding_share": jnp.float32(padding)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
@@ -120,12 +120,10 @@ class PackedUpdater(Updater):
         """`gradients`, and the share of the tokens that are padding."""
         selected = None
         if self.config.top_entropy_quantile < 1:
-            mask = jnp.asarray(batch.mask)
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
-            selected = fetch(_select(entropies, split(mask, self.mesh), self.config.top_entropy_quantile))
+            selected = fetch(_select(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
-        totals = _count_totals(batch, selected)
-        streams = count_streams(state.params, len(parts))
+        totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))
         zeros = [zero_gradients(self, state.params) for _ in range(streams)]
 
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
@@ -136,10 +134,9 @@ class PackedUpdater(Updater):
             return total, found
 
         results = run_in_streams(add_parts, range(streams))
-        # Metrics two by two: one program, whatever the number of parts.
         sums = functools.reduce(_merge, [sums for _, found in results for sums in found])
         grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
-        used = [jax.tree.map(lambda x, n=max(1, part.used): x[:, :n], part.sequences) for part in parts]
+        used = [jax.tree.map(operator.itemgetter(np.s_[:, : part.used]), part.sequences) for part in parts]
         return grads, sums, padding_share(used)
 
     def _score(
@@ -199,12 +196,12 @@ class PackedUpdater(Updater):
         if 3 * len(together) <= 3 * len(trained) + len(measured):
             trained, measured = together, []
         sequences = [*trained, *measured] or together
-        # As many as completions of any lengths may need: only an update that skips has two kinds, each with a last one.
+        # As many as completions of any lengths may need; two kinds of sequences have two last ones.
         completions = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // completions) + self.skips
         filled = sequences + sequences[-1:] * (most - len(sequences))
         stacked = jax.tree.map(lambda *x: np.stack(x, axis=1), *filled)
-        counts: list[Any] = [np.int32(x) for x in (len(trained), len(trained) + len(measured), number)]
+        counts: list[Any] = [np.int32(x) for x in (len(trained), max(1, len(trained) + len(measured)), number)]
         return Packed(part, selected, stacked, *counts)
 
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
@@ -212,7 +209,6 @@ class PackedUpdater(Updater):
         b, p = batch.prompts.tokens.shape
         b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
         streams = count_streams(params, b)
-        # Activations of a part's prompts are kept while its sequences are computed: a small share of what these take.
         rounds = -(-min(-(-b * p // max(size // 16, PROMPT_TOKENS)), b) // streams)
         each = -(-b // (rounds * streams))
         return streams, -(-b // (each * streams)) * streams, each
@@ -261,9 +257,7 @@ def choose_updater(
 
 
 def sequence_tokens(tokens: int, longest: int, *, cpu: bool, wide: bool = False) -> int:
-    """Tokens of a packed sequence where a micro-batch has `tokens` on a device.
-
-    It gets more where the longest completion has more, and up to a whole number of blocks.
+    """Tokens of a packed sequence where a micro-batch has `tokens` on a device, before whole blocks.
 
     Example:
       >>> sequence_tokens(8 * 16384, 16384, cpu=False), sequence_tokens(8 * 65536, 65536, cpu=False)
@@ -384,7 +378,6 @@ def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entrop
 def apply_sums(
     updater: PackedUpdater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`apply_gradients`, compiled."""
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
     return keep_placed(state, updater.mesh), metrics
 
