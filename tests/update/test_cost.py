@@ -82,6 +82,7 @@ def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):
 def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
     """A sequence of N tokens: activations of N tokens, logits of N tokens a few times, gradients of the params."""
     n = 512
+    monkeypatch.setattr(packed, "PROMPT_TOKENS", 2 * P)  # two prompts of a part, whatever the batch is
 
     def temporaries(b, g):
         lowered, _ = programs_of_an_iteration(monkeypatch, b, g, 64, tokens=n)["add_gradients"]
