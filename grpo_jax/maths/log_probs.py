@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.maths.sampling import Sampling, process_logits
 
@@ -49,18 +50,32 @@ def _logit_of_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
     here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
-    return _logit_of(logits, tokens), jnp.where(here, tangents[0], 0).sum(axis=-1)
+    # A product, since XLA would read the zeros of a `where` from an array as large as the logits.
+    return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
+
+
+NORMALIZER = ("logits_max", "logits_sum")
+"""Names of what `log_sum_exp` computes: kept under `jax.checkpoint`, they save the backward pass two passes over V."""
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """log Σ exp(logits [..., V]), as `jax.nn.logsumexp`; its maximum and its sum can be kept by name."""
+    largest = jax.lax.stop_gradient(logits.max(axis=-1))
+    largest = checkpoint_name(jnp.where(jnp.isfinite(largest), largest, 0), NORMALIZER[0])
+    total = checkpoint_name(jnp.exp(logits - largest[..., None]).sum(axis=-1), NORMALIZER[1])
+    return jnp.log(total) + largest
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Log-probs [...] of tokens [...] under softmax(logits [..., V])."""
-    return _logit_of(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+    return _logit_of(logits, tokens) - log_sum_exp(logits)
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`log_probs_of`, and the entropies [...] of the distributions, in nats."""
-    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_z = log_sum_exp(logits)[..., None]
     log_p = logits - log_z
-    # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient.
-    plogp = jnp.where(jnp.isneginf(log_p), 0.0, jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p))
+    # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient. Bounded by a scalar, since the zeros
+    # of a `where` would be an array as large as the logits.
+    plogp = jnp.exp(log_p) * jax.lax.clamp(jnp.finfo(log_p.dtype).min, log_p, jnp.inf)
     return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)

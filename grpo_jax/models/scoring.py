@@ -19,7 +19,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.log_probs import log_probs_and_entropy, log_probs_of
+from grpo_jax.maths.log_probs import NORMALIZER, log_probs_and_entropy, log_probs_of
 from grpo_jax.maths.sampling import Sampling, process_logits
 from grpo_jax.models.context import Prefix, Segments
 from grpo_jax.models.experts import router_loss
@@ -93,7 +93,8 @@ def chunked(
         jnp.pad(x, ((0, 0), (0, pad), (0, 0))).reshape(b, chunks, size, -1).swapaxes(0, 1) for x in (hidden, *beside)
     ]
     tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, chunks, size).swapaxes(0, 1)
-    results = jax.lax.map(lambda x: jax.checkpoint(one)(params, *x), (states[0], tokens, *states[1:]))
+    again = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
+    results = jax.lax.map(lambda x: again(params, *x), (states[0], tokens, *states[1:]))
     return tuple(x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
 
 
