@@ -61,9 +61,11 @@ NORMALIZER = ("logits_max", "logits_sum")
 def log_sum_exp(logits: jax.Array) -> jax.Array:
     """log Σ exp(logits [..., V]), as `jax.nn.logsumexp`; its maximum and its sum can be kept by name."""
     largest = jax.lax.stop_gradient(logits.max(axis=-1))
-    largest = checkpoint_name(jnp.where(jnp.isfinite(largest), largest, 0), NORMALIZER[0])
-    total: jax.Array = checkpoint_name(jnp.exp(logits - largest[..., None]).sum(axis=-1), NORMALIZER[1])
-    return jnp.log(total) + largest
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    largest = checkpoint_name(largest, NORMALIZER[0])
+    total = checkpoint_name(jnp.exp(logits - largest[..., None]).sum(axis=-1), NORMALIZER[1])
+    log_z: jax.Array = jnp.log(total) + largest
+    return log_z
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
