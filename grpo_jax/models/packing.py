@@ -135,7 +135,7 @@ def best_shape(
 ) -> SequenceShape:
     """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
 
-    `devices` and `neighbours` are those of `pack`.
+    `neighbours` prompts of a device at a time fill sequences of their own; if None, all together.
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
@@ -160,7 +160,6 @@ def pack(
     longest: int | None = None,
     devices: int = 1,
     whole: bool = True,
-    neighbours: int | None = None,
 ) -> list[PackedSequence]:
     """Lay the completions of a batch end to end.
 
@@ -175,7 +174,6 @@ def pack(
       longest: tokens of the longest segment that the sequences are made for; None: T.
       devices: A, a divisor of B.
       whole: whether there is that special case of blocks for completions that are all T long.
-      neighbours: so many of a device's prompts at a time are packed, the next into sequences of their own; None: all.
 
     Returns:
       Packed sequences of one shape, at least one.
@@ -208,11 +206,8 @@ def pack(
     most = max(8, min(size // 4, 32 * size // longest))
     flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
-    members: list[tuple[dict[int, list[int]], ...]] = []  # of each sequence, on each device
-    for begin in range(0, b // devices, neighbours or b):
-        now = slice(begin, begin + (neighbours or b))
-        chosen = [_choose(part[now], size // block, block, most, first=begin) for part in own]
-        members += itertools.zip_longest(*chosen, fillvalue={})
+    chosen = [_choose(part, size // block, block, most) for part in own]
+    members = [*itertools.zip_longest(*chosen, fillvalue={})]
     sequences = []
     for groups in members or [({},) * devices]:
         parts = map(lay_out, groups, flat, own.reshape(devices, -1))
@@ -223,23 +218,16 @@ def pack(
 
 
 def pack_best(
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    shapes: Sequence[SequenceShape],
-    *,
-    devices: int = 1,
-    neighbours: int | None = None,
+    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
 ) -> list[PackedSequence]:
     """`pack` in the shape that fits best (`best_shape`)."""
-    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices, neighbours=neighbours)
-    return pack_as(shape, tokens, mask, devices=devices, neighbours=neighbours)
+    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices)
+    return pack_as(shape, tokens, mask, devices=devices)
 
 
-def pack_as(
-    shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1, neighbours: int | None = None
-) -> list[PackedSequence]:
+def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
     """`pack` in that shape."""
-    return pack(tokens, mask, **shape._asdict(), devices=devices, neighbours=neighbours)
+    return pack(tokens, mask, **shape._asdict(), devices=devices)
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
@@ -277,28 +265,26 @@ def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int
     return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
 
 
-def _choose(lengths: np.ndarray, room: int, block: int, most: int, *, first: int) -> list[dict[int, list[int]]]:
+def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
     """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G].
 
-    `first` is the number of the first of these prompts. No sequences for completions that have no token.
+    No sequences for completions that have no token.
     """
     *few, many = OPEN
-    full = _fill(lengths, room, block, most, first=first, tried=many)
+    full = _fill(lengths, room, block, most, tried=many)
     for tried in few:
-        members = _fill(lengths, room, block, most, first=first, tried=tried)
+        members = _fill(lengths, room, block, most, tried=tried)
         if len(members) <= len(full):
             return members
     return full
 
 
-def _fill(
-    lengths: np.ndarray, room: int, block: int, most: int, *, first: int, tried: int
-) -> list[dict[int, list[int]]]:
+def _fill(lengths: np.ndarray, room: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
     """`_choose`, each completion into the first sequence with room of the last `tried`."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
     used: list[int] = []  # and the blocks that all of them take
-    for prompt, own in enumerate(lengths, first):
+    for prompt, own in enumerate(lengths):
         for i in np.argsort(-own, kind="stable"):
             n = int(own[i])
             if n == 0:
