@@ -248,7 +248,7 @@ score_padded, _jit_gradients = jax.jit(score_batch), jax.jit(gradients)
 @functools.partial(jax.jit, donate_argnames=("state",))
 def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """`train_step`, compiled, with the next state where the last one was."""
-    assert updater.optimizer is not None, "given by whoever updates"
+    assert updater.optimizer is not None, "an updater without one only scores"
     grads, sums = gradients(updater, state, batch)
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
     return keep_placed(state, updater.mesh), metrics

@@ -95,7 +95,7 @@ def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
         laid.append(round(lengths_of(batch.mask).sum() / (1 - share)))
     # Of text all is learned, but for the first token, which nothing predicts.
     assert shapes == [((6, 1), (6, 1, 13)), ((1, 5), (1, 6, 14)), ((1, 1), (1, 6, 13))]
-    assert laid == [6 * 64, 128, 128], "a prompt of its own costs a block of 64"
+    assert laid == [8 * 64, 128, 128], "a prompt of its own costs a block of 64, and a sequence has four blocks here"
 
 
 def test_held_out_examples_may_begin_otherwise():

@@ -15,12 +15,11 @@ from test_scoring import whole_logits
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig, grpo_loss
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import gradients, score_batch
+from grpo_jax.update.step import Updater
 
 
 @functools.cache
@@ -95,11 +94,10 @@ def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
     state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
     b = batch(ref_log_probs=None)
     # The totals of the loss are those of the whole batch, so a part is the batch with the rest's advantages at zero.
-    how = {"model": as_argument(model), "config": config(beta=0.0)}
-    jitted = jax.jit(gradients, static_argnames=("config", "on_policy", "micro"))
-    total, _ = jitted(state, b, micro=(1, 4), **how)
+    updater = Updater(as_argument(model), config(beta=0.0), micro=(4, 4))
+    total, _ = updater.replace(micro=(1, 4)).gradients(state, b)
     own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
-    parts = [jitted(state, own(i), micro=(4, 4), **how)[0] for i in range(4)]
+    parts = [updater.gradients(state, own(i))[0] for i in range(4)]
     assert {x.dtype for x in jax.tree.leaves(parts)} == {jnp.dtype("bfloat16")}
     expected = jax.tree.map(lambda *x: sum(np.asarray(y, np.float32) for y in x), *parts)
     chex.assert_trees_all_equal_dtypes(total, jax.tree.map(jnp.asarray, expected))
@@ -111,9 +109,8 @@ def test_score_gives_the_log_probs_of_any_params():
     model, params = model_and_params()
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
-    scored = jax.jit(score_batch, static_argnames=("model", "sampling", "micro"))
     for micro in ((4, 4), (1, 4)):
-        got = scored(params, b.prompts, b.tokens, b.mask, model=model, sampling=Sampling(), micro=micro)
+        got = Updater(as_argument(model), config(), micro).score(params, b.prompts, b.tokens, b.mask)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
