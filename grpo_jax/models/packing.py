@@ -217,14 +217,6 @@ def pack(
     return sequences
 
 
-def pack_best(
-    tokens: np.ndarray, mask: np.ndarray, shapes: Sequence[SequenceShape], *, devices: int = 1
-) -> list[PackedSequence]:
-    """`pack` in the shape that fits best (`best_shape`)."""
-    shape = best_shape(shapes, lengths_of(mask), mask.shape[2], devices=devices)
-    return pack_as(shape, tokens, mask, devices=devices)
-
-
 def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
     """`pack` in that shape."""
     return pack(tokens, mask, **shape._asdict(), devices=devices)

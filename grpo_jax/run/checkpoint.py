@@ -236,7 +236,7 @@ class Checkpoints:
         _delete(state)
         return self._load(best[0], like, {**self._stored_json(best[0]), **dict.fromkeys(_PENDING)}).state
 
-    def restore(self, state: TrainState, resume: str = "auto") -> Restored:
+    def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
         """The newest checkpoint that can be read; for a new run `state` alone.
 
         Args:
@@ -244,6 +244,7 @@ class Checkpoints:
             arrays are read, so that only one state is in memory.
           resume: "auto", "must" (there has to be a checkpoint), "never" (there must not be a run) or "changed" (the
             sources of reward functions, tools and environments may differ).
+          keep_params: do not delete `state.params`, which are the caller's until a checkpoint has been read (`donate`).
 
         Raises:
           ValueError: other settings, data or models (all differences listed), no readable checkpoint, or against
@@ -260,7 +261,7 @@ class Checkpoints:
                 what = f"{self._where} holds a run with other settings (use these, or another run_dir): this call"
                 changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
                 raise_all(what, [*differences(stored["run"], self._about, step), *changed])
-            _delete(state)
+            _delete(state.replace(params=None) if keep_params else state)
             found, unreadable[step] = tried_by_all(self._load, step, like, stored)
             if found is None:
                 continue

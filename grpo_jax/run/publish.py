@@ -178,19 +178,23 @@ def check_publishable(policy: Policy, what: str) -> None:
         raise ValueError(f"{what} has a model of your own, which cannot be written as a checkpoint")
 
 
+def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:
+    """Raise a `ValueError` if a run with `push_to_hub` could not push its policy."""
+    if run_dir is None:
+        raise ValueError("push_to_hub = True: the policy is written before it is pushed; give run_dir")
+    check_publishable(policy, "push_to_hub = True: the policy")
+
+
 class Publisher:
     """Pushes the policy of a run to the hub, from the directory `hub` of the run directory.
 
     A failed push in the background is a warning; one that is due while another is running is skipped.
     """
 
-    def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str] | None):
+    def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str]):
         self._config, self._policy = config, policy
         self._job: tuple[int, Future[CommitInfo]] | None = None
         self._repository: Repository | None = None
-        if run_dir is None:
-            raise ValueError("push_to_hub = True: the policy is written before it is pushed; give run_dir")
-        check_publishable(policy, "push_to_hub = True: the policy")
         self._run_dir = Path(run_dir).expanduser().absolute()
         self._directory = self._run_dir / "hub"
 

@@ -41,6 +41,10 @@ def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None
         from grpo_jax.watch.trackers import check_trackers
 
         check_trackers(run.config, run_dir)
+    if run.config.push_to_hub:
+        from grpo_jax.run.publish import check_push
+
+        check_push(run.policy, run_dir)
     check_shared(run_dir)
 
 
@@ -66,7 +70,8 @@ def open_session(
     first = jax.process_index() == 0
     own_dir = run_dir if first else None
     publisher = None
-    if run.config.push_to_hub:
+    if run.config.push_to_hub:  # `check_run_dir` has seen that there is a directory
+        assert run_dir is not None
         from grpo_jax.run.publish import Publisher
 
         publisher = Publisher(run.config, run.policy, run_dir)
@@ -102,12 +107,12 @@ class Session:
     progress: Progress = dataclasses.field(default_factory=Progress)
     _warned_of_skipped: bool = False
 
-    def start(self, state: TrainState, resume: str) -> Restored:
+    def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
         """The newest checkpoint, or `state` for a new run; begins the log.
 
-        `resume` is as in `train`. Raises a `ValueError` for a checkpoint of another run.
+        `resume` and `donate` are as in `train`. Raises a `ValueError` for a checkpoint of another run.
         """
-        restored = self.checkpoints.restore(state, resume)
+        restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
         data = self.run.data
         self.monitor.start(

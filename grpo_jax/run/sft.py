@@ -103,7 +103,7 @@ def sft(
     run.policy.empty()
     description = None if run_dir is None else _describe(run, state)
     with open_session(run, run_dir, description, callbacks) as session:
-        state = session.start(state, resume).state
+        state = session.start(state, resume, donate=donate).state
         if donate:
             policy.empty()
         progress, monitor = session.progress, session.monitor

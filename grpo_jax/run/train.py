@@ -160,7 +160,7 @@ def train(
     run.policy.empty()  # the run's own object; its params may be a copy on a mesh
     description = None if run_dir is None else _describe(run, state)
     with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
-        state, _, batch, completions, transcript = session.start(state, resume)
+        state, _, batch, completions, transcript = session.start(state, resume, donate=donate)
         if donate:  # only now: a run that was refused has taken nothing
             policy.empty()
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.packing import best_shape, pack, pack_best, padding_share, sequence_shapes
+from grpo_jax.models.packing import best_shape, pack, pack_as, padding_share, sequence_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -129,6 +129,6 @@ def test_the_shape_with_the_fewest_tokens_is_chosen(lengths, size, count):
     mask = np.arange(64) < lengths[..., None]
     shapes = sequence_shapes(512, 64, fused=False, batch_tokens=8 * 8 * 64)
     shape = best_shape(shapes, lengths, 64)
-    sequences = pack_best(np.ones(mask.shape, int), mask, shapes)
+    sequences = pack_as(shape, np.ones(mask.shape, int), mask)
     assert {sequence.tokens.shape for sequence in sequences} == {(1, size)} == {(1, shape.size)}
     assert len(sequences) == count

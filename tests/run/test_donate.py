@@ -108,6 +108,19 @@ def test_a_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
     assert held[0] < 0.1, "nothing of the state at step 0 is held while another is read"
 
 
+def test_a_checkpoint_that_cannot_be_read_takes_nothing(tmp_path, monkeypatch):
+    train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
+
+    def torn(*arguments):
+        raise OSError("torn")
+
+    monkeypatch.setattr(Checkpoints, "_load", torn)
+    policy = fresh()
+    with pytest.raises(ValueError, match=r"none of its checkpoints can be read \(step 1: .*torn"):
+        train(policy, ROWS, lengths, config_of(), run_dir=tmp_path, donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
+
+
 def test_adapters_are_donated_and_their_base_stays():
     policy = add_lora(fresh(), jax.random.key(0), rank=2)
     with pytest.raises(RewardError):

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, from_pretrained, push_to_hub, train
-from grpo_jax.run.publish import MARK, Publisher, model_card
+from grpo_jax.run.publish import MARK, Publisher, check_push, model_card
 from grpo_jax.types import Params
 from grpo_jax.watch.writer import RunWriter
 
@@ -103,9 +103,9 @@ def test_a_push_that_is_due_while_one_is_under_way_is_left_out(tmp_path, monkeyp
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="push_to_hub = True: the policy is written before it is pushed; give run_dir"):
-        Publisher(CONFIG, tiny_policy(), None)
+        train(tiny_policy(), [{"prompt": "a"}], lambda completions: 1 / 0, CONFIG)
     with pytest.raises(ValueError, match="push_to_hub = True: the policy has a model of your own"):
-        Publisher(CONFIG, tiny_policy().replace(model=object()), tmp_path)
+        check_push(tiny_policy().replace(model=object()), tmp_path)
     with serving(monkeypatch) as hub:
         config = dataclasses.replace(CONFIG, hub_model_id="other/sums", max_steps=1, max_completion_length=4)
         with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be created \(.*403"):
