@@ -77,7 +77,9 @@ def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Arr
     """`log_probs_of`, and the entropies [...] of the distributions, in nats."""
     log_z = log_sum_exp(logits)[..., None]
     log_p = logits - log_z
-    # 0 · log 0 = 0: a cut token (−inf) adds nothing, and no NaN reaches its gradient. The bound is a scalar: a `where`
-    # would read its zeros from an array as large as the logits.
-    plogp = jnp.exp(log_p) * jax.lax.clamp(jnp.finfo(log_p.dtype).min, log_p, jnp.inf)
+    p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)
+    # 0 · log 0 = 0: an excluded token (−inf) adds nothing, and no NaN reaches its gradient. Zero is taken from p, since
+    # a constant would be an array as large as the logits. Without the outer `where`, XLA's CPU backend does not
+    # vectorize the exponential: eight times slower.
+    plogp = jnp.where(excluded, p, p * jnp.where(excluded, p, log_p))
     return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)
