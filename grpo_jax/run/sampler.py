@@ -31,7 +31,7 @@ from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.types import Batch, Completions, Params, Prompts
-from grpo_jax.update.objective import correction_of
+from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
@@ -206,7 +206,7 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
     mask = np.asarray(batch.mask)
     gaps = np.abs(np.asarray(batch.old_log_probs) - np.asarray(batch.sampling_log_probs))[mask]
     found = {"sampler/log_prob_difference_mean": gaps, "sampler/log_prob_difference_max": gaps}
-    weights = correction_of(batch, config)
+    weights = sampler_correction_weights(batch, config)
     if weights is not None:
         of_weights = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
         found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}

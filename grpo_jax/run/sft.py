@@ -206,6 +206,7 @@ def derive_sft(
         optimizer=optimizer,
         mesh=mesh,
     )
+    updater = dataclasses.replace(updater, skip=False)  # every learned token has a gradient
     return SFTRun(
         policy=policy,
         config=config,

@@ -1,7 +1,7 @@
-"""The objective on some completions of a minibatch.
+"""The loss of a part of a minibatch.
 
-Losses are numerators over the counts of the whole minibatch, so the sum over its parts is the loss of the whole, and so
-are the gradients, however it is cut.
+Each loss is a sum divided by counts over the whole minibatch, so the losses of the parts add up to the loss of the
+minibatch, and so do their gradients, however it is split.
 """
 
 from __future__ import annotations
@@ -26,46 +26,45 @@ from grpo_jax.update.state import TrainState
 
 
 def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> LossSettings:
-    """The choices and numbers of `grpo_loss` that a config decides, with the caller's own `surrogate`.
+    """Build the static settings of `grpo_loss` from a config and an optional custom `surrogate`.
 
-    The coefficient of the entropy bonus may move during the run, and is part of the state.
+    The entropy coefficient is not included: it can change during training, so it is part of the state.
     """
     names = {field.name for field in dataclasses.fields(LossSettings)} - {"surrogate"}
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
 
 def sampling_of(config: Config) -> Sampling:
-    """The distribution that the sampler draws from and the scorer scores by; without a sampler the model's own."""
+    """Return the settings of the distribution that completions are sampled from and scored under."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
-def has_bonus(config: GRPOConfig) -> bool:
-    """Whether the entropy enters the loss."""
+def has_entropy_bonus(config: Config) -> bool:
+    """Return whether the entropy is part of the loss."""
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
-def learns_by_advantages(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
-    """Whether all of the loss is a product with advantages, so that a completion without one has no gradient.
+def vanishes_without_advantage(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
+    """Return whether a completion whose advantage is 0 has no gradient: every term of the loss is a multiple of it.
 
-    It is not known of the caller's own surrogate.
+    Holds for every `loss_type`. Nothing is assumed about a custom surrogate.
     """
-    if isinstance(config, SFTConfig) or surrogate is not None:
-        return False
-    return not (config.beta or has_bonus(config) or config.distillation_coef or router_coef(model, config))
+    others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
+    return surrogate is None and not any(others)
 
 
-def router_coef(model: Model, config: Config) -> float:
-    """The factor on the load-balancing loss: the config's, or else the checkpoint's own; 0 without experts."""
+def router_coef_of(model: Model, config: Config) -> float:
+    """Return the coefficient of the load-balancing loss: the config's, else the checkpoint's; 0 without experts."""
     if not is_cached(model) or not model.config.num_experts:
         return 0.0
-    own, given = model.config.router_loss_coef, config.router_aux_loss_coef
-    return own if given is None else given
+    coef = config.router_aux_loss_coef
+    return model.config.router_loss_coef if coef is None else coef
 
 
-def correction_of(batch: Batch, config: GRPOConfig) -> jax.Array | None:
-    """Importance weights of another engine's completions, [..., T] or [...]; None where nothing is to be corrected.
+def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | None:
+    """Return the importance weights [..., T] or [...] of an engine's completions; None without a correction.
 
-    They depend on whole completions, and on nothing outside of them: any cut of the batch gives the same weights.
+    The weights of a completion depend on that completion alone, so they are the same however a batch is split.
     """
     if batch.old_log_probs is None or config.sampler_correction is None:
         return None
@@ -80,11 +79,9 @@ def correction_of(batch: Batch, config: GRPOConfig) -> jax.Array | None:
 
 
 def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """The counts of the whole minibatch that the loss of any part of it is divided by.
+    """Return the normalizers of the loss: counts over the whole minibatch, shared by all of its parts.
 
-    Args:
-      selected: [B, G, T] bool, its `top_entropy_mask` where `top_entropy_quantile` < 1 (the quantile is over the whole
-        minibatch, so the mask has to be made before the first part); else None.
+    `selected` [B, G, T] is the `top_entropy_mask` of the whole minibatch, required if `top_entropy_quantile` < 1.
     """
     totals = batch_totals(batch.mask, selected)
     if batch.counted is not None:
@@ -93,9 +90,9 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Log-probs [..., T] of the policy that sampled, which the ratio divides by; of later turns too.
+    """Return the log-probs [..., T] of the policy that sampled: the denominator of the ratio, also in later turns.
 
-    The sampler stores them (`rollout.draw.draw_next`), or the trainer scores an engine's completions with them.
+    They were stored by the sampler (`rollout.draw.draw_next`), or computed by the trainer for an engine's completions.
     """
     return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
 
@@ -112,46 +109,39 @@ def loss_of(
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
-    """Loss and metric sums of some completions of a minibatch.
+    """Return the loss and metric sums of a part of a minibatch: `likelihood_loss` for SFT, else `grpo_loss`.
 
     Args:
-      scores: of these completions, [..., T], at the present params.
-      part: the minibatch's arrays for these completions, [..., T] and [...]; advantages are [...] or [..., T].
+      scores: log-probs and entropies [..., T] of the part's completions under the current params.
+      part: the part's arrays; advantages are [...] or [..., T].
       state: holds the coefficient of the entropy bonus.
-      totals: `count_totals` of the whole batch.
-      config: of an SFT run the loss is `likelihood_loss`, else `grpo_loss`.
-      on_policy: True if the params are those that sampled: the ratio is 1 in value, and needs no old log-probs.
-      surrogate: the caller's own, instead of that of `loss_type`; not for SFT.
-      selected: the part of the `top_entropy_mask` of the whole batch, or None.
-      router_coef: the factor on the load-balancing loss in `scores`.
+      totals: `count_totals` of the whole minibatch.
+      config: a `GRPOConfig` or `SFTConfig`.
+      on_policy: whether the current params sampled the completions. The ratio is then 1, without old log-probs.
+      surrogate: a custom surrogate that replaces that of `loss_type`, or None; not used in SFT.
+      selected: the part's slice of the `top_entropy_mask` of the whole minibatch, or None.
+      router_coef: coefficient of the load-balancing loss in `scores`.
     """
-    log_probs, entropies, router_loss, compared = scores
-    chex.assert_equal_shape([log_probs, entropies, part.mask, part.sampling_log_probs])
-    chex.assert_shape(part.advantages, log_probs.shape[: part.advantages.ndim])
+    chex.assert_equal_shape([scores.log_probs, scores.entropies, part.mask, part.sampling_log_probs])
+    chex.assert_shape(part.advantages, scores.log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert compared is not None, "the updater compares with the tokens"
+        assert scores.compared is not None, "SFT compares the distributions with the tokens"
         loss, metrics = likelihood_loss_terms(
-            log_probs, entropies, compared, part.mask, loss_type=config.loss_type, num_tokens=totals["num_tokens"]
+            scores.log_probs,
+            scores.entropies,
+            scores.compared,
+            part.mask,
+            loss_type=config.loss_type,
+            num_tokens=totals["num_tokens"],
         )
     else:
         loss, metrics = _grpo_terms(
-            log_probs,
-            entropies,
-            part,
-            state,
-            totals,
-            config=config,
-            on_policy=on_policy,
-            surrogate=surrogate,
-            selected=selected,
+            scores, part, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
-        loss, metrics = _add_distillation(
-            loss, metrics, log_probs, compared, part, totals, config=config, on_policy=on_policy
-        )
-    if router_loss is not None:
-        # The mean over the parts, each weighed by its tokens. It is no sum over tokens: experts are balanced within a
-        # part, so here, and only here, it matters how a batch is cut.
-        share = router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+    if scores.router_loss is not None:
+        # The mean over parts, weighted by their tokens. Experts are balanced within a part: this term alone depends on
+        # how a minibatch is split.
+        share = scores.router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
         metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
@@ -159,8 +149,7 @@ def loss_of(
 
 
 def _grpo_terms(
-    log_probs: jax.Array,
-    entropies: jax.Array,
+    scores: Scores,
     part: Batch,
     state: TrainState,
     totals: dict[str, jax.Array],
@@ -170,54 +159,38 @@ def _grpo_terms(
     surrogate: Surrogate | None,
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
-    """`grpo_loss` of some completions with the config's settings, and the metrics that compare policies."""
+    """Return `grpo_loss` plus the distillation loss, and metrics that compare the policy with others."""
+    log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(part)
+    has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
         log_probs,
-        None if on_policy else _old_log_probs(part),
+        old_log_probs,
         part.ref_log_probs,
         part.advantages,
         part.mask,
         loss_settings(config, surrogate),
-        # Without a bonus the entropy is a metric: its gradient would cost a pass over the vocabulary for nothing.
-        entropies=entropies if has_bonus(config) else jax.lax.stop_gradient(entropies),
-        entropy_coef=state.entropy_bonus if has_bonus(config) else 0.0,
+        # Without a bonus the entropy is only a metric, and its gradient would cost another pass over the vocabulary.
+        entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
+        entropy_coef=state.entropy_bonus if has_bonus else 0.0,
         sampling_log_probs=part.sampling_log_probs,
-        importance_weights=correction_of(part, config),
+        importance_weights=sampler_correction_weights(part, config),
         selected=selected,
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),
     )
-    l = jax.lax.stop_gradient(log_probs)
-    gap = jnp.where(part.mask, jnp.abs(l - part.sampling_log_probs), 0)
-    metrics.maxes["sampler_gap"] = gap.max()
+    constant = jax.lax.stop_gradient(log_probs)
+    metrics.maxes["sampler_gap"] = jnp.where(part.mask, jnp.abs(constant - part.sampling_log_probs), 0).max()
     if part.initial_log_probs is not None:
-        kl = jnp.where(part.mask, kl_divergence(l, part.initial_log_probs), 0)
-        metrics.sums["kl_initial_sum"] = kl.sum()
-    if part.ref_log_probs is None:
-        # A KL that nobody measured is no KL of zero.
+        metrics.sums["kl_initial_sum"] = jnp.where(part.mask, kl_divergence(constant, part.initial_log_probs), 0).sum()
+    if part.ref_log_probs is None:  # without a reference the KL is unknown, not 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
-    return loss, metrics
-
-
-def _add_distillation(
-    loss: jax.Array,
-    metrics: MetricSums,
-    log_probs: jax.Array,
-    divergences: jax.Array | None,
-    part: Batch,
-    totals: dict[str, jax.Array],
-    *,
-    config: GRPOConfig,
-    on_policy: bool,
-) -> tuple[jax.Array, MetricSums]:
-    """Loss and metrics with what is learned from a teacher, by its distributions or by its log-probs in the batch."""
+    divergences = scores.compared
     if part.teacher_log_probs is not None:
-        old_log_probs = None if on_policy else _old_log_probs(part)
         divergences = sampled_divergence(log_probs, old_log_probs, part.teacher_log_probs, part.mask)
     if divergences is None:
         return loss, metrics
-    more, sums = distillation_loss_terms(
+    distillation, sums = distillation_loss_terms(
         divergences,
         part.mask,
         coef=config.distillation_coef,
@@ -226,12 +199,12 @@ def _add_distillation(
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
     )
-    loss = loss + more
+    loss = loss + distillation
     return loss, metrics._replace(sums=metrics.sums | sums | {"loss": jax.lax.stop_gradient(loss)})
 
 
-def adapt_entropy_coef(state: TrainState, entropy: jax.Array, measured: jax.Array, config: GRPOConfig) -> TrainState:
-    """One step of the adaptive coefficient of the entropy bonus, where the entropy has been `measured` ([] bool)."""
+def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
+    """Update the adaptive coefficient of the entropy bonus from a measured entropy, if that `is_valid` ([] bool)."""
     coef, applied = update_entropy_coef(
         state.entropy_coef,
         entropy,
@@ -240,5 +213,7 @@ def adapt_entropy_coef(state: TrainState, entropy: jax.Array, measured: jax.Arra
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
-    coef = jnp.where(measured, coef, state.entropy_coef)
-    return state.replace(entropy_coef=coef, entropy_bonus=jnp.where(measured, applied, state.entropy_bonus))
+    return state.replace(
+        entropy_coef=jnp.where(is_valid, coef, state.entropy_coef),
+        entropy_bonus=jnp.where(is_valid, applied, state.entropy_bonus),
+    )

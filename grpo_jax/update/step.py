@@ -1,8 +1,8 @@
-"""One update: the gradient of a minibatch → the optimizer's updates → params → metrics.
+"""One update: the gradient of a minibatch, the optimizer step, and the metrics.
 
-`train_step` is all of it as a pure function, for any model and mesh: micro-batches [prompts, completions] of one shape.
-`packed` computes the same gradient without the padding, for the models of this package. A run scores and updates by an
-`Updater` or its subclass `packed.PackedUpdater`.
+`train_step` does all of it as a pure function, for any model and mesh, in micro-batches [prompts, completions] of one
+shape. For the models of this package, `packed` computes the same gradient without padding. A run computes log-probs and
+updates with an `Updater`, or its subclass `packed.PackedUpdater`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.models.scoring import score_completions
+from grpo_jax.models.scoring import predicting_states, score_completions
 from grpo_jax.models.sharding import keep_placed, split
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef, sampling_of
+from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
-from grpo_jax.update.teaching import Teacher, compare_padded
+from grpo_jax.update.teaching import Teacher, compare
 
 
 class Updater(flax.struct.PyTreeNode):
-    """Scores completions and makes the updates of a run with any model, in padded micro-batches.
+    """Computes log-probs and updates with any model, in padded micro-batches.
 
-    A pytree, the argument of its own compiled functions: the model's and the teacher's arrays are leaves, and the
-    settings are static.
+    A pytree, passed to its own compiled functions: the arrays of the model and the teacher are leaves, and the settings
+    are static.
 
     Attributes:
-      model: by `types.as_argument`.
+      model: the model, from `types.as_argument`.
       config: the settings.
       micro: (prompts, completions per prompt) of a micro-batch.
-      optimizer: the transformation that made `state.opt_state`; None if nothing is updated.
-      on_policy: True if params are those that sampled when an update begins, so that the ratio is 1 in value.
-      mesh: where params are; None for one device.
-      surrogate: a function that replaces that of the config's `loss_type`, or None.
-      teacher: a model whose distributions the policy's are compared with; None: no teacher, or only its log-probs.
-      skip: leave out the backward pass of zero-signal groups if they have no gradient and completions are packed.
+      optimizer: the transformation that created `state.opt_state`; None if no updates are made.
+      on_policy: whether the params at the start of an update are those that sampled, so that the ratio is 1.
+      mesh: the mesh of the params; None for one device.
+      surrogate: a custom surrogate that replaces that of the config's `loss_type`, or None.
+      teacher: a model whose distributions the policy's are compared with; None without a teacher, and for one that
+        provides only log-probs.
+      skip: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
     """
 
     model: Model
@@ -56,9 +57,9 @@ class Updater(flax.struct.PyTreeNode):
     skip: bool = flax.struct.field(pytree_node=False, default=True)
 
     def columns(self, longest: int) -> int:
-        """Length of a batch's arrays when its longest completion has `longest` tokens.
+        """Return the length to pad a batch to whose longest completion has `longest` tokens.
 
-        The smallest of T, T/2, T/4, … that is not shorter: few shapes, so few compilations.
+        The smallest of T, T/2, T/4, … that is long enough: few shapes, so few compilations.
         """
         most = self.config.max_completion_length
         while most % 2 == 0 and most // 2 >= max(longest, 8):
@@ -66,15 +67,15 @@ class Updater(flax.struct.PyTreeNode):
         return most
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Log-probs [B, G, T] of completions under any params, 0 where mask is 0; they may not be computed yet."""
+        """Return log-probs [B, G, T] of completions under the given params, 0 where mask is 0; do not wait for them."""
         return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step; `state` is consumed."""
+        """Return the state after one optimizer step, and its metrics; `state` is donated."""
         return update_padded(self, state, split(batch, self.mesh))
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """The first half of `update`: the gradient of a minibatch, and its metric sums."""
+        """Return the gradient of a minibatch and its metric sums: `update` without the optimizer step."""
         return _jit_gradients(self, state, split(batch, self.mesh))
 
 
@@ -92,29 +93,31 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step of GRPO.
 
-    g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference follows where the config says so
+    g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference is synced as the config says
 
-    Pure: jit it with `static_argnames=("optimizer", "config", "on_policy", "micro", "surrogate")` and
-    `donate_argnames="state"`, and pass the model through `types.as_argument`.
+    Pure. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy", "micro", "surrogate")`
+    and `donate_argnames="state"`, and pass the model through `types.as_argument`.
 
     Args:
-      state: the present `TrainState`.
+      state: the current `TrainState`.
       batch: a `Batch` [B, G, T].
-      model: a model of this package, or any `apply` by `types.Model`.
-      optimizer: the transformation that made `state.opt_state`.
+      model: a model of this package, or any model with the `apply` of `types.Model`.
+      optimizer: the transformation that created `state.opt_state`.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: True if the params are still those that sampled these completions: `grpo_loss` is then given no old
-        log-probs, whatever the batch holds, and the ratio is 1 in value. False gives it the batch's `old_log_probs`,
-        or if there are none `sampling_log_probs`.
-      micro: (prompts, completions per prompt) of one micro-batch, divisors of B and G; None for all at once.
-      surrogate: a function in the place of that of the config's `loss_type`, as in `grpo_loss`.
-      teacher: whose distributions the policy's are compared with; None: nobody's, or only by log-probs in the batch.
+      on_policy: whether the params are still those that sampled these completions. `grpo_loss` is then given no old
+        log-probs, and the ratio is 1. Otherwise it is given the batch's `old_log_probs`, or if these are None its
+        `sampling_log_probs`.
+      micro: (prompts, completions per prompt) of a micro-batch, divisors of B and G; None for a single one.
+      surrogate: a function that replaces that of the config's `loss_type`, as in `grpo_loss`.
+      teacher: a model whose distributions the policy's are compared with; None without a teacher, and for one that
+        provides only log-probs.
 
     Returns:
-      The next state, and metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if loss
-      or gradient was not finite), `sampler_gap` (largest |l − l_sampling|: about 1e-5 at an iteration's first update
-      in float32) and `kl_initial` where the initial policy's log-probs are in the batch. Of a batch without one trained
-      token all but the counts are NaN, and nothing but `step` moves (and the reference, where its sync is due).
+      The next state and the metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if
+      the loss or the gradient was not finite), `sampler_gap` (the largest |l − l_sampling|, about 1e-5 in float32 at
+      the first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
+      of the batch is trained, all metrics but the counts are NaN, and only `step` changes (and the reference, if its
+      sync is due).
 
     Example:
       A model of nine numbers, one for each pair of tokens, and one step towards token 2:
@@ -142,46 +145,67 @@ def train_step(
 
 
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-    """The first half of `train_step`: the gradient of a minibatch, and its metric sums; pure."""
-    model, config = updater.model, updater.config
-    sampling, dropout, coef = sampling_of(config), dropout_key(model, state), router_coef(model, config)
-    micro_batches, selected = cut(batch, *updater.micro), None
+    """Return the gradient of a minibatch and its metric sums: `train_step` without the optimizer step; pure."""
+    model, config, teacher = updater.model, updater.config, updater.teacher
+    sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
+    micro_batches, selected = split_batch(batch, updater.micro), None
 
     if config.top_entropy_quantile < 1:
 
         def entropies_of(part: Batch) -> jax.Array:
             return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
 
-        entropies = join(jax.lax.map(entropies_of, micro_batches), *batch.mask.shape[:2])
+        entropies = join(jax.lax.map(entropies_of, micro_batches), batch.mask.shape)
         selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
 
     def loss_fn(
-        params: Params, part: Batch, selected: jax.Array | None, number: jax.Array | int
+        params: Params, part: Batch, selected: jax.Array | None, index: jax.Array | int
     ) -> tuple[jax.Array, MetricSums]:
+        states = None
+        if teacher is not None:
+            states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
+        comparison = compare(
+            config,
+            part.tokens,
+            teacher=teacher,
+            states=states,
+            top_ids=part.teacher_top_ids,
+            top_log_probs=part.teacher_top_log_probs,
+        )
         scores = score_completions(
-            *(model, params, part.prompts, part.tokens, part.mask, sampling),
-            with_router=coef != 0,
-            rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, number)},
-            compared=compare_padded(updater.teacher, part, config),
+            model,
+            params,
+            part.prompts,
+            part.tokens,
+            part.mask,
+            sampling,
+            with_router=router_coef != 0,
+            rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, index)},
+            compared=comparison,
         )
         return loss_of(
-            *(scores, part, state, totals),
+            scores,
+            part,
+            state,
+            totals,
             config=config,
             on_policy=updater.on_policy,
             surrogate=updater.surrogate,
             selected=selected,
-            router_coef=coef,
+            router_coef=router_coef,
         )
 
     gradient = jax.grad(loss_fn, has_aux=True)
-    parts = micro_batches, None if selected is None else cut_array(selected, *updater.micro)
+    parts = micro_batches, None if selected is None else split_array(selected, updater.micro)
     count = len(micro_batches.mask)
     if count == 1:
-        return gradient(state.params, *jax.tree.map(lambda x: x[0], parts), 0)
+        part, of_part = jax.tree.map(lambda x: x[0], parts)
+        return gradient(state.params, part, of_part, 0)
 
-    def add(total: Params, numbered: tuple[Batch, jax.Array | None, jax.Array]) -> tuple[Params, MetricSums]:
-        grads, sums = gradient(state.params, *numbered)
+    def add(total: Params, part: tuple[Batch, jax.Array | None, jax.Array]) -> tuple[Params, MetricSums]:
+        micro_batch, selected, index = part
+        grads, sums = gradient(state.params, micro_batch, selected, index)
         return jax.tree.map(jnp.add, total, grads), sums
 
     grads, sums = jax.lax.scan(add, zeros_like(state.params), (*parts, jnp.arange(count)))
@@ -189,12 +213,12 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def zeros_like(params: Params) -> Params:
-    """Where gradients are summed: float32, though the params may be bfloat16 and with them the gradient of a part."""
+    """Return the initial sum of gradients: zeros in float32, also for bfloat16 params, whose gradients are bfloat16."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
 def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
-    """The key of an update's dropouts; None for a model without one."""
+    """Return the dropout key of an update; None for a model without dropout."""
     return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
 
 
@@ -204,9 +228,9 @@ _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 def apply_gradients(
     state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: Config
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The optimizer step, from the gradient of a batch and its metric sums.
+    """Return the state after the optimizer step and the metrics, from the gradient and metric sums of a minibatch.
 
-    A batch without one trained token has measured nothing and moves nothing: its means are NaN.
+    Without a trained token the means are NaN, and the params do not change.
     """
     metrics = finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
@@ -214,8 +238,8 @@ def apply_gradients(
     trained = metrics["tokens"] > 0
     metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
-    # A skipped update has measured nothing that could be relied on.
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
+        # The entropy of a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], ok & trained, config)
         metrics["entropy_coef"] = state.entropy_coef
     state = finish_update(
@@ -230,8 +254,10 @@ def apply_gradients(
     return state, metrics
 
 
-def score_batch(updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Log-probs [B, G, T] of completions under any params, one micro-batch at a time; pure."""
+def compute_log_probs(
+    updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Return log-probs [B, G, T] of completions under the given params, one micro-batch at a time; pure."""
     model, sampling = updater.model, sampling_of(updater.config)
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
@@ -239,43 +265,44 @@ def score_batch(updater: Updater, params: Params, prompts: Prompts, tokens: jax.
         scores = score_completions(model, params, part.prompts, part.tokens, part.mask, sampling, with_entropy=False)
         return scores.log_probs
 
-    return join(jax.lax.map(score, cut(batch, *updater.micro)), *tokens.shape[:2])
+    return join(jax.lax.map(score, split_batch(batch, updater.micro)), tokens.shape)
 
 
-score_padded, _jit_gradients = jax.jit(score_batch), jax.jit(gradients)
+score_padded, _jit_gradients = jax.jit(compute_log_probs), jax.jit(gradients)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`train_step`, compiled, with the next state where the last one was."""
-    assert updater.optimizer is not None, "an updater without one only scores"
+    """`train_step`, compiled; the state is updated in place."""
+    assert updater.optimizer is not None, "an updater without an optimizer only computes log-probs"
     grads, sums = gradients(updater, state, batch)
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
     return keep_placed(state, updater.mesh), metrics
 
 
-def cut(batch: Batch, prompts: int, completions: int) -> Batch:
-    """A batch [B, G, ...] as micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
+def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
+    """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
 
-    A micro-batch takes every (B / prompts)-th prompt. So where the prompts are cut over devices, each device has its
-    share of every micro-batch, and nothing moves.
+    A micro-batch has every (B / prompts)-th prompt. If the prompts are sharded, each device thus has its share of every
+    micro-batch, and no data moves between devices.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
-    once = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
-    parts = functools.partial(cut_array, prompts=prompts, completions=completions)
-    micro_batches = jax.tree.map(parts, batch.replace(prompts=once, counted=None))
+    repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
+    split_one = functools.partial(split_array, micro=micro)
+    micro_batches = jax.tree.map(split_one, batch.replace(prompts=repeated, counted=None))
     return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
 
 
-def cut_array(x: jax.Array, prompts: int, completions: int) -> jax.Array:
-    """`cut` for one array: [B, G, ...] → [N, prompts, completions, ...]."""
+def split_array(x: jax.Array, micro: tuple[int, int]) -> jax.Array:
+    """Do for one array what `split_batch` does: [B, G, ...] → [N, prompts, completions, ...]."""
     b, g = x.shape[:2]
+    prompts, completions = micro
     x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
     return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
 
-def join(parts: jax.Array, b: int, g: int) -> jax.Array:
-    """The inverse of `cut` for one array: [N, prompts, completions, ...] → [B, G, ...]."""
+def join(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Invert `split_array`: [N, prompts, completions, ...] → [B, G, ...], the `shape`."""
     _, prompts, completions = parts.shape[:3]
-    x = parts.reshape(b // prompts, g // completions, prompts, completions, *parts.shape[3:])
-    return jnp.moveaxis(x, 2, 0).reshape(b, g, *parts.shape[3:])
+    x = parts.reshape(shape[0] // prompts, shape[1] // completions, prompts, completions, *parts.shape[3:])
+    return jnp.moveaxis(x, 2, 0).reshape(shape)

@@ -153,7 +153,7 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(monkeyp
             (part,), numbers = updater.pack(state.params, batch)
             learns = np.asarray(batch.advantages).any(axis=1)[numbers].reshape(shard_count(axes), -1)
             assert learns.any(axis=1).all(), "some on each device"
-            assert 0 < part.trained < part.used
+            assert 0 < part.num_trained < part.num_used
         scores = updater.score(state.params, batch.prompts, batch.tokens, batch.mask)
         state, metrics = updater.update(state, batch)
         results.append(jax.device_get((scores, state.params, metrics)))

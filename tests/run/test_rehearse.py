@@ -63,7 +63,7 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
 def test_what_looks_wrong_is_said(monkeypatch):
     """Also of a group with equal rewards, through which a run makes no backward pass and the dry run does."""
     trained, program = [], packed.add_gradients
-    watched = lambda *given: trained.append(int(given[3].trained)) or program(*given)
+    watched = lambda *given: trained.append(int(given[3].num_trained)) or program(*given)
     monkeypatch.setattr(packed, "add_gradients", watched)
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(

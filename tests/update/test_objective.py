@@ -11,7 +11,7 @@ from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import count_totals, has_bonus, loss_of, router_coef
+from grpo_jax.update.objective import count_totals, has_entropy_bonus, loss_of, router_coef_of
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import apply_gradients
 
@@ -58,21 +58,21 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
 def test_the_factor_on_it_is_the_checkpoints_own_unless_it_is_given():
     experts = TransformerConfig(24, 16, 32, 2, 2, 1, 8, num_experts=4, num_experts_per_token=2, router_loss_coef=0.001)
     dense = TransformerConfig(24, 16, 32, 2, 2, 1, 8)
-    of = lambda shape, given: router_coef(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
+    of = lambda shape, given: router_coef_of(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
     assert [of(experts, given) for given in (None, 0.0, 0.5)] == [0.001, 0.0, 0.5]
-    assert of(dense, None) == of(dense, 0.0) == router_coef(lambda tokens: tokens, GRPOConfig()) == 0
+    assert of(dense, None) == of(dense, 0.0) == router_coef_of(lambda tokens: tokens, GRPOConfig()) == 0
 
 
 def test_the_entropy_has_a_gradient_only_as_a_bonus():
     batch, log_probs, entropies = case()
     for coef, moves in ((0.0, False), (0.3, True)):
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
-        assert has_bonus(config) == moves
+        assert has_entropy_bonus(config) == moves
         loss = lambda h, config=config, coef=coef: loss_of(
             Scores(log_probs, h), batch, state_of(entropy_coef=coef), count_totals(batch), config=config, on_policy=True
         )[0]
         assert bool(jnp.any(jax.grad(loss)(entropies) != 0)) == moves
-    assert has_bonus(GRPOConfig(use_adaptive_entropy=True))
+    assert has_entropy_bonus(GRPOConfig(use_adaptive_entropy=True))
 
 
 @pytest.mark.quick

@@ -177,8 +177,10 @@ def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half
 
 
 @pytest.mark.quick
-def test_a_packed_sequence_is_made_for_a_micro_batch_and_for_the_device():
-    """Sixteen tokens on these CPUs; on an accelerator as many as keep it busy, and the longest completion."""
-    size = packed.sequence_tokens
-    assert [size(10, 5, cpu=True), size(99, 5, cpu=True), size(99, 50, cpu=True, wide=True)] == [10, 16, 16]
-    assert [size(99, 5, cpu=False), size(10**6, 5, cpu=False), size(10**6, 50_000, cpu=False)] == [99, 2**15, 50_000]
+def test_a_sequence_has_the_tokens_of_a_micro_batch_up_to_a_limit():
+    model, params = tiny_model(layers=1)
+    sizes = {
+        (micro, t): choose_updater(model, GRPOConfig(), micro=(1, micro)).shapes(params, (4, G, t))[0].size
+        for micro, t in ((1, 8), (2, 8), (4, 8), (1, 40))
+    }
+    assert sizes == {(1, 8): 8, (2, 8): 16, (4, 8): 16, (1, 40): 40}  # 16 tokens, or the longest completion

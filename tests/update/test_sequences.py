@@ -16,7 +16,7 @@ from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models.packing import order_prompts
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
-from grpo_jax.update.objective import learns_by_advantages, loss_settings
+from grpo_jax.update.objective import loss_settings, vanishes_without_advantage
 from grpo_jax.update.packed import choose_updater, zero_gradients
 from grpo_jax.update.state import create_state
 
@@ -36,7 +36,7 @@ def parts(monkeypatch):
     found, program = [], packed.add_gradients  # a list, to which several threads may append
 
     def call(updater, total, state, part, totals):
-        found.append((int(part.trained), int(part.used)))
+        found.append((int(part.num_trained), int(part.num_used)))
         return program(updater, total, state, part, totals)
 
     monkeypatch.setattr(packed, "add_gradients", call)
@@ -144,7 +144,7 @@ def test_where_the_loss_has_other_terms_every_group_has_a_gradient(kind):
     config = GRPOConfig(max_completion_length=T, **OTHER_TERMS[kind])
     surrogate = (lambda tokens, settings: tokens.ratio) if kind == "surrogate" else None
     updater = choose_updater(model, config, micro=(4, G), surrogate=surrogate)
-    assert updater.learns(with_signal(0)).tolist() == [True] + 3 * [kind != "none"]
+    assert updater.has_gradient(with_signal(0)).tolist() == [True] + 3 * [kind != "none"]
 
 
 MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
@@ -174,4 +174,4 @@ def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(l
 
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
-    assert without == 0 or not learns_by_advantages(as_argument(MODEL), config)
+    assert without == 0 or not vanishes_without_advantage(as_argument(MODEL), config)
