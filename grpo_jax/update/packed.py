@@ -220,7 +220,7 @@ class PackedUpdater(Updater):
         """Return which prompts [B] have completions with a gradient."""
         if not self.skips_zero_signal:
             return np.ones(len(batch.mask), bool)
-        return np.asarray(batch.advantages).reshape(len(batch.mask), -1).any(axis=1)
+        return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """Return the shapes that packed sequences of a `batch` [B, G, T] may have; the first has the most tokens."""

@@ -19,7 +19,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.models.scoring import predicting_states, score_completions
+from grpo_jax.models.scoring import Comparison, predicting_states, score_completions
 from grpo_jax.models.sharding import keep_placed, split
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef_of, sampling_of
@@ -146,7 +146,7 @@ def train_step(
 
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """Return the gradient of a minibatch and its metric sums: `train_step` without the optimizer step; pure."""
-    model, config, teacher = updater.model, updater.config, updater.teacher
+    model, config = updater.model, updater.config
     sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro), None
 
@@ -162,17 +162,6 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     def loss_fn(
         params: Params, part: Batch, selected: jax.Array | None, index: jax.Array | int
     ) -> tuple[jax.Array, MetricSums]:
-        states = None
-        if teacher is not None:
-            states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
-        comparison = compare(
-            config,
-            part.tokens,
-            teacher=teacher,
-            states=states,
-            top_ids=part.teacher_top_ids,
-            top_log_probs=part.teacher_top_log_probs,
-        )
         scores = score_completions(
             model,
             params,
@@ -182,7 +171,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             sampling,
             with_router=router_coef != 0,
             rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, index)},
-            compared=comparison,
+            compared=_compare(updater, part),
         )
         return loss_of(
             scores,
@@ -210,6 +199,21 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
     grads, sums = jax.lax.scan(add, zeros_like(state.params), (*parts, jnp.arange(count)))
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
+
+
+def _compare(updater: Updater, part: Batch) -> Comparison | None:
+    """Return what the policy's distributions are compared with on a micro-batch."""
+    teacher, states = updater.teacher, None
+    if teacher is not None:
+        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
+    return compare(
+        updater.config,
+        part.tokens,
+        teacher=teacher,
+        states=states,
+        top_ids=part.teacher_top_ids,
+        top_log_probs=part.teacher_top_log_probs,
+    )
 
 
 def zeros_like(params: Params) -> Params:
