@@ -1,4 +1,4 @@
-"""Name the value that made an update's loss or gradient infinite or NaN."""
+"""Find the value that made the loss or the gradient of an update infinite or NaN."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from grpo_jax.update.step import Updater
 def name_not_finite(
     updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
 ) -> str:
-    """Return the first value of a skipped update that is not finite, with its prompt and completion.
+    """Describe the first non-finite value of a skipped update, with its prompt and completion.
 
-    Advantages are searched first, then log-probs of the sampler, of the old policy, of the references and of `params`,
-    and the metrics last. `params` are those before the update; several processes call this together.
+    Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
+    the metrics. `params` are those before the update. A collective operation with several processes.
     """
     batch = fetch(batch)
     inputs = {
@@ -45,7 +45,7 @@ def name_not_finite(
 
 
 def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
-    """Return prompt and completion of that place, decoded."""
+    """Return the decoded prompt and completion."""
     if tokenizer is None:
         return ""
     read = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]

@@ -1,4 +1,4 @@
-"""Schedule and optimizer of a config: plain optax."""
+"""The optax schedule and optimizer of a config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import optax
 from grpo_jax.config.sft import Config
 from grpo_jax.types import Params
 
-# transformers' rule, by names (`Trainer.get_decay_parameter_names`). It also leaves PyTorch's layer norms out by their
-# class: a norm of linen is known by its "scale".
+# The rule of transformers (`Trainer.get_decay_parameter_names`), which also excludes PyTorch's layer norms by class.
+# Norms of linen are recognized by their parameter "scale".
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
 def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
-    """Learning rate at each optimizer step: linear warm-up from 0, then linear or cosine to 0, or flat."""
+    """Return the learning rate schedule: linear warm-up from 0, then linear or cosine decay to 0, or constant."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -34,15 +34,14 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Whether weight decay acts on a parameter: not on norms and biases, as in transformers."""
+    """Return whether weight decay applies to a parameter: not to norms and biases, as in transformers."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 
 def _add_decay(weight: float) -> optax.GradientTransformation:
-    """Adds weight·θ to the updates of what decays.
+    """Add weight·θ to the updates of params with weight decay.
 
-    Its state is empty, as that of `optax.adamw` is at this place without a mask (`optax.masked` has another), so that
-    checkpoints do not depend on it.
+    Unlike `optax.masked`, this has an empty state, like the weight decay of `optax.adamw` without a mask.
     """
 
     def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
@@ -56,10 +55,10 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 
 
 def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, by a factor: g · min(1, most / ‖g‖).
+    """Clip by the global norm, like `optax.clip_by_global_norm`, but with a product: g · min(1, most / ‖g‖).
 
-    Both of Adam's moments take the clipped gradient. XLA computes a product again for each of them, but not a quotient,
-    as optax has it: of that it would hold all leaves at the same time, a copy of the whole gradient.
+    Both moments of Adam read the clipped gradient. XLA recomputes a product for each of them, but stores a quotient,
+    which would be a copy of the whole gradient.
     """
 
     def clip(updates: Params, params: Params | None = None) -> Params:
@@ -72,10 +71,10 @@ def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip. The same config gives the same object, so that `jit` knows it again.
+    """Return AdamW after a global-norm clip. Equal configs return the same object, so that `jit` does not recompile.
 
-    The learning rate is that of the `step` which `update` is given, by `update.state.finish_update`: steps whose update
-    was skipped count. Adam's own count, of its bias correction, is of the updates that were made.
+    The learning rate depends on the `step` that `update.state.finish_update` passes, which counts skipped updates too.
+    Adam's bias correction counts only the updates that were applied.
     """
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     adamw = optax.chain(  # the parts of `optax.adamw`, and its state
@@ -87,7 +86,7 @@ def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransforma
 
 
 def _scale_by_rate_of_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_learning_rate` at the `step` that `update` is given; without one it counts its own updates."""
+    """`optax.scale_by_learning_rate` at the `step` given to `update`; without a `step`, at its own count of updates."""
     by_count = optax.scale_by_learning_rate(schedule)
 
     def update(

@@ -1,4 +1,4 @@
-"""The training state: every array that decides the future of a run, and the pure functions that move it on."""
+"""The training state: all arrays that the rest of a run depends on, and pure functions that update it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from grpo_jax.types import Params
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Policy, old policy, reference, optimizer: frozen, and no two of its trees share a buffer.
+    """Policy, old policy, reference and optimizer state. Immutable; no two of its trees share a buffer.
 
-    A tree that the objective never reads is None, not a copy: one update a rollout needs no old policy, beta = 0 needs
-    no reference, and a reference that never moves is the initial policy itself.
+    A tree that is not needed is None: the old policy with a single update per rollout, the reference with beta = 0, and
+    the initial policy if the reference does not move.
 
     Attributes:
-      params: the policy θ, a pytree of float arrays: what samples and what is differentiated.
-      old_params: θ at the start of the iteration, which this iteration's completions are sampled from, or with
-        `rollout_ahead` the next iteration's. Their log-probs are kept from the sampler, or computed where another
-        engine samples. None where an iteration is a single update and params themselves serve, unless an engine samples
-        beside that update.
-      ref_params: the reference of the KL; None where beta is 0.
-      initial_params: the policy that the run began with; None unless the reference moves away from it.
-      opt_state: of the optax transformation.
-      step: [] int32, optimizer steps done.
-      key: [] typed PRNG key, never consumed: every draw folds in what it counts (prompt, completion, token).
-      entropy_coef: [] float32, the coefficient of the entropy bonus; the adaptive one moves.
-      entropy_bonus: [] float32, the coefficient that the next update applies: the same, or 0 while the adaptive one
-        finds the entropy high enough.
-      skipped: [] int32, updates that were not made because loss or gradient was not finite.
-      master_params: θ in float32, which the optimizer moves, and which `params` are rounded from after every step; None
-        where params are float32 themselves.
+      params: the policy θ, a pytree of float arrays, which is differentiated.
+      old_params: θ at the start of the iteration, from which its completions are sampled (with `rollout_ahead`, those
+        of the next iteration). The sampler stores their log-probs, or the trainer computes them if an engine samples.
+        None if an iteration has a single update, unless an engine samples during that update.
+      ref_params: the reference of the KL term; None if beta is 0.
+      initial_params: the policy at the start of the run; None if the reference does not move.
+      opt_state: state of the optax transformation.
+      step: [] int32, number of optimizer steps.
+      key: [] typed PRNG key of the run. Keys of samples are derived from it with the indices of prompt, completion and
+        token.
+      entropy_coef: [] float32, coefficient of the entropy bonus; changes if it is adaptive.
+      entropy_bonus: [] float32, coefficient that the next update applies: `entropy_coef`, or 0 while the adaptive one
+        is switched off because the entropy is above its target.
+      skipped: [] int32, number of updates skipped because the loss or the gradient was not finite.
+      master_params: θ in float32, which the optimizer updates; `params` are rounded from it after each step. None if
+        params are float32.
     """
 
     params: Params
@@ -63,7 +63,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def _unshared(tree: TrainState, held: set[int]) -> TrainState:
-    """The tree with copies of the arrays that stand in it twice or in `held` (ids), as a donated state needs it."""
+    """Copy the arrays that occur twice in a tree, or whose ids are in `held`: a donated buffer must not be shared."""
 
     def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
@@ -87,25 +87,25 @@ def create_state(
     entropy_bonus: float | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Start a run from `params`, which are copied, or with `donate` become those of the state.
+    """Create the state at step 0 from `params`, which are copied unless `donate` is True.
 
     Args:
       params: pytree of float arrays.
-      optimizer: an optax transformation.
-      key: [] typed PRNG key of the whole run.
-      keep_old: hold the policy that sampled (more than one update an iteration).
-      keep_reference: hold a reference (beta > 0).
-      keep_initial: hold the initial policy beside a reference that moves.
-      mix_adapters: where params are adapters and the reference is synced, the weight of the policy in a sync.
-      entropy_coef: ≥ 0, first coefficient of the entropy bonus.
-      entropy_bonus: what the first update applies of it; None: all of it.
-      donate: the state holds the arrays of `params` themselves, which its first update takes from the caller.
+      optimizer: optax transformation.
+      key: [] typed PRNG key of the run.
+      keep_old: whether to keep the policy that sampled (several updates per iteration).
+      keep_reference: whether to keep a reference (beta > 0).
+      keep_initial: whether to keep the initial policy (a reference that moves).
+      mix_adapters: α of a synced reference if params are LoRA adapters; else None.
+      entropy_coef: initial coefficient of the entropy bonus, ≥ 0.
+      entropy_bonus: coefficient that the first update applies; None: `entropy_coef`.
+      donate: use the arrays of `params` without a copy. The first update then invalidates them for the caller.
 
     Returns:
-      A `TrainState` at step 0, no two of whose arrays are one.
+      A `TrainState` at step 0.
 
     Raises:
-      ValueError: params with a leaf that is not of floats, such as a quantized base's.
+      ValueError: if a leaf of params is not a float array, such as a quantized weight.
 
     Example:
       >>> state = create_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), keep_reference=True)
@@ -115,8 +115,8 @@ def create_state(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; only floats are trained. A quantized base"
-                " stays as it is, and its adapters are trained: `add_lora(policy, key)`."
+                f"params{jax.tree_util.keystr(path)} must have a float dtype to be trained; got {leaf.dtype}. Train"
+                " adapters of a quantized model instead: `add_lora(policy, key)`."
             )
     masters = None
     if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
@@ -135,17 +135,17 @@ def create_state(
         skipped=jnp.zeros((), jnp.int32),
         master_params=masters,
     )
-    # An optimizer too may keep the params that it begins with.
+    # The optimizer state may contain the params as well.
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
 
 
 def same_shapes(first: Params, second: Params) -> bool:
-    """Whether the arrays of two trees have the same shapes: adapters and a reference that is synced to them do not."""
+    """Return whether two trees have the same shapes: adapters and the reference that is synced to them do not."""
     return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
 
 
 def begin_iteration(state: TrainState) -> TrainState:
-    """Take the snapshot that this iteration samples from: old_params ← params, where an old policy is kept."""
+    """Set old_params ← params, from which this iteration samples, if an old policy is kept."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
@@ -159,19 +159,18 @@ def finish_update(
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
 ) -> TrainState:
-    """One optimizer step, then the reference's own step.
+    """Apply one optimizer step, then sync the reference if it is due.
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
-    The θ of the first formula are the masters where there are any; params are then what they round to. Of adapters the
-    last is about the products A B: the weights are mixed, and not the factors (`lora.sync_adapters`).
+    θ are the master params if there are any; params are rounded from them. With adapters, α mixes the products A·B, not
+    the factors (`lora.sync_adapters`).
 
-    Where `ok` ([] bool: loss and gradient are finite) is False, params and optimizer stay as they are to the last bit,
-    and `skipped` counts one. The step is counted all the same, so that schedules, the data and the keys of a run do not
-    depend on it: the config's schedule is that of the extra argument `step`, and only an optimizer given to `train`
-    whose optax schedule counts its own updates lags behind. Where `trained` (a token of the minibatch is trained at
-    all) is False they stay too, and `skipped` counts nothing: the gradient is 0, and moments of earlier ones would move
-    them. `sync_every` is None for a reference that stays; `sync_alpha` is α.
+    If `ok` ([] bool) is False because the loss or the gradient is not finite, params and optimizer state do not change
+    and `skipped` is incremented. `step` is incremented anyway, so that schedule, data and keys do not depend on skipped
+    updates: the config's schedule reads the extra argument `step`. Only an optax schedule given to `train` counts its
+    own updates. If `trained` is False because no token is trained, params and optimizer state do not change either:
+    the moments of earlier gradients would move them. `sync_every` is None for a frozen reference; `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
@@ -184,13 +183,13 @@ def finish_update(
         held = optax.apply_updates(held, _trained(updates))
         return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
 
-    # A branch, not a choice between two trees: a donated state is changed where it stands, with none beside it.
+    # `cond` updates a donated state in place; a `where` would need both trees.
     params, masters, opt_state = jax.lax.cond(
         ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
     )
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
-        # A copy of other shapes is that of adapters.
+        # A reference with different shapes belongs to adapters.
         sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
         ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
@@ -204,7 +203,7 @@ def finish_update(
 
 
 def _trained(updates: Params) -> Params:
-    """Updates that leave alone what is not trained, whatever an optimizer would do to it."""
+    """Set the updates of untrained params to zero: weight decay would change them."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x

@@ -249,7 +249,7 @@ def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path
     with pytest.raises(ValueError, match=r"policy.params are quantized.*merge_lora"):
         save_pretrained(tmp_path / "copy", policy)
     assert not (tmp_path / "copy").exists()
-    with pytest.raises(ValueError, match=r"params\['layers_0'\].*codes has dtype uint8; only floats are trained"):
+    with pytest.raises(ValueError, match=r"params\['layers_0'\].*codes must have a float dtype to be trained; got uint8"):
         create_state(policy.params, None, jax.random.key(0))
 
 
