@@ -22,23 +22,19 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Prints a completion as its tokens arrive, with control characters escaped and incomplete characters held back.
-
-    Attributes:
-      text: the text so far.
-    """
+    """Prints a completion as its tokens arrive. Control characters are escaped, incomplete characters held back."""
 
     def __init__(self, tokenizer: Tokenizer, before: Before | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or Before([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Print the new part of one completion, tokens and mask [1, 1, T]; `whole` if it has ended."""
+        """Print the new part of a completion, given its tokens and mask [1, 1, T]; `whole` once it has ended."""
         ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self.text):
             print(escape_controls(text[len(self.text) :]), end="", flush=True)
-        elif whole:  # some tokenizers change earlier text, such as a space before a full stop
+        elif whole:  # some tokenizers change earlier text, e.g. remove a space before a full stop
             print(f"\n{escape_controls(text)}", end="")
         else:
             return
@@ -46,7 +42,7 @@ class Printer:
 
 
 def read_stdin() -> Iterator[str]:
-    """Yield the lines of standard input; at a terminal with a prompt sign."""
+    """Yield the lines of standard input, after a prompt sign if it is a terminal."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -56,10 +52,9 @@ def read_stdin() -> Iterator[str]:
 
 
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
-    """Complete prompts one after another, and print each completion while it is sampled.
+    """Complete the prompts one by one, and print each completion while it is sampled at `config.eval_temperature`.
 
-    Tokens arrive in bursts of up to 16, as from `generate`, at `config.eval_temperature` (0: greedy). With a chat
-    template the prompts are one conversation, until one is empty; otherwise they are independent.
+    With a chat template, the prompts up to an empty one form a conversation; otherwise they are independent.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)
@@ -78,7 +73,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bo
 
 
 def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
-    """Sample, print and return the completion of a prompt; each `index` has a key of its own."""
+    """Sample, print and return the completion of a prompt. `index` is folded into the PRNG key."""
     data = encode_prompts(
         [{"prompt": prompt}],
         policy.tokenizer,

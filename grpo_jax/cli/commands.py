@@ -1,4 +1,4 @@
-"""The commands of `cli.main`: each is a function of the parsed arguments that reads a run and calls the Python API."""
+"""The commands of `cli.main`: functions of the parsed arguments that read a run and call the Python API."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import jax
 from grpo_jax.cli.chat import read_stdin, talk
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.named import config_of, find, in_folder, is_reference, scorer_of, teacher_model
-from grpo_jax.cli.runfile import NAME, RunFile, Wanted, read_run
+from grpo_jax.cli.named import config_of, find, in_folder, is_reference, server_of
+from grpo_jax.cli.runfile import NAME, Part, RunFile, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.migrate import from_trl_script
 from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.engines import vllm_scorer
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora, write_policy
 from grpo_jax.hub.policy import init_policy
-from grpo_jax.messages import some
 from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import plan as plan_run
@@ -43,13 +43,13 @@ from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.types import Json
 from grpo_jax.watch.page import write_report
-from grpo_jax.watch.writer import RunWriter, plain, read_settings, replace_file
+from grpo_jax.watch.writer import RunWriter, read_settings, replace_file, to_json
 
-_ALL: tuple[Wanted, ...] = ("model", "data", "rewards")
+_ALL: tuple[Part, ...] = ("model", "data", "rewards")
 _GRPO_FIELDS = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches", "Text")]
 _GRPO_FIELDS += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
 _SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
-# Fields that `chat`, `evaluate` and `export` read from the run.json of a run that Python started.
+# Fields that `chat`, `evaluate` and `export` read from the run.json of a run started from Python.
 
 
 def init(arguments: Namespace) -> None:
@@ -73,54 +73,47 @@ def resume(arguments: Namespace) -> None:
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Read the run of a file, in this process or as one of several. Only process 0 prints."""
+    """Read a run file, after starting `jax.distributed` if requested. Only process 0 prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
-    return read_run(path, arguments.keys, wanted=_ALL)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open until the process ends)
+    return read_run(path, arguments.keys, load=_ALL)
 
 
 def _run_file(run_dir: Path) -> Path:
-    """Return the RUN.yaml in a run directory."""
+    """Return the path of the RUN.yaml in a run directory."""
     if (run_dir / NAME).is_file():
         return run_dir / NAME
-    if not run_dir.is_dir():
-        runs = [str(path.parent) for path in sorted(run_dir.parent.glob("*/run.json"))]
-        raise FileNotFoundError(
-            f"{run_dir} is not a directory; give the directory of a run" + (f", such as {some(runs)}" if runs else "")
-        )
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"{run_dir} was started from Python, and its files contain neither its data and reward functions nor the"
-            " base of its adapters: resume it with train(..., run_dir=...) in Python, and load its params with"
+            f"{run_dir} was started from Python, and does not contain its data, its reward functions or the base model"
+            " of its adapters; resume it with train(..., run_dir=...) in Python, or load its params with"
             " grpo_jax.run.stored.load_params(run_dir, policy.params)"
         )
-    raise FileNotFoundError(f"{run_dir} holds no run: it has neither {NAME} nor run.json")
+    raise FileNotFoundError(f"{run_dir} is not the directory of a run: it has neither {NAME} nor run.json")
 
 
-def _run_at(run_dir: Path, keys: Mapping[str, str], wanted: Sequence[Wanted]) -> RunFile:
-    """Read the run of a directory: its RUN.yaml, or the settings and policy that `train` in Python saved."""
-    saved = run_dir / POLICY
-    if (run_dir / NAME).is_file() or not (saved / "config.json").is_file():
-        return read_run(_run_file(run_dir), keys, wanted=wanted)
+def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> RunFile:
+    """Read the run in a directory: its RUN.yaml, or the settings and the policy saved by `train` in Python."""
+    policy = run_dir / POLICY
+    if (run_dir / NAME).is_file() or not (policy / "config.json").is_file():
+        return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
     config = settings["config"]
     fields = _SFT_FIELDS if config_class(config) is SFTConfig else _GRPO_FIELDS
-    stated = {name: config[name] for name in fields if name in config}
-    stated["model"] = {"config": str(saved / "config.json"), "tokenizer": str(saved)}
-    stated["param_dtype"] = settings.get("param_dtype", "float32")
-    texts = {name: json.dumps(value) for name, value in stated.items()}
-    return read_run(None, {**texts, **keys}, wanted=wanted)
+    values = {name: config[name] for name in fields if name in config}
+    values["model"] = {"config": str(policy / "config.json"), "tokenizer": str(policy)}
+    values["param_dtype"] = settings.get("param_dtype", "float32")
+    return read_run(None, {**{name: json.dumps(value) for name, value in values.items()}, **keys}, load=load)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
-    """Train or rehearse."""
     if run.quantize is not None and run.lora is None:
         raise ValueError(
-            f"quantize = {run.quantize!r}: quantized params cannot be trained; give lora, the rank of adapters on them"
+            f"quantize = {run.quantize!r}: quantized params cannot be trained; set lora to train adapters on them"
         )
     if dry_run and "grpo" not in run.stages:
-        raise ValueError("--dry-run: it rehearses GRPO, and stages has none; leave it out")
+        raise ValueError("--dry-run only supports GRPO, which stages does not include; remove it")
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)
@@ -129,11 +122,11 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         if "grpo" in run.stages:
             _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
     if run.run_dir is not None:
-        print(f"{_last_dir(run, run.run_dir)}: grpo-jax export {run.run_dir} OUT writes the model")
+        print(f"{_last_dir(run, run.run_dir)}: to write the model, run grpo-jax export {run.run_dir} OUT")
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
-    """Call `train` or `rehearse` with the arguments of a run."""
+    """Call `train` or `rehearse`."""
     function(
         policy,
         run.rows,
@@ -153,7 +146,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume the SFT stage, unless GRPO has a checkpoint. Return GRPO's initial policy and its `resume`."""
+    """Run or resume the SFT stage, unless GRPO has a checkpoint. Returns the initial policy and `resume` for GRPO."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -174,40 +167,33 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """Return the directory of the last stage that has started."""
+    """Return the directory of the latest stage that was started."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 @contextlib.contextmanager
 def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Write the RUN.yaml into the run directory, for `resume` and `export`, and yield a callback of the run.
+    """Keep the RUN.yaml in the run directory, for `resume` and `export`. Yields a callback for `train`.
 
-    An existing file is replaced after the first step, since the run may refuse to resume with other settings. A new
-    file is removed if no run starts. If a signal ends the run, the command that resumes it is printed.
+    The callback replaces an existing file after the first logged step, since the run may reject different settings. If
+    a signal ends the run, the command that resumes it is printed.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
         return
     file, text = run.run_dir / NAME, dump_yaml({**run.values, "folder": str(run.folder)})
-    new = not file.exists()
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         if not file.exists() or file.read_text(encoding="utf-8") != text:
-            RunWriter(run.run_dir)  # makes the directory
+            RunWriter(run.run_dir)  # creates the directory
             replace_file(file, lambda out: out.write(text.encode()))
 
-    if new:
+    if not file.exists():
         write(0, {})
     try:
         yield write
     except SystemExit:
         print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
-        raise
-    except Exception:
-        if new and not (file.parent / "run.json").exists():
-            file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty
-                file.parent.rmdir()
         raise
 
 
@@ -215,14 +201,16 @@ def load_policy(run: RunFile) -> Policy:
     """Load the initial policy of a run."""
     keep_programs()
     if run.model is None:
-        raise ValueError("model: is missing; give a RUN.yaml that has one, or --model")
+        raise ValueError("model is missing; set it in RUN.yaml or pass --model")
     if isinstance(run.model, Mapping):
         policy = _new_policy(run.model, run.folder, run.param_dtype)
     else:
         found = _named_model(run.model, run.folder)
         if isinstance(found, Policy) and run.quantize is not None:
-            raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it there")
-        policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize, run.quantize_embeddings)
+            raise ValueError(
+                f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize the policy in that function"
+            )
+        policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)
     return place_policy(policy, make_mesh(run.config.mesh) if run.config.mesh else None)
@@ -232,17 +220,16 @@ def load_teacher(run: RunFile) -> Policy | Scorer | None:
     """Load the teacher of a run: a policy, a scorer, or None."""
     if run.teacher is None:
         return None
-    if (server := scorer_of(run.teacher)) is not None:
-        return server
-    model, quantize = teacher_model(run.teacher)
-    found = _named_model(model, run.folder)
-    return _load(found, run, quantize) if isinstance(found, str) else found
+    if isinstance(run.teacher, Mapping):
+        return server_of(run.teacher, vllm_scorer)
+    found = _named_model(run.teacher, run.folder)
+    return _load(found, run, None) if isinstance(found, str) else found
 
 
 def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
-    """Return a directory or a name on the hub, or the object of a reference.
+    """Return a directory, a name on the hub, or the object of a reference.
 
-    Functions and classes are called; an object with a method `score` is not, even if it is callable.
+    Functions and classes are called. Scorers, i.e. objects with a method `score`, are not, even if they are callable.
     """
     if not is_reference(model):
         return in_folder(str(model), folder)
@@ -252,7 +239,7 @@ def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
     return named
 
 
-def _load(name: str, run: RunFile, quantize: str | None, quantize_embeddings: bool = False) -> Policy:
+def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
     """Load a checkpoint with the dtypes and the mesh of a run."""
     return from_pretrained(
         name,
@@ -260,12 +247,12 @@ def _load(name: str, run: RunFile, quantize: str | None, quantize_embeddings: bo
         param_dtype=run.param_dtype,
         mesh=make_mesh(run.config.mesh) if run.config.mesh else None,
         quantize=quantize,
-        quantize_embeddings=quantize_embeddings,
+        quantize_embeddings=quantize is not None and run.quantize_embeddings,
     )
 
 
 def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
-    """Make a policy with fresh weights."""
+    """Create a policy with new weights."""
     tokenizer, config = load_tokenizer(in_folder(model["tokenizer"], folder)), model["config"]
     generation = read_json((folder / config).with_name("generation_config.json")) if isinstance(config, str) else None
     key = jax.random.key(model.get("seed") or 0)
@@ -303,7 +290,7 @@ def plan(arguments: Namespace) -> None:
 
 
 def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
-    """Load the policy of a checkpoint, with its step; None: the newest."""
+    """Return the step and the policy of a checkpoint (None: the latest)."""
     policy = load_policy(run)
     step, params = load_params(_last_dir(run, run_dir), policy.params, checkpoint)
     return step, policy.replace(params=params)
@@ -317,11 +304,11 @@ def evaluate(arguments: Namespace) -> None:
         run = _run_at(target, arguments.keys, _ALL)
         steps["step"], policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif not target.exists():
-        raise FileNotFoundError(f"{target} does not exist; give a RUN.yaml, or the directory of a run")
+        raise FileNotFoundError(f"{target} does not exist; pass a RUN.yaml or the directory of a run")
     else:
-        run = read_run(target, arguments.keys, wanted=_ALL)
+        run = read_run(target, arguments.keys, load=_ALL)
         if arguments.checkpoint is not None:
-            raise ValueError(f"--checkpoint {arguments.checkpoint}: {target} is a file; give the directory of a run")
+            raise ValueError(f"--checkpoint {arguments.checkpoint} needs the directory of a run; got the file {target}")
         policy = load_policy(run)
     rows = run.rows if run.eval_rows is None else run.eval_rows
     metrics, found = evaluate_rows(
@@ -335,9 +322,9 @@ def evaluate(arguments: Namespace) -> None:
         sampler=run.sampler if "sampler" in arguments.keys else None,
     )
     if arguments.out is not None:
-        lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in found]
+        lines = [json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
-    print(json.dumps(plain({**steps, "rows": len(rows), **metrics})))
+    print(json.dumps(to_json({**steps, "rows": len(rows), **metrics})))
 
 
 def export(arguments: Namespace) -> None:
@@ -345,7 +332,7 @@ def export(arguments: Namespace) -> None:
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
     if arguments.merge and run.lora is None:
-        raise ValueError("--merge: the run has no adapters (lora); leave it out")
+        raise ValueError("--merge: the run has no adapters; remove the option")
     step, policy = _load_checkpoint(run, run_dir, arguments.checkpoint)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
@@ -362,9 +349,9 @@ def chat(arguments: Namespace) -> None:
         run = _run_at(target, keys, ("model",))
         _, policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
-        raise ValueError(f"--checkpoint {arguments.checkpoint}: {arguments.model} is not the directory of a run")
+        raise ValueError(f"--checkpoint {arguments.checkpoint} needs the directory of a run; got {arguments.model}")
     else:
-        run = read_run(None, {"model": arguments.model, **keys}, wanted=("model",))
+        run = read_run(None, {"model": arguments.model, **keys}, load=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
     talk(policy, run.config, arguments.say or read_stdin(), echo=echo)
@@ -374,13 +361,13 @@ def report(arguments: Namespace) -> None:
     """`grpo-jax report`."""
     run_dir = Path(arguments.run_dir).expanduser()
     if not (run_dir / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; give the directory of a run")
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; pass the directory of a run")
     write_report(run_dir)
     print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
 
 
 def from_trl(arguments: Namespace) -> None:
-    """`grpo-jax from-trl`; the exit status is 1 if a field cannot be converted."""
+    """`grpo-jax from-trl`. The exit status is 1 if a field cannot be converted."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:

@@ -1,4 +1,4 @@
-"""`grpo-jax init`: a folder with a run that works at once, to be edited step by step into one's own."""
+"""`grpo-jax init`: a small run that works at once, as a starting point for a custom run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _RUN = """\
 #     grpo-jax train my_run.yaml             # run it again, and it resumes
 #     grpo-jax chat runs/{name} --say "cat: "
 #
-# Then replace the rows, the reward and the model by your own, one after another.
+# Then replace the rows, the reward function and the model, one after another.
 
-model: model                      # a tiny one with fresh weights; or a name on the hub, or a directory
+model: model                      # a tiny model with new weights; or a name on the hub, or a directory
 data: rows.jsonl                  # one JSON object per line; or a CSV or Parquet file, or a dataset on the hub
-prompt: "{{word}}: "                # made of a row's columns; or a list of messages, for an instruct model
-rewards: [rewards.py:in_word]     # a function of the file next to this one
+prompt: "{{word}}: "                # built from a row's columns; or a list of messages, for an instruct model
+rewards: [rewards.py:in_word]     # a function in a file next to this one
 run_dir: runs/{name}               # relative to the current directory: report.html, metrics.jsonl, checkpoints
 
 max_steps: 100
-num_generations: 8                # completions of each prompt
-per_device_train_batch_size: 8    # completions at a time: a group
-gradient_accumulation_steps: 8    # prompts of a step
+num_generations: 8                # completions per prompt
+per_device_train_batch_size: 8    # completions per micro-batch: one group
+gradient_accumulation_steps: 8    # micro-batches per step: 8 prompts
 max_completion_length: 8
-learning_rate: 3e-3               # larger models need smaller ones: see docs/recipes.md
-lr_scheduler_type: constant       # so that max_steps may be raised later
+learning_rate: 3e-3               # use smaller values for larger models: see docs/recipes.md
+lr_scheduler_type: constant       # allows max_steps to be raised later
 """
 
 _REWARDS = '''\
-"""The reward of my_run.yaml: edit this file, or name a function of another one."""
+"""The reward function of my_run.yaml."""
 
 
 def in_word(completions, word, **columns):
-    """The fraction of each completion's characters that are letters of its row's word.
+    """Return the fraction of characters of each completion that occur in the word of its row.
 
-    `completions` has a text for each completion; every column of rows.jsonl is a list of the same length.
+    `completions` is a list of strings, and every column of rows.jsonl is a list of the same length.
     """
     return [
         sum(character in letters for character in completion) / max(len(completion), 1)
@@ -54,18 +54,15 @@ _WORDS = ("cat", "bird", "hello", "moon", "apple", "jump", "quick", "water", "fo
 
 
 def write_start(folder: str | Path) -> list[Path]:
-    """Write a run, ten rows, a reward function and a tiny model into a folder, and return the three files.
+    """Write a run file, ten rows, a reward function and a tiny model. Returns the paths of the three files.
 
-    The model learns to write the letters of a given word.
-
-    Raises:
-      ValueError: one of the files exists.
+    The task is to write the letters of a given word. Raises ValueError if one of the files exists.
     """
     folder = Path(folder).expanduser()
     files = [folder / name for name in ("my_run.yaml", "rows.jsonl", "rewards.py")]
     existing = [path for path in (*files, folder / "model") if path.exists()]
     if existing:
-        raise ValueError(f"{existing[0]} exists already: give a new folder, or move it away")
+        raise ValueError(f"{existing[0]} already exists; use a new folder, or move the file away")
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_make_tokenizer()))
     rows = "".join(json.dumps({"word": word}) + "\n" for word in _WORDS)
@@ -92,7 +89,7 @@ _CONFIG = {
 
 
 def _make_tokenizer() -> Tokenizer:
-    """Make a byte-level tokenizer whose tokens are the printable characters of ASCII."""
+    """Return a byte-level tokenizer whose tokens are the printable ASCII characters."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
 

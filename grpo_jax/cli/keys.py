@@ -1,4 +1,4 @@
-"""The keys of a RUN.yaml: those of the run itself, and the fields of `GRPOConfig` by group."""
+"""The keys of a RUN.yaml: keys of the run itself, and the fields of `GRPOConfig` by group."""
 
 import ast
 import dataclasses
@@ -13,38 +13,38 @@ from grpo_jax.config import config, settings
 from grpo_jax.config.config import GRPOConfig
 
 RUN_KEYS = {
-    "model": "a name on the hub, a directory, `module:function` that returns one or a Policy, or for new weights a "
-    "mapping of `config` (a mapping or a config.json), `tokenizer` (a name or a directory) and `seed`",
-    "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of rows or of a function "
-    "that returns them, a mapping of `path` or `name`, and `config`, `split`, `rows` (only the first), or a suite of "
-    "tasks, as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
-    "eval_data": "the same, to evaluate on before the first step, every `eval_steps` and after the last",
-    "columns": "new names of columns: `{answer: solution}` renames the column `solution` to `answer`; "
-    "`{answer: reward_model.ground_truth}` takes it out of a nested column",
-    "prompt": "a template that replaces the column `prompt`: text, or a list of messages, in which `{question}` is the "
-    "row's column `question`",
+    "model": "a name on the hub, a directory, `module:function` that returns one of these or a Policy, or, for new "
+    "weights, a mapping of `config` (a mapping or a config.json), `tokenizer` (a name or a directory) and `seed`",
+    "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of a list of rows or of "
+    "a function that returns it, a mapping of `path` or `name` and optionally `config`, `split` and `rows` (use only "
+    "the first), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
+    "eval_data": "the same for evaluation, before the first step, every `eval_steps` and after the last step",
+    "columns": "renames columns: `{answer: solution}` renames `solution` to `answer`, and "
+    "`{answer: reward_model.ground_truth}` extracts a nested column",
+    "prompt": "a template of the column `prompt`: a string or a list of messages, in which `{question}` is replaced "
+    "with the row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a shipped one; "
-    "`{number_reward: answer}` calls it with the arguments that follow, and its result is the reward function; `suite` "
-    "stands for the reward functions of the suite of tasks under `data`, and is the default with a suite",
+    "`{number_reward: answer}` calls a function with arguments and uses its result; `suite`, the default for a suite "
+    "of tasks, stands for the suite's reward functions",
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
-    "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its own `data`, `eval_data`, `columns`, `prompt`",
-    "tools": "a list of functions, as `module:function`, that the policy may call between its turns",
-    "environment_factory": "a factory of environments, one for each completion, as `module:name`",
-    "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}`, with any "
-    "arguments of `engines.vllm`, or `module:name`; evaluations use it only if it is given on the command line",
-    "advantage_fn": "`module:function` that computes advantages from rewards; it replaces `advantage_estimator`",
-    "surrogate": "`module:function` that computes the loss of each token; it replaces `loss_type`",
+    "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its `data`, `eval_data`, `columns` and `prompt`",
+    "tools": "a list of functions that the policy may call between its turns, as `module:function`",
+    "environment_factory": "`module:name` of a factory that creates an environment for each completion",
+    "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}` with any "
+    "arguments of `engines.vllm`, or `module:name`; `evaluate` uses it only if it is passed as an option",
+    "advantage_fn": "`module:function` that computes advantages from rewards; replaces `advantage_estimator`",
+    "surrogate": "`module:function` that computes the loss of each token; replaces `loss_type`",
     "teacher": "a teacher, weighted by `distillation_coef`: a name on the hub, a directory, `module:name` of a Policy "
-    "or a scorer, a mapping of one of these as `model` and of `quantize`, or a server "
-    "`{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; `rewards` may then be []",
+    "or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; "
+    "`rewards` may then be []",
     "lora": "train adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
-    "quantize": "how the base under `lora` is stored: `nf4` or `int8` (default: not quantized)",
-    "quantize_embeddings": "whether its embedding and head are quantized too",
+    "quantize": "quantization of the base model under `lora`: `nf4` or `int8` (default: none)",
+    "quantize_embeddings": "whether the embedding and the head of the base model are quantized too",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
-    "run_dir": "the directory of the run (default `runs/` and the name of the file); null: nothing is written",
+    "run_dir": "the directory of the run (default `runs/` and the name of the file); null writes no files",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
-"""Key of a run that is not a field of its config → its meaning."""
+"""Key of a run that is not a config field → its meaning."""
 
 RENAMED = {
     "model_name_or_path": "use model",
@@ -58,13 +58,13 @@ RENAMED = {
     "use_peft": "use lora",
     "config": "write its fields next to model, data and rewards",
 }
-"""Name from Python or another library → the key to use."""
+"""Names of the Python API and of other libraries → the key to use."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
 def _read_source() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the group and the documentation of each field, from the source: comments and attribute docstrings."""
+    """Read the group and the documentation of each field from the source: comments and attribute docstrings."""
     groups, docs = {}, {}
     for module in (config, settings):
         source = Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _GROUPS
 
 
 def _choices(kind: object) -> tuple[str, ...]:
-    """Return the values that an annotation names."""
+    """Return the values that an annotation lists."""
     if kind is bool:
         return ("true", "false")
     if get_origin(kind) is Literal:
@@ -94,7 +94,7 @@ def _choices(kind: object) -> tuple[str, ...]:
 
 
 def explain(name: str) -> str:
-    """Return the help of one key: its default, its choices and its documentation."""
+    """Return the help of a key: its default, choices and documentation."""
     if name in RUN_KEYS:
         return f"{name}\n{textwrap.indent(textwrap.fill(RUN_KEYS[name], 90), '  ')}"
     choices = _choices(FIELDS[name].type)

@@ -1,4 +1,4 @@
-"""A RUN.yaml: read together with the command line and checked before any weights are loaded, all errors at once."""
+"""Reads a RUN.yaml together with the command line, and reports all errors at once before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from grpo_jax.cli.named import (
     is_reference,
     resolve_source,
     reward_function,
-    sampler_of,
-    scorer_of,
-    teacher_model,
+    server_of,
 )
 from grpo_jax.cli.yaml12 import parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
 from grpo_jax.config.settings import hints
 from grpo_jax.config.sft import SFTConfig
+from grpo_jax.engines import vllm, vllm_scorer
 from grpo_jax.hub.huggingface import find_checkpoint
-from grpo_jax.hub.quantize import METHODS, check_method
+from grpo_jax.hub.quantize import METHODS
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.models.sharding import parse_mesh
 from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
-from grpo_jax.text.examples import load_examples
+from grpo_jax.text import examples
 from grpo_jax.text.rows import check_templates, load_rows
 from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
-from grpo_jax.watch.writer import refuse_bucket
+from grpo_jax.watch.writer import reject_object_store
 
 NAME = "run.yaml"
-"""File in a run directory that holds the RUN.yaml of its run."""
+"""Name of the RUN.yaml that is kept in a run directory."""
 
 SUITE = "suite"
-"""Entry of `rewards` that stands for the reward functions of the suite under `data`."""
+"""Entry of `rewards` that stands for the reward functions of the suite in `data`."""
 
 _KINDS = {
     "run_dir": str,
@@ -50,25 +49,25 @@ _KINDS = {
     "quantize": Literal[METHODS],
     "quantize_embeddings": bool,
 }
-# Keys that are plain values, as annotations that `config.fields.read` checks.
+# Types of keys with simple values, as annotations for `config.fields.read`.
 _LORA = {
     "rank": Count,
     "alpha": Positive,
     "targets": str,
     "dropout": Annotated[float, In("[0, 1)", "0.0 turns it off")],
 }
-# Arguments of `add_lora`, in the same form.
+# Types of the arguments of `add_lora`.
 _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
 # Keys of the mapping `sft` that are not fields of SFTConfig.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
-# Fields of the run that are defaults of its SFT stage.
+# Fields of the run that are also the defaults of its SFT stage.
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Wanted = Literal["model", "data", "rewards"]
+Part = Literal["model", "data", "rewards"]
 
 
 class SFTStage(NamedTuple):
-    """The stage before GRPO, as arguments of `sft`. Its directory is the subdirectory `sft` of the run directory."""
+    """Arguments of `sft` for the stage before GRPO, which runs in the subdirectory `sft` of the run directory."""
 
     config: SFTConfig
     rows: list[Row]
@@ -77,13 +76,10 @@ class SFTStage(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class RunFile:
-    """A checked run, as arguments of `train`. Only what the caller wants is loaded.
+    """A validated run file, converted to the arguments of `train`. Parts that were not requested are not loaded.
 
-    Attributes:
-      values: the keys of the file and the command line.
-      folder: the directory that files and modules are relative to.
-      lora: arguments of `add_lora`; None trains all weights.
-      stages: "sft" and "grpo", in the order in which they run.
+    `values` are the keys of the file and the command line, `folder` is the directory that files and modules are
+    relative to, and `lora` the arguments of `add_lora`. `stages` lists "sft" and "grpo" in the order in which they run.
     """
 
     values: Json
@@ -109,13 +105,13 @@ class RunFile:
 
 
 class _Problems(list[str]):
-    """The error lines of a run that is being read."""
+    """Collects error lines."""
 
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
-        """Return a function's result; if it raises, record the error after the key and its value, and return None.
+        """Return the function's result. If it raises, record the error with the key and the first argument.
 
-        The value is the first argument. An empty key stands for messages that name it themselves. The address of a
-        server is not repeated, since it may contain a password.
+        An empty key means that the message contains the key already. The address of a server is left out, since it may
+        contain a password.
         """
         try:
             return function(*args, **keywords)
@@ -127,18 +123,19 @@ class _Problems(list[str]):
 
 
 def read_run(
-    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, wanted: Sequence[Wanted] = ()
+    path: str | Path | None, overrides: Mapping[str, str] | None = None, *, load: Sequence[Part] = ()
 ) -> RunFile:
-    """Read a run and check it as far as possible without the weights of its model.
+    """Read a run file and check it as far as possible without loading weights.
 
     Args:
-      path: of the file; None: only the command line, with files relative to the current directory.
-      overrides: keys of the command line, and their values as texts; files are relative to the current directory.
-      wanted: what the caller needs; nothing else is loaded.
+      path: path of the file; None for a run described by the command line alone.
+      overrides: keys of the command line and their values as strings. Their files are relative to the current
+        directory.
+      load: parts that the caller needs. A model is only checked; data and reward functions are loaded.
 
     Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: with one line per error: the key, its value, and the fix.
+      FileNotFoundError: if the file does not exist.
+      ValueError: with one line per error, which contains the key, its value and the fix.
     """
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
@@ -147,11 +144,11 @@ def read_run(
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.of("", _read_stages, stated) or ("grpo",)
-    with_data = "data" in wanted
-    wanted = wanted if "grpo" in stages else [name for name in wanted if name == "model"]
-    problems += _key_problems(values, wanted)
+    load_examples = "data" in load
+    load = load if "grpo" in stages else [part for part in load if part == "model"]
+    problems += _key_problems(values, load)
     run_dir = values.get("run_dir", f"runs/{path.stem}")
-    problems.of("", refuse_bucket, run_dir)
+    problems.of("", reject_object_store, run_dir)
     run = RunFile(
         values=values,
         folder=folder,
@@ -164,18 +161,17 @@ def read_run(
         quantize=stated.get("quantize"),
         quantize_embeddings=stated.get("quantize_embeddings", False),
         stages=stages,
-        sft=problems.of("", _read_sft, stated, folder, with_data) if "sft" in stages else None,
+        sft=problems.of("", _read_sft, stated, folder, load_examples) if "sft" in stages else None,
     )
-    if "model" in wanted:
+    if "model" in load:
         for name, check in (("model", _check_model), ("teacher", _check_teacher)):
             if name in stated:
                 problems.of(name, check, stated[name], folder)
     data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
-    used = {*wanted} & {"data", "rewards"}
-    suites = {key: problems.of("", suite_of, source, key) for key, source in data.items() if used}
-    if "rewards" in wanted:
+    suites = {key: problems.of("", suite_of, source, key) for key, source in data.items() if {*load} - {"model"}}
+    if "rewards" in load:
         _load_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
-    if "data" in wanted:
+    if "data" in load:
         _load_rows(run, stated, suites, problems)
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
@@ -185,8 +181,8 @@ def read_run(
     return run
 
 
-def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
-    """Yield an error line for each unknown, missing or wrong plain key."""
+def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
+    """Yield an error line for each unknown or missing key, and for each wrong value of a key in `_KINDS`."""
     for name in values:
         if name not in GROUPS:
             yield unknown_field(name, set(GROUPS), hints() | RENAMED).replace("no such field", "no such key", 1)
@@ -194,42 +190,42 @@ def _key_problems(values: Json, wanted: Sequence[Wanted]) -> Iterator[str]:
         if values.get(name) is not None and (fault := read(kind, values[name])[1]):
             yield f"{name} = {show(values[name])}: {fault}"
     if values.get("quantize_embeddings") and values.get("quantize") is None:
-        yield "quantize_embeddings = True: quantize is missing; give quantize: nf4 or int8"
+        yield "quantize_embeddings = True needs quantize; set it to nf4 or int8"
     if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
-        yield "quantize: model makes new weights, which cannot be quantized; leave it out"
+        yield "quantize: new weights cannot be quantized; remove it, or use a checkpoint as model"
     optional = is_suite(values.get("data")) or any(
         values.get(key) is not None for key in ("environment_factory", "teacher")
     )
-    for name in wanted:
+    for name in load:
         if values.get(name) in (None, []) and not (name == "rewards" and optional):
-            yield f"{name}: is missing; give {RUN_KEYS[name]}"
+            yield f"{name} is missing; set it to {RUN_KEYS[name]}"
 
 
 def _read_stages(stated: Json) -> tuple[str, ...]:
-    """Return the stages of a run, by default only GRPO."""
+    """Return the stages of a run (default: only GRPO)."""
     stages = stated.get("stages", ["grpo"])
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
-        raise ValueError(f"stages = {show(stages)}: give [sft, grpo], [sft] or [grpo]")
+        raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
     if "sft" in stages and not isinstance(stated.get("sft"), dict):
-        raise ValueError("sft: is missing; give a mapping of data and of the settings of SFTConfig")
+        raise ValueError("sft is missing; set it to a mapping of data and of fields of SFTConfig")
     if "sft" not in stages and "sft" in stated:
-        raise ValueError("sft: the stages have none; give stages: [sft, grpo], or leave it out")
+        raise ValueError("sft is set, but stages has no sft; set stages: [sft, grpo], or remove sft")
     return tuple(stages)
 
 
-def _read_sft(stated: Json, folder: Path, with_data: bool) -> SFTStage:
-    """Read the SFT stage from the keys of a run; a ValueError has one line per error."""
+def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
+    """Read the SFT stage from the keys of a run. Raises ValueError with one line per error."""
     own, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, *_SFT_KEYS}
     problems += [unknown_field(name, known, {}) for name in own if name not in known]
     config = problems.of("", SFTConfig.from_dict, _pick(stated, _SHARED) | _pick(own, fields)) or SFTConfig()
     problems[:] = [f"sft.{line}" for line in problems]
-    if with_data and own.get("data") is None:
-        problems.append("sft.data: is missing; give a file, the name of a dataset, or module:name")
+    if load and own.get("data") is None:
+        problems.append("sft.data is missing; set it to a file, the name of a dataset, or module:name")
 
     def read_examples(key: str) -> list[Row]:
-        return load_examples(
+        return examples.load_examples(
             resolve_source(own[key], folder, f"sft.{key}"),
             text_field=config.dataset_text_field,
             columns=own.get("columns"),
@@ -237,14 +233,14 @@ def _read_sft(stated: Json, folder: Path, with_data: bool) -> SFTStage:
             argument=f"sft.{key}",
         )
 
-    keys = [key for key in ("data", "eval_data") if with_data and own.get(key) is not None]
+    keys = [key for key in ("data", "eval_data") if load and own.get(key) is not None]
     rows = {key: problems.of("", read_examples, key) for key in keys}
     raise_all("sft", problems)
     return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
 
 
 def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
-    """Load the reward functions, tools and other objects; the suite provides defaults."""
+    """Load reward functions, tools and other objects. The suite provides the defaults."""
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns
@@ -253,7 +249,7 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
     tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
     run.tools = [tool for tool in tools if tool is not None] if "tools" in stated else suite.tools
     run.environment_factory = suite.environment_factory
-    readers = {"environment_factory": _environments, "sampler": sampler_of, "advantage_fn": find, "surrogate": find}
+    readers = {"environment_factory": _environments, "sampler": _sampler, "advantage_fn": find, "surrogate": find}
     for name in readers.keys() & stated.keys():
         setattr(run, name, problems.of(name, readers[name], stated[name], run.folder))
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
@@ -261,12 +257,12 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
 
 
 def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
-    """Load the rows to train on and to evaluate on."""
+    """Load the rows for training and evaluation."""
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
-        columns, prompt = None, "any"  # so that errors of the data itself are reported together with the template's
+        columns, prompt = None, "any"  # so that errors in the data are still reported
 
     def read_rows(source: object, key: str) -> list[Row]:
         return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
@@ -282,7 +278,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) -> dict[str, Any]:
-    """Return the values of some names, a mesh such as "data=2,fsdp=4" as a mapping."""
+    """Return the values of the given names. A mesh such as "data=2,fsdp=4" is converted to a mapping."""
     picked = {name: value for name, value in values.items() if name in names}
     if isinstance(picked.get("mesh"), str):
         picked["mesh"] = parse_mesh(picked["mesh"])
@@ -290,45 +286,50 @@ def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) 
 
 
 def _environments(entry: object, folder: Path) -> Environments:
-    """Return one factory, or several by name."""
+    """Return one factory of environments, or a dict of them."""
     if isinstance(entry, dict):
         return {name: find(one, folder) for name, one in entry.items()}
     found: EnvironmentFactory = find(entry, folder)
     return found
 
 
+def _sampler(entry: object, folder: Path) -> Sampler:
+    sampler: Sampler = find(entry, folder) if is_reference(entry) else server_of(entry, vllm)
+    return sampler
+
+
 def read_lora(entry: object) -> dict[str, Any] | None:
-    """Return the arguments of `add_lora` for a rank or a mapping; alpha is twice the rank by default."""
+    """Return the arguments of `add_lora` for a rank or a mapping. By default alpha is twice the rank."""
     if entry is None:
         return None
     stated = {"rank": entry} if isinstance(entry, int) else entry
     if not isinstance(stated, dict) or not stated.keys() <= _LORA.keys():
-        raise ValueError(f"give a rank, or a mapping of {', '.join(_LORA)}")
+        raise ValueError(f"must be a rank, or a mapping of {', '.join(_LORA)}")
     faults = {name: read(_LORA[name], value)[1] for name, value in stated.items()}
     raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
     return {"rank": 16, "alpha": 2.0 * stated.get("rank", 16), **stated}
 
 
 def _check_model(entry: object, folder: Path) -> None:
-    """Raise for a model that does not exist, or a value that does not name one."""
+    """Raise an error unless the entry names an existing model."""
     if isinstance(entry, dict):
         unknown = entry.keys() - {"config", "tokenizer", "seed"}
         if unknown or not {"config", "tokenizer"} <= entry.keys():
-            raise ValueError("new weights take config, tokenizer and seed (default 0), and nothing else")
+            raise ValueError("new weights need config and tokenizer, and optionally seed")
         config_of(entry, folder)
         if not isinstance(entry["tokenizer"], str) or not isinstance(entry.get("seed") or 0, int):
-            raise ValueError("new weights take a name or directory as tokenizer, and a whole number as seed")
+            raise ValueError("for new weights, tokenizer must be a name or directory, and seed an integer")
     elif is_reference(entry):
         find(entry, folder)
     elif isinstance(entry, str):
         find_checkpoint(in_folder(entry, folder), weights=False)
     else:
-        raise ValueError("give a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
+        raise ValueError("use a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
 
 
 def _check_teacher(entry: object, folder: Path) -> None:
-    """Raise for a teacher that does not exist, or a value that does not name one."""
-    if scorer_of(entry) is None:
-        model, method = teacher_model(entry)
-        check_method(method)
-        _check_model(model, folder)
+    """Raise an error unless the entry describes a server or names an existing teacher."""
+    if isinstance(entry, dict):
+        server_of(entry, vllm_scorer)
+    else:
+        _check_model(entry, folder)

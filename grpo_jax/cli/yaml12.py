@@ -1,4 +1,4 @@
-"""YAML with the scalars of version 1.2: `1e-6` is a number, `no` and `off` are text. In addition `None` is null."""
+"""YAML with the scalars of version 1.2: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the scalars of YAML 1.2; refuses duplicate keys, and aliases, which expand a small file without limit."""
+    """Reads YAML 1.2 scalars. Rejects duplicate keys, and aliases, which can expand a small file without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, f"*{event.anchor} is an alias; write its value out", event.start_mark
-            )
+            message = f"*{event.anchor}: aliases are not supported; write out the value"
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
-        twice = sorted({str(name) for name in names if names.count(name) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice[0]}", node.start_mark)
+        duplicates = sorted({str(name) for name in names if names.count(name) > 1})
+        if duplicates:
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {duplicates[0]}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes values that `_Loader` reads back unchanged: text that looks like a scalar is quoted."""
+    """Writes values that `_Loader` reads back unchanged: strings that look like another scalar are quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -53,21 +52,16 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Return keys and values as YAML text."""
+    """Return a mapping as YAML."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text."""
-    return yaml.load(text, _Loader)
-
-
 def parse_value(name: str, text: str) -> Any:
-    """Return the value of a key on the command line: YAML, or the text itself if the key takes only text."""
+    """Parse the value of a key on the command line: as YAML, or as a string if the key only accepts strings."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
-        value = parse_yaml(text)
+        value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
     if name not in FIELDS:
@@ -77,15 +71,15 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a file; a ValueError names the file if it is not YAML, or not a mapping."""
+    """Read the mapping in a YAML file. Raises ValueError with the path if it is not YAML or not a mapping."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give a RUN.yaml")
+        raise FileNotFoundError(f"{path} does not exist; pass the path of a RUN.yaml")
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number of thousands of digits
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an integer with too many digits
         raise ValueError(f"{path} is not YAML: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has at most a few levels") from error
+        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has only a few levels") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} contains {show(values)}; give keys with values, such as model: Qwen/Qwen3-0.6B")
+        raise ValueError(f"{path} contains {show(values)}; write keys with values, such as model: Qwen/Qwen3-0.6B")
     return {str(name): value for name, value in values.items()}

@@ -17,7 +17,7 @@ import jax
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.watch.writer import refused_if_unusable
+from grpo_jax.watch.writer import reject_unwritable
 
 if sys.platform != "win32":
     import fcntl
@@ -78,7 +78,7 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
 def _write_fault(path: Path) -> str:
     """Create an empty file; return why it cannot be created, or ""."""
     try:
-        with refused_if_unusable(path.parent):
+        with reject_unwritable(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     except ValueError as error:
@@ -104,7 +104,7 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     if run_dir is None:
         yield
         return
-    with refused_if_unusable(run_dir):
+    with reject_unwritable(run_dir):
         os.makedirs(run_dir, exist_ok=True)
         file = open(os.path.join(run_dir, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115 (open while the lock is held)
     with file:

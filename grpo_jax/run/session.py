@@ -146,7 +146,7 @@ class Session:
 
     def collected(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
         """Log the batch of an iteration: its metrics, and its completions if it was sampled."""
-        self.progress.collected(cursor, metrics)
+        self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, rows)
 
     def updated(self, metrics: dict[str, float]) -> None:
@@ -154,15 +154,15 @@ class Session:
         run, progress = self.run, self.progress
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
-        progress.updated(metrics)
+        progress.count_update(metrics)
         if progress.updates_done == run.sizes.updates:
             progress.updates_done = 0
         if run.config.logs_at(progress.step) or progress.step == run.total_steps:
             line = progress.log_line()
-            progress.measured(run.config.metric_for_best_model, line)
+            progress.keep_metric(run.config.metric_for_best_model, line)
             self.monitor.log(progress.step, line)
         else:
-            self.monitor.progressed(progress.step)
+            self.monitor.advance(progress.step)
 
     def check_skipped(
         self,
@@ -226,7 +226,7 @@ class Session:
             raise ValueError(
                 f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one"
             )
-        progress.measured(best, measured)
+        progress.keep_metric(best, measured)
         self.checkpoints.measured(progress)
         self.monitor.evaluation(step, metrics)
 

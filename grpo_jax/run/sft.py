@@ -35,7 +35,7 @@ from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Callback
-from grpo_jax.watch.writer import refuse_bucket
+from grpo_jax.watch.writer import reject_object_store
 
 
 def sft(
@@ -96,7 +96,7 @@ def sft(
       >>> state.params["logits"].argmax(-1).tolist()[1:3]  # after a comes b, after b the end
       [2, 0]
     """
-    refuse_bucket(run_dir)
+    reject_object_store(run_dir)
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))

@@ -35,7 +35,7 @@ from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Batch, Environments, Json, Params, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Callback
-from grpo_jax.watch.writer import refuse_bucket
+from grpo_jax.watch.writer import reject_object_store
 
 if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.run.sampler import Sampler
@@ -140,7 +140,7 @@ def train(
     """
     from grpo_jax.watch.hints import Hints
 
-    refuse_bucket(run_dir)
+    reject_object_store(run_dir)
     run = prepare(
         policy,
         dataset,

@@ -1,4 +1,4 @@
-"""Display of a run: a bar with the numbers that matter in a terminal, a line per logging step elsewhere."""
+"""Display of a run: a progress bar with the latest metrics in a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpo_jax.watch.summary import held_out_scores
-from grpo_jax.watch.writer import CompletionRow, is_dialogue
+from grpo_jax.watch.writer import CompletionRow
 
 if TYPE_CHECKING:
-    from IPython.display import DisplayHandle
     from rich.console import Console
     from rich.live import Live
     from rich.progress import Progress
-    from rich.table import Table
-    from rich.text import Text
 
 _SHOWN = (
     ("reward", "reward", 3),
@@ -26,10 +23,10 @@ _SHOWN = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Metrics that are shown: name, label, digits after the point (None: three significant ones). The loss only in SFT."""
+"""Metrics of the display: name, label, decimals (None: three significant digits). The loss is shown only for SFT."""
 
 SILENCE = 30
-"""Seconds without a line after which a log file gets one."""
+"""Seconds without output after which a log file gets a line."""
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES: dict[int, int | str] = {
@@ -39,35 +36,35 @@ _ESCAPES: dict[int, int | str] = {
 
 
 def escape_controls(text: str) -> str:
-    r"""Return text without characters that drive a terminal or reorder what is read: they are shown instead.
+    r"""Replace characters that control a terminal or reorder text with visible ones, such as ␛ or `\u202e`.
 
-    These are control characters except newline and tab, the marks that set the direction of text, and surrogates.
+    These are the control characters except newline and tab, bidirectional marks, and surrogates.
     """
     return text.translate(_ESCAPES)
 
 
 def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
-    """Return the numbers of a logged step in words, and the seconds of an iteration by phase; "" where there are none.
+    """Format the metrics of a logged step, and the time per iteration split by phase ("" if no times were logged).
 
-    The seconds of `metrics` are the sum over `iterations`.
+    The times in `metrics` are totals over `iterations`.
     """
-    shown = [one for one in _SHOWN if one[0] in metrics and (one[0] != "loss" or "reward" not in metrics)]
-    numbers = [f"{label} {_digits(metrics[name], digits)}" for name, label, digits in shown]
-    numbers += [f"held-out {score} {_digits(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
-    spent = {name: value / iterations for name, value in metrics.items() if name.startswith("seconds/")}
-    phases = {name.removeprefix("seconds/"): value for name, value in spent.items()}
+    shown = [entry for entry in _SHOWN if entry[0] in metrics and (entry[0] != "loss" or "reward" not in metrics)]
+    values = [f"{label} {_format(metrics[name], decimals)}" for name, label, decimals in shown]
+    values += [f"held-out {score} {_format(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
+    seconds = {name: value / iterations for name, value in metrics.items() if name.startswith("seconds/")}
+    phases = {name.removeprefix("seconds/"): value for name, value in seconds.items()}
     total = phases.pop("total", sum(phases.values()))
-    parts = ", ".join(f"{name} {_digits(value, 1)}" for name, value in phases.items() if value >= 0.05)
-    return " · ".join(numbers), f"{_digits(total, 1)} s per iteration{': ' * bool(parts)}{parts}" if phases else ""
+    parts = ", ".join(f"{name} {_format(value, 1)}" for name, value in phases.items() if value >= 0.05)
+    return " · ".join(values), f"{_format(total, 1)} s per iteration{': ' * bool(parts)}{parts}" if phases else ""
 
 
 class Display:
-    """The display of a run; itself a callback, called as `display(step, metrics)` after each logged step.
+    """The display of a run, and a callback: call it as `display(step, metrics)` after each logged step.
 
-    In a terminal it is a bar and in a notebook a line, redrawn after each optimizer step. In a log file or a pipe it is
-    one line per logged step. A thread adds a line with the `activity` of the run after `SILENCE` seconds without one,
-    so that a long rollout or compilation can be told from a hang. All is written to standard error (in a notebook to
-    the cell) or to the given console. Leaving the `with` block restores the terminal, also after an error.
+    A terminal shows a progress bar, redrawn after each optimizer step. A log file, pipe or notebook gets one line per
+    logged step, and after `SILENCE` seconds without output a line with the current `activity`, so that a long rollout
+    or compilation is not mistaken for a hang. Output goes to standard error (in a notebook to the cell) or to
+    `console`. Leaving the context restores the terminal, also after an error.
     """
 
     def __init__(
@@ -80,22 +77,22 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._activity, self._clock = activity, clock
-        self._began: float | None = None  # the end of the first iteration, which compiles and takes longer
+        # When the first iteration ended. Its compile time is left out of the estimate of the time left.
+        self._started: float | None = None
         self._total_steps = self._step = self._first = self._logged = 0
         self._updates = 1
-        self._said = self._stepped = clock()
+        self._last_output = self._last_step = clock()
         self._lines: tuple[str, str] = "", ""
         self._live: Live | None = None
         self._bar: Progress | None = None
-        self._cell: DisplayHandle | None = None
-        self._left = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._closed.set()
         if self._thread is not None:
             self._thread.join()
         if self._live is not None:
@@ -103,25 +100,20 @@ class Display:
             self._live = None
 
     def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
-        """Begin to show a run of `total_steps` optimizer steps, `updates` an iteration; `step` of them are done."""
-        self._total_steps, self._updates, self._began = total_steps, updates, None
+        """Show a run with `total_steps` optimizer steps, `step` of them done, and `updates` steps per iteration."""
+        self._total_steps, self._updates, self._started = total_steps, updates, None
         self._step = self._first = self._logged = step
-        self._stepped = self._clock()
+        self._last_step = self._clock()
         if self._console is None:
             return
-        if self._console.is_jupyter:
-            from IPython.display import DisplayHandle
-
-            self._cell = DisplayHandle()
-            self._cell.display({"text/plain": f"step {step}/{total_steps}"}, raw=True)
-        elif self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_jupyter:
             from rich.live import Live
 
-            self._bar = _bar(self._console, total_steps, step)
+            self._bar = _progress_bar(self._console, total_steps, step)
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
-            self._live.start()  # redraws the elapsed time by itself
+            self._live.start()  # its thread updates the elapsed time
         else:
-            self._thread = threading.Thread(target=self._break_silences, daemon=True)
+            self._thread = threading.Thread(target=self._report_activity, daemon=True)
             self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -129,108 +121,95 @@ class Display:
         self._lines = format_metrics(metrics, max(step - self._logged, 1) / self._updates)
         if self._lines[1]:
             self._logged = step
-        self._advance(step)
+        self._set_step(step)
         self._show(*self._lines, self._time_left())
 
-    def progressed(self, step: int) -> None:
+    def advance(self, step: int) -> None:
         """Show an optimizer step that is not logged."""
-        self._advance(step)
-        if self._live is not None or self._cell is not None:
+        self._set_step(step)
+        if self._live is not None:
             self._show(*self._lines, self._time_left())
 
-    def _advance(self, step: int) -> None:
-        self._step, self._stepped = step, self._clock()
-        if self._began is None and step >= self._first + self._updates:
-            self._first, self._began = step, self._clock()
+    def _set_step(self, step: int) -> None:
+        self._step, self._last_step = step, self._clock()
+        if self._started is None and step >= self._first + self._updates:
+            self._first, self._started = step, self._clock()
 
-    def _break_silences(self) -> None:
-        while not self._left.wait(max(self._said + SILENCE - self._clock(), 0.01)):
-            self.break_silence()
+    def _report_activity(self) -> None:
+        while not self._closed.wait(max(self._last_output + SILENCE - self._clock(), 0.01)):
+            self.report_activity()
 
-    def break_silence(self) -> None:
-        """Show what the run is doing, if the last line is `SILENCE` seconds old."""
+    def report_activity(self) -> None:
+        """Print the current activity if there was no output for `SILENCE` seconds."""
         now = self._clock()
-        if now - self._said >= SILENCE:
-            self._said = now
-            waited = round(now - self._stepped)
+        if now - self._last_output >= SILENCE:
+            self._last_output = now
+            waited = round(now - self._last_step)
             self._show(f"{self._activity()} ({waited} s since the last step)" if waited else "", self._time_left())
 
     def _show(self, *parts: str) -> None:
-        """Redraw the bar or the cell, or print a line; the last part is the time left."""
+        """Redraw the bar or print a line. The last part is the time left."""
         if self._live is not None and self._bar is not None:
             from rich.console import Group
             from rich.text import Text
 
             self._bar.update(self._bar.task_ids[0], completed=self._step, left=parts[-1])
-            shown = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in parts[:-1] if line]
-            self._live.update(Group(self._bar, *shown))
-            return
-        where = f"step {self._step:>{len(str(self._total_steps))}}/{self._total_steps}"
-        line = " · ".join(part.strip() for part in (where, *parts) if part)
-        if self._cell is None:
-            self.say(line)
+            lines = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in parts[:-1] if line]
+            self._live.update(Group(self._bar, *lines))
         else:
-            self._cell.update({"text/plain": line}, raw=True)
+            progress = f"step {self._step:>{len(str(self._total_steps))}}/{self._total_steps}"
+            self.say(" · ".join(part.strip() for part in (progress, *parts) if part))
 
     def say(self, text: str) -> None:
-        """Print a text above the bar, without markup."""
-        self._said = self._clock()
+        """Print a message, in a terminal above the bar. Markup is not interpreted."""
+        self._last_output = self._clock()
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def completions(self, rows: Sequence[CompletionRow]) -> None:
-        """Print completions with their rewards and advantages above the bar."""
-        if self._console is not None:
-            self._console.print(completions_table(rows))
+        """Print a table of completions: prompt (once per group), completion, each reward, advantage.
+
+        Control characters are escaped, since models and environments produce untrusted text.
+        """
+        if self._console is None:
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+        table = Table(show_lines=False, header_style="bold", pad_edge=False)
+        table.add_column("prompt", ratio=2, overflow="fold")
+        table.add_column("completion", ratio=3, overflow="fold")
+        for name in (*names, "advantage"):
+            table.add_column(Text(name), justify="right", overflow="fold")
+        last = None
+        for row in rows:
+            cells = ["" if row["prompt"] == last else _join(row["prompt"])]
+            cells += [_join(row["completion"]) + ("" if row.get("ended", True) else " …")]
+            cells += [_format(row["rewards"].get(name), 2) for name in names] + [_format(row["advantage"], 2)]
+            table.add_row(*map(Text, cells))
+            last = row["prompt"]
+        self._console.print(table)
 
     def _time_left(self) -> str:
-        """Return the time that the rest of the run takes at the speed since the end of the first iteration."""
+        """Format the estimated time of the remaining steps; "" before the second iteration has ended."""
         done, todo = self._step - self._first, self._total_steps - self._step
-        if self._began is None or done <= 0 or todo <= 0:
+        if self._started is None or done <= 0 or todo <= 0:
             return ""
-        seconds = round((self._stepped - self._began) / done * todo)
+        seconds = round((self._last_step - self._started) / done * todo)
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02}:{seconds % 60:02} left"
 
 
-def completions_table(rows: Iterable[CompletionRow]) -> Table:
-    """Return a table of completions: prompt, completion, each reward, advantage; one prompt per group.
-
-    Control characters are escaped: models and environments write untrusted text.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
-    table = Table(show_lines=False, header_style="bold", pad_edge=False)
-    table.add_column("prompt", ratio=2, overflow="fold")
-    table.add_column("completion", ratio=3, overflow="fold")
-    for name in (*names, "advantage"):
-        table.add_column(Text(name), justify="right", overflow="fold")
-    last = None
-    for row in rows:
-        scores = [row["rewards"].get(name) for name in names]
-        table.add_row(
-            Text("" if row["prompt"] == last else _spoken(row["prompt"])),
-            _completion(row),
-            *(Text(_digits(score, 2)) for score in scores),
-            Text(_digits(row["advantage"], 2)),
-        )
-        last = row["prompt"]
-    return table
-
-
 def _default_console() -> Console:
-    """Return a console on standard error, or on a notebook's cell."""
+    """Return a console that writes to standard error, or to the cell in a notebook."""
     from rich.console import Console
 
     console = Console()
     return console if console.is_jupyter else Console(stderr=True)
 
 
-def _bar(console: Console, total_steps: int, start: int) -> Progress:
-    """Return a rich progress bar with one task."""
+def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
     from rich import progress
 
     bar = progress.Progress(
@@ -238,7 +217,7 @@ def _bar(console: Console, total_steps: int, start: int) -> Progress:
         progress.BarColumn(bar_width=None),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
-        progress.TextColumn("so far"),
+        progress.TextColumn("elapsed"),
         progress.TextColumn("{task.fields[left]}"),
         console=console,
         expand=True,
@@ -247,29 +226,15 @@ def _bar(console: Console, total_steps: int, start: int) -> Progress:
     return bar
 
 
-def _digits(value: float | None, digits: int | None) -> str:
-    """Return a number with so many digits after the point, three significant ones if None, "–" if there is none."""
+def _format(value: float | None, decimals: int | None) -> str:
+    """Format a value with `decimals` (None: three significant digits); "–" if missing or not finite."""
     if value is None or not math.isfinite(value):
         return "–"
-    return f"{value:.{digits}f}" if digits is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.{decimals}f}" if decimals is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _completion(row: CompletionRow) -> Text:
-    """Return a completion; several turns with their speakers, the environment's dim, which the policy did not write."""
-    from rich.text import Text
-
-    shown = Text()
-    if is_dialogue(row.get("turns")):
-        for turn in row["turns"]:
-            line = "\n" * bool(shown) + f"{turn['by']}: {turn['text']}"
-            shown.append(escape_controls(line), None if turn["by"] == "policy" else "dim")
-    else:
-        shown.append(_spoken(row["completion"]))
-    return shown.append("" if row.get("ended", True) else " …")
-
-
-def _spoken(text: str | Iterable[Mapping[str, object]]) -> str:
-    """Return a prompt or completion as text; a conversation with its roles."""
+def _join(text: str | Iterable[Mapping[str, object]]) -> str:
+    """Return a string, or messages as lines "role: content", with control characters escaped."""
     if not isinstance(text, str):
         text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
     return escape_controls(text)

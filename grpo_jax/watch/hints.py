@@ -1,13 +1,12 @@
-"""Hints during a run: signs of a problem in the logged numbers, and the fields that change it.
+"""Hints during a run: signs of a problem in the logged metrics, and the config fields that address it.
 
-A hint is a pure function of the logged lines and the config that returns a message or None; `HINTS` is their table.
-`Hints` applies them to each new line and reports each hint once. A resumed run replays the lines in its files first.
+A hint is a pure function of the logged lines and the config that returns a message or None. `HINTS` lists them, and
+`Hints` applies them to each new line and reports each hint once. A resumed run first replays the lines in its files.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,38 +15,38 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.devices import compute_dtype as resolve
-from grpo_jax.watch.summary import metric_names, numbers
+from grpo_jax.watch.summary import finite_values
 from grpo_jax.watch.writer import Line
 
 KL_WINDOW = 50
-"""Logged steps over which a KL has to keep rising."""
+"""Number of logged steps over which the KL must keep rising."""
 WINDOW = 10
-"""Logged steps whose mean is the present value."""
+"""Number of logged steps that are averaged into the current value of a metric."""
 FIRST, LAST = 12, 100
-"""Lines that are kept: the first ones of the run and the newest."""
+"""Number of lines kept: the first ones of the run and the latest ones."""
 SAMPLER_GAP = {"float32": 1e-3, "tensorfloat32": 0.1, "bfloat16": 1.5}
-"""Largest |l − l_sampling| of a batch in nats that rounding may explain, by the precision of products.
+"""Largest |l − l_sampling| of a batch, in nats, that rounding can explain, by matmul precision.
 
-Measured on a CPU: the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models
-of 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits, 0.1 with operands rounded to
-bfloat16's 7 (a TPU does so in float32 products), and 0.54 in bfloat16. The limits allow for more layers and tokens.
+On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to
+8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits, 0.1 with operands rounded to bfloat16's 7
+bits (as a TPU does for float32 products), and 0.54 in bfloat16. The limits leave room for more layers and tokens.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| per token in nats that rounding may explain: engines in bfloat16 reach 0.01."""
+"""Mean |log π_old − log π_sampler| per token, in nats, that rounding can explain. Engines in bfloat16 reach 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Lowest mean importance weight of an engine's completions without a hint."""
+"""Smallest mean importance weight of an engine's completions that is not reported."""
 ONE_TURN = 1.02
-"""Mean number of turns below which hardly any completion has a second one."""
+"""Mean number of turns below which almost no completion has a second turn."""
 
 History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
-    """Return the entry of `SAMPLER_GAP` for the products that JAX makes here of operands in `compute_dtype`.
+    """Return the `SAMPLER_GAP` of matrix products with operands in `compute_dtype` on this machine.
 
-    Unless `jax_default_matmul_precision` is higher, a TPU rounds float32 operands to bfloat16, and a GPU to TF32.
+    Unless `jax_default_matmul_precision` is raised, a TPU rounds float32 operands to bfloat16 and a GPU to TF32.
     """
-    settings: Any = jax.config  # its fields are added at run time
+    settings: Any = jax.config  # jax adds its attributes at run time
     precision, platform = settings.jax_default_matmul_precision, jax.default_backend()
     if resolve(compute_dtype) == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
         return SAMPLER_GAP["float32"]
@@ -57,47 +56,46 @@ def sampler_gap_limit(compute_dtype: str) -> float:
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all groups have equal rewards, so that all advantages are 0."""
-    share, unscored = _now(history, "frac_reward_zero_std"), _now(history, "rewards/unscored") or 0.0
+    """Almost all groups have equal rewards, so their advantages are 0."""
+    share, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
-    if unscored > 0.5:  # NaN counts as equal
+    if unscored > 0.5:  # rewards that are all missing count as equal
         return (
             f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps have no reward and give no"
-            " gradient: see rewards/*/missing, and rewards/*/errors for functions that failed"
+            " gradient: see rewards/*/missing, and rewards/*/errors for reward functions that raised an error"
         )
-    further = "" if config.dynamic_sampling else ", or set dynamic_sampling=True, which samples other prompts instead"
+    more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
-        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and gave no gradient:"
-        " if all are right, the task is learned; if not, give rewards that distinguish completions, raise"
-        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){further}"
+        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and gave no gradient."
+        " If all completions are correct, the task is learned; if not, use rewards that distinguish completions, raise"
+        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){more}"
     )
 
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all completions were truncated, so that rewards see half an answer."""
-    share, turns = _now(history, "completions/clipped_ratio"), _now(history, "turns/mean") or 0.0
+    """Almost all completions are truncated, so they are scored without their end."""
+    share, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if share is None or share < (0.9 if turns > ONE_TURN else 0.995):
         return None
-    length = f"max_completion_length = {config.max_completion_length} tokens"
-    if turns <= ONE_TURN:
-        return (
-            f"nearly all completions of the last {WINDOW} logged steps were truncated at {length}: raise it, or check"
-            " that the model knows its EOS and chat template; mask_truncated_completions=True keeps truncated"
-            " completions out of the loss"
+    fixes = (
+        ", or check that the model was trained with this chat template and EOS; mask_truncated_completions=True leaves"
+    )
+    fixes += " truncated completions out of the loss"
+    if turns > ONE_TURN:
+        fixes = (
+            f" (all {turns:.1f} turns and their observations share it), shorten the observations, or limit the number"
         )
-    observed, tokens = _now(history, "completions/observation_tokens"), _now(history, "completions/mean_length")
-    part = f"; {observed:.0f} of their {tokens:.0f} tokens were observations" if observed and tokens else ""
+        fixes += " of turns (with max_tool_calling_iterations, or return None from respond)"
     return (
-        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps were truncated at {length}, with"
-        f" {turns:.1f} turns on average{part}: raise it (all turns and observations share it), shorten the"
-        " observations, or end after fewer turns (by max_tool_calling_iterations, or None from respond)"
+        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps were truncated at"
+        f" max_completion_length = {config.max_completion_length} tokens: raise it{fixes}"
     )
 
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
-    """The KL to a frozen reference has risen for a long stretch (what TR-DPO was made for)."""
-    values = numbers(history, "kl")[-KL_WINDOW:]
+    """The KL to a frozen reference has kept rising, which TR-DPO's moving reference prevents."""
+    values = finite_values(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
     fifth = KL_WINDOW // 5
@@ -106,143 +104,94 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
         return None
     return (
         f"the KL to the frozen reference has risen over the last {KL_WINDOW} logged steps, from {means[0]:.3g} to"
-        f" {means[-1]:.3g} nats per token: sync_ref_model=True lets the reference follow, a larger beta (now"
-        f" {config.beta:g}) or a smaller learning_rate holds the policy back"
+        f" {means[-1]:.3g} nats per token: set sync_ref_model=True to move the reference, or raise beta (now"
+        f" {config.beta:g}) or lower learning_rate to keep the policy closer to it"
     )
 
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
-    """The policy is almost deterministic, so that groups repeat one answer."""
-    values = numbers(history, "entropy")
+    """The policy is almost deterministic, so the completions of a group are the same."""
+    values = finite_values(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
     first, now = statistics.fmean(values[:5]), statistics.fmean(values[-WINDOW:])
     if now >= 0.05 * first or now >= 0.05:
         return None
     return (
-        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, and it hardly"
-        f" explores: fine if the task is learned; if not, set entropy_coef (now {config.entropy_coef:g}) or"
-        " use_adaptive_entropy=True, raise epsilon_high or temperature, or lower learning_rate"
+        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, so it hardly explores."
+        " This is fine if the task is learned. If not, set entropy_coef"
+        f" (now {config.entropy_coef:g}) or use_adaptive_entropy=True, raise epsilon_high or temperature, or lower"
+        " learning_rate"
     )
 
 
-def much_clipped(history: History, config: GRPOConfig) -> str | None:
-    """Much of the batch lies outside the clip range and gives no gradient."""
-    share = _now(history, "clip_fraction")
-    if share is None or share < 0.3:
-        return None
-    return (
-        f"a share of {share:.2f} of the tokens of the last {WINDOW} logged steps had a clipped ratio: the policy moves"
-        f" too far in one iteration. Lower learning_rate (now {config.learning_rate:g}), num_iterations (now"
-        f" {config.num_iterations}) or steps_per_generation"
-    )
+def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> str | None:
+    """Return a message if the `sampler/…` metrics of a custom sampler are wrong, else None.
 
-
-def engine_fault(measured: Callable[[str], float | None], config: GRPOConfig) -> str | None:
-    """Return the fault of a run's own sampler that its metrics `sampler/…` show, or None.
-
-    `measured(name)` returns the value of a metric, or None.
-
-    Example:
-      >>> metrics = {"sampler/log_prob_difference_mean": 0.4, "sampler/importance_weight_mean": 0.2}
-      >>> engine_fault(metrics.get, GRPOConfig()).split(":")[0]
-      "the mean importance weight of the sampler's completions is 0.2, where about 1 is to be expected"
+    `metric(name)` returns the value of a metric, or None.
     """
-    weight, gap = measured("sampler/importance_weight_mean"), measured("sampler/log_prob_difference_mean")
-    advice = "does the engine have the present params, and the same temperature, top_k, top_p and min_p?"
+    weight, gap = metric("sampler/importance_weight_mean"), metric("sampler/log_prob_difference_mean")
+    advice = "check that the engine has the current params and the same temperature, top_k, top_p and min_p"
     if weight is not None and weight < ENGINE_WEIGHT:
         return (
-            f"the mean importance weight of the sampler's completions is {weight:.2g}, where about 1 is to be"
-            f" expected: {advice} Where its log-probs are right, other bounds (sampler_correction_max, now"
-            f" {config.sampler_correction_max}) or another sampler_correction (now {config.sampler_correction!r})"
-            " leave less out"
+            f"the mean importance weight of the sampler's completions is {weight:.2g}, but should be about 1: {advice}."
+            f" If its log-probs are right, change sampler_correction_max (now {config.sampler_correction_max}) or"
+            f" sampler_correction (now {config.sampler_correction!r}) to discard less"
         )
     if gap is not None and gap > ENGINE_DIFFERENCE and config.sampler_correction is None:
         return (
-            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token: {advice}"
-            " sampler_correction weighs its completions by what they differ"
+            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token: {advice},"
+            " or set sampler_correction to weight its completions by the difference"
         )
     return None
 
 
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
-    """Sampler and trainer disagree about tokens that both should give the same log-probs."""
-    if numbers(history, "sampler/log_prob_difference_mean"):
-        return engine_fault(lambda name: _now(history, name), config)
-    gap = _now(history, "sampler_gap")
-    # After an update the policies differ, and so may their log-probs.
+    """The sampler and the trainer compute different log-probs for the same tokens."""
+    if finite_values(history, "sampler/log_prob_difference_mean"):
+        return engine_fault(lambda name: _mean(history, name), config)
+    gap = _mean(history, "sampler_gap")
+    # With several updates per batch, the policy has changed since sampling.
     if gap is None or gap <= sampler_gap_limit(config.compute_dtype) or not config.on_policy:
         return None
     return (
         f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps:"
-        ' check that the model computes the same with and without a cache; compute_dtype="float32" rounds less, and'
-        " off_policy_mask_threshold leaves the worst completions out"
-    )
-
-
-def reward_hacking(history: History, config: GRPOConfig) -> str | None:
-    """One reward has risen while another has fallen, each by half of its spread over completions."""
-    moves: dict[str, tuple[float, float, float]] = {}  # (change in spreads, first mean, present mean)
-    for name in metric_names(history[-1:]):
-        match = re.fullmatch(r"rewards/(.+)/mean", name)
-        means = numbers(history, name)
-        if match is None or len(means) < 3 * WINDOW:
-            continue
-        spreads = numbers(history, f"rewards/{match[1]}/std")
-        spread = max((statistics.fmean(part) for part in (spreads[:WINDOW], spreads[-WINDOW:]) if part), default=0.0)
-        first, now = statistics.fmean(means[:WINDOW]), statistics.fmean(means[-WINDOW:])
-        if spread > 0:
-            moves[match[1]] = (now - first) / spread, first, now
-    up, down = max(moves, key=moves.__getitem__, default=""), min(moves, key=moves.__getitem__, default="")
-    if not moves or moves[up][0] < 0.5 or moves[down][0] > -0.5:
-        return None
-    return (
-        f"the reward {up!r} has risen from {moves[up][1]:.3g} to {moves[up][2]:.3g} while {down!r} has fallen from"
-        f" {moves[down][1]:.3g} to {moves[down][2]:.3g}: the policy may be gaming the one at the expense of the other."
-        " Read its completions (report.html, log_completions=True), then change reward_weights or the function, or"
-        f" raise beta (now {config.beta:g})"
+        ' check that the model computes the same logits with and without a cache; compute_dtype="float32" reduces'
+        " rounding errors, and off_policy_mask_threshold leaves out the completions with the largest difference"
     )
 
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
-    """Hardly any completion has a second turn, or most of them end with a call beyond the limit."""
-    turns, share = _now(history, "turns/mean"), _now(history, "turns/clipped_ratio")
+    """Almost no completion has a second turn, or most completions end with a call beyond the limit."""
+    turns, share = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
     if share is not None and share >= 0.5:
         return (
-            f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a call that was not"
-            f" made: raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state in the prompt"
-            " how many calls there are, or reward an answer that comes sooner"
+            f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a tool call beyond"
+            f" the limit: raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state the limit"
+            " in the prompt, or reward shorter dialogues"
         )
     if turns is None or turns > ONE_TURN:
         return None
     return (
         f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average: the policy calls no tool, or"
-        " its environment ends at once. Show an example in the prompt, teach the form of a call by supervised examples,"
-        f" or reward one; a higher temperature (now {config.temperature:g}) and more completions of a prompt"
-        f" (num_generations, now {config.num_generations}) explore more"
+        " its environment ends immediately. Show an example in the prompt, teach the format of a call with supervised"
+        f" examples, or reward it; a higher temperature (now {config.temperature:g}) and more completions per prompt"
+        f" (num_generations, now {config.num_generations}) increase exploration"
     )
 
 
 def failing_tools(history: History, config: GRPOConfig) -> str | None:
-    """Nearly all calls of tools fail, or many episodes end with an error of their environment."""
-    lines = [line for line in history if numbers([line], "tools/calls")][-WINDOW:]
-    calls, failures = sum(numbers(lines, "tools/calls")), sum(numbers(lines, "tools/failures"))
-    seconds = config.environment_timeout
-    if len(lines) == WINDOW and calls > 0 and failures / calls >= 0.9:
-        late = "" if seconds is None else f"; a call that takes longer than environment_timeout = {seconds:g} s fails"
-        return (
-            f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read what the"
-            " policy wrote and what it was answered (report.html, log_completions=True). Its prompt has only the names,"
-            f" docstrings and type hints of the tools{late}"
-        )
-    errors, count = _now(history, "environment/errors"), config.sizes().completions
-    if errors is None or errors < 0.1 * count:
+    """Almost all tool calls fail."""
+    lines = [line for line in history if finite_values([line], "tools/calls")][-WINDOW:]
+    calls, failures = sum(finite_values(lines, "tools/calls")), sum(finite_values(lines, "tools/failures"))
+    if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
         return None
+    seconds = config.environment_timeout
+    late = "" if seconds is None else f"; calls longer than environment_timeout = {seconds:g} s fail"
     return (
-        f"environments failed {errors:.3g} times per rollout of {count} completions in the last {WINDOW} logged steps;"
-        " such an episode ends there, and the policy learns from the reward that its environment still gives:"
-        ' on_environment_error="raise" ends the run at the first one and names its row; environment_timeout (now'
-        f" {seconds}) is the time that a call may take"
+        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read the calls and"
+        " their results (report.html, log_completions=True). The prompt describes tools only by their names, docstrings"
+        f" and type hints{late}"
     )
 
 
@@ -251,16 +200,14 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
     "truncated": truncated,
     "KL rising": kl_rising,
     "entropy collapse": entropy_collapse,
-    "much clipped": much_clipped,
     "sampler mismatch": sampler_mismatch,
-    "reward hacking": reward_hacking,
     "few turns": few_turns,
     "failing tools": failing_tools,
 }
 
 
 class Hints:
-    """The hints of one run; each is reported once."""
+    """The hints of one run. Each is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config
@@ -268,7 +215,7 @@ class Hints:
         self._history: list[Line] = []
 
     def __call__(self, line: Line) -> list[str]:
-        """Take the next line of a run's metrics, and return the new hints."""
+        """Add the next line of metrics, and return the new hints."""
         self._history.append(line)
         if len(self._history) > FIRST + LAST:
             del self._history[FIRST]
@@ -277,7 +224,7 @@ class Hints:
         return [message for message in messages.values() if message is not None]
 
 
-def _now(history: History, name: str) -> float | None:
-    """Return the mean of the last `WINDOW` values of a metric; None if there are fewer."""
-    values = numbers(history, name)[-WINDOW:]
+def _mean(history: History, name: str) -> float | None:
+    """Return the mean of the last `WINDOW` values of a metric, or None if there are fewer."""
+    values = finite_values(history, name)[-WINDOW:]
     return statistics.fmean(values) if len(values) == WINDOW else None

@@ -1,8 +1,8 @@
-"""The report of a run: `report.png`, and `report.html`, a page with curves, times, completions and settings.
+"""The report of a run: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
-The page needs no server, requests nothing, and its content policy forbids requests. Data is embedded as JSON in which
-no character can end a script, and is inserted as text, never as markup. The size is bounded: curves are thinned to
-`POINTS` values, and completions are kept for `STEPS` steps, as many of each as `COMPLETION_BYTES` allow.
+The page needs no server, and its content security policy forbids requests. Data is embedded as escaped JSON and
+inserted as text, never as markup. Its size is bounded: curves have at most `POINTS` values, and completions are shown
+for `STEPS` steps, up to `COMPLETION_BYTES` in total.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from typing import IO, Any
 
 import numpy as np
 
+from grpo_jax.rewards.contract import RUN_COLUMNS
 from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.plots import COLOURS, Panel, draw_report, find_panels, reward_colours, save_figure
-from grpo_jax.watch.summary import changed_settings, headline, metric_names, numbers
-from grpo_jax.watch.writer import CompletionRow, Line, is_dialogue, read_lines, read_settings, replace_file
+from grpo_jax.watch.summary import changed_settings, finite_values, headline, metric_names
+from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
 
 STEPS = 12
-"""Steps whose completions are kept: the first, the last, and others evenly between."""
+"""Number of steps whose completions are shown: the first, the last and evenly spaced ones in between."""
 COMPLETION_BYTES = 2_000_000
-"""Bytes of all completions together."""
+"""Maximum size of all completions, in bytes."""
 TEXT = 6000
-"""Characters of a prompt or completion; a longer one loses its middle."""
+"""Maximum characters of a prompt or completion. The middle of longer ones is left out."""
 
 
 def write_report(run_dir: str | os.PathLike[str], *, page_only: bool = False) -> None:
-    """Write `report.png` and `report.html`, each whole or not at all; a failure is a warning and does not end the run.
+    """Write `report.png` (skipped with `page_only`, since it is slow to draw) and `report.html`.
 
-    `page_only` leaves out `report.png`, which takes most of the time of both.
+    A failure is reported as a warning and leaves the previous file unchanged.
     """
     run_dir = Path(run_dir)
 
@@ -48,12 +49,11 @@ def write_report(run_dir: str | os.PathLike[str], *, page_only: bool = False) ->
         try:
             replace_file(run_dir / name, write)
         except Exception as error:
-            message = f"{name} was not drawn: {type(error).__name__}: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{name} was not written: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
-    """Return the page of a run as HTML for UTF-8, made from the files of its directory."""
+    """Return a run's HTML report, built from the files in `run_dir`. Encode it as UTF-8."""
     run_dir = Path(run_dir)
     lines, about = list(read_lines(run_dir / "metrics.jsonl")), read_settings(run_dir)
     config = about.get("config", {})
@@ -61,7 +61,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
     spent = _phase_seconds(lines)
     settings = [
-        ("Config (bold: not the default)", config, list(changed_settings(config)) if about else []),
+        ("Config (bold: differs from the default)", config, list(changed_settings(config)) if about else []),
         ("Versions", about.get("versions", {}), []),
         ("Command", {"argv": " ".join(about.get("argv", []))}, []),
     ]
@@ -72,7 +72,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
         "functions": reward_colours(metric_names(lines)),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
-        "extras": sorted({name for row in rows for name in row.keys() - _columns_of(row)}),
+        "extras": sorted({name for row in rows for name in row.keys() - {*RUN_COLUMNS}}),
         "steps": steps,
         "kept": kept,
         "settings": settings if about else [],
@@ -91,13 +91,13 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
 
 
 def _embedded(data: object) -> str:
-    r"""Return JSON for a script element: all ASCII, with `<`, `>` and `&` escaped as \u003c, \u003e and \u0026."""
+    """Return JSON for a script element: ASCII only, with `<`, `>` and `&` escaped, so that no markup can end it."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _as_json(panel: Panel) -> dict[str, object]:
-    """Return a panel as the page draws it, with values to five digits."""
+    """Return the JSON of a panel, with values rounded to five significant digits."""
 
     def rounded(values: np.ndarray) -> list[float | None]:
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
@@ -110,15 +110,15 @@ def _as_json(panel: Panel) -> dict[str, object]:
 
 
 def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
-    """Return the seconds of each phase over a run; "other" are outside of any phase."""
+    """Return the total seconds of each phase of a run, and of the time outside all phases as "other"."""
     names = [name for name in metric_names(lines) if name.startswith("seconds/")]
-    seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := numbers(lines, name))}
+    seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := finite_values(lines, name))}
     other = seconds.pop("total", 0.0) - sum(seconds.values())
     return seconds | ({"other": other} if other > 0 else {})
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of some steps by groups, and a sentence that says which part of all of them that is."""
+    """Return the completions of up to `STEPS` steps by group, and a note that says whether they are all completions."""
     offsets = _line_offsets(path)
     at = list(offsets)
     chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
@@ -136,19 +136,22 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                     break
                 prompt = row.pop("prompt")
                 del row["step"]
-                if is_dialogue(row.get("turns")):
-                    del row["completion"]  # the turns hold the same text
+                if row.get("turns"):
+                    del row["completion"]  # the turns contain the same text
                 # Consecutive groups may have the same prompt.
                 if not groups or groups[-1]["prompt"] != prompt or len(groups[-1]["rows"]) == num_generations:
                     groups.append({"prompt": prompt, "rows": []})
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    return steps, "these are all" if kept == total else f"completions.jsonl has all {total:,} of {len(at):,} steps"
+    return (
+        steps,
+        "all completions are shown" if kept == total else f"completions.jsonl has all {total:,} of {len(at):,} steps",
+    )
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:
-    """Return step → offset of each of its lines, without parsing gigabytes."""
+    """Return step → byte offsets of its lines, without parsing the JSON of a file that may have gigabytes."""
     offsets: dict[int, list[int]] = {}
     if not path.exists():
         return offsets
@@ -163,14 +166,8 @@ def _line_offsets(path: Path) -> dict[int, list[int]]:
     return offsets
 
 
-def _columns_of(row: CompletionRow) -> set[str]:
-    """Return the names of a row that the table has fixed columns for; `turns` replace the completion."""
-    text = {"completion"} if "completion" in row else {"turns", "turn_rewards"}
-    return text | {"rewards", "advantage", "ended"}
-
-
 def _shown(value: Any) -> Any:
-    """Return a row, a list or a text as it is shown: control characters escaped, long texts without their middle."""
+    """Escape control characters in all strings of a JSON value, and shorten long strings."""
     if isinstance(value, str):
         if len(value) > TEXT:
             value = f"{value[: TEXT // 2]} […{len(value) - TEXT} characters…] {value[-TEXT // 2 :]}"

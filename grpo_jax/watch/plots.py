@@ -1,4 +1,4 @@
-"""Curves of a run: which metrics share a panel, in which colours, and the picture `report.png`."""
+"""Curves of a run: the panels of metrics and their colours, and `report.png`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 400
-"""Values of a curve; a panel is about 400 pixels wide."""
+"""Maximum number of values per curve. A panel is about 400 pixels wide."""
 SMOOTHED = 20
-"""Number of values from which on a curve is smoothed."""
+"""Curves with at least this many values are smoothed."""
 
 COLOURS = {
     "policy": ("#0072b2", "#56b4e9"),
@@ -34,15 +34,15 @@ COLOURS = {
     "reward2": ("#7f5539", "#c29a7b"),
     "reward3": ("#9b1d64", "#f06aae"),
 }
-"""Meaning → colour on white and on dark pages: Okabe and Ito's palette, darkened where it is too pale on white.
+"""Meaning → (colour on a light page, colour on a dark page): Okabe and Ito's palette, darkened if too pale on white.
 
-`policy` is the trained policy; `reference` the reference; `start` the initial policy; `high` and `low` are values
-beyond a bound; `nothing` is without a signal; `reward0` … are the reward functions.
+`policy` is the trained policy, `start` the initial policy; `high` and `low` are values beyond a bound; `nothing` means
+no learning signal; `reward0` … are the reward functions.
 """
 
 
 class Theme(NamedTuple):
-    """Colours of the page, of text, of secondary text and of grid lines."""
+    """Colours of the page, text, secondary text and grid lines."""
 
     page: str
     ink: str
@@ -55,7 +55,7 @@ DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
 
 
 class Curve(NamedTuple):
-    """A metric in a panel: its label, a key of `COLOURS`, its values [n], NaN where missing, and the same smoothed."""
+    """A metric in a panel: label, key of `COLOURS`, values [n] (NaN if missing) and smoothed values [n] or None."""
 
     label: str
     colour: str
@@ -64,7 +64,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel: title, unit, lower end of its axis (None: of its values), steps [n ≤ `POINTS`] and curves."""
+    """A panel: title, unit, lower end of the y axis (None: the lowest value), steps [n ≤ `POINTS`] and curves."""
 
     title: str
     unit: str
@@ -93,38 +93,36 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
 # fmt: on
-"""(title, unit, lower end, pattern of a metric's name → label and colour). An empty label is group 1 of the pattern, an
-empty colour is the colour of the reward function or held-out score of this label."""
+"""(title, unit, lower end of the y axis, regular expression of metric names → (label, meaning)).
 
-_EMPTY_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels that are left out if all values are 0: without a reference, or with one update for each batch."""
+An empty label stands for group 1 of the expression, an empty meaning for the colour of the reward with this label."""
+
+_HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
+"""Panels whose all-zero curves are left out: runs without a reference, or with one update per batch."""
 
 
 def colour(meaning: str, *, dark: bool = False) -> str:
-    """Return the colour of a meaning."""
+    """Return a colour of `COLOURS`."""
     return COLOURS[meaning][dark]
 
 
 def find_panels(lines: Sequence[Line]) -> list[Panel]:
-    """Return the panels for which anything was logged."""
+    """Return the panels with at least one logged metric."""
     names, steps = metric_names(lines), np.array([line["step"] for line in lines], float)
-    scores, functions = held_out_scores(names), reward_colours(names)
-    metrics = {f"held out: {scores[name]}" if name in scores else name: _values(lines, name) for name in names}
+    labels, functions = held_out_scores(names), reward_colours(names)
+    metrics = {f"held out: {labels[name]}" if name in labels else name: _values(lines, name) for name in names}
     panels = []
     for title, unit, low, patterns in _PANELS:
+        if title == "Loss" and "reward" in metrics:  # the loss of GRPO stays near 0 and says nothing about progress
+            continue
         curves = [
             (label or match[1], meaning or functions[match[1]], values)
             for pattern, (label, meaning) in patterns.items()
             for name, values in metrics.items()
             if np.isfinite(values).any() and (match := re.fullmatch(pattern, name))
+            if title not in _HIDDEN_AT_ZERO or np.nan_to_num(values).any()
         ]
-        # Without a reference the logged KL is 0 throughout.
-        curves = [curve for curve in curves if curve[0] != "to the reference" or np.nan_to_num(curve[2]).any()]
-        if title == "Loss" and "reward" in metrics:  # the loss of GRPO is near 0 whatever is learned
-            continue
-        if title in _EMPTY_AT_ZERO and not any(np.nan_to_num(curve[2]).any() for curve in curves):
-            continue
-        # The weighted sum of a single function repeats that function.
+        # The weighted sum of a single reward function repeats that function.
         if len(curves) == 2 and title == "Reward" and np.allclose(curves[0][2], curves[1][2], equal_nan=True):
             curves = curves[1:]
         if curves:
@@ -140,7 +138,7 @@ def _curve(label: str, meaning: str, values: np.ndarray) -> Curve:
 
 
 def reward_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each reward function and held-out score among the names of metrics, by its label."""
+    """Return label → key of `COLOURS` for all reward functions and held-out rewards in the names of metrics."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -149,15 +147,15 @@ def reward_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def _values(lines: Sequence[Line], name: str) -> np.ndarray:
-    """Return the value of a metric in each line, [n] float; NaN where there is none."""
+    """Return the value of a metric in each line, [n] float, NaN if missing."""
     logged = [line.get(name) for line in lines]
     return np.array([value if isinstance(value, int | float) else np.nan for value in logged], float)
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Average each of [n] values with its neighbours by a Gaussian with the standard deviation `width`, in values.
+    """Smooth [n] values with a centred Gaussian kernel of standard deviation `width`.
 
-    The curve does not lag. NaN stays NaN, and is left out of the averages.
+    NaN values are left out of the averages and stay NaN.
     """
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)
@@ -168,12 +166,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` values: the means of neighbours, without NaN values.
-
-    Example:
-      >>> thin(np.array([1.0, 3.0, np.nan, 5.0, 7.0]), 3)
-      array([2., 5., 7.])
-    """
+    """Reduce [n] values to at most `most` by averaging neighbours; NaN values are left out of the averages."""
     size = -(-len(values) // most)
     values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
     there = np.isfinite(values)
@@ -181,10 +174,10 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
 
 
 _COLUMNS, _LETTERS = 3, 62
-"""Panels of a row, and letters in a line of a legend."""
+"""Number of panels per row, and of characters per line of a legend."""
 
 # fmt: off
-_STYLE: Any = {  # matplotlib types its keys one by one
+_STYLE: Any = {  # matplotlib types each key separately
     "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
     "axes.labelcolor": LIGHT.grey, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",
@@ -196,15 +189,10 @@ _STYLE: Any = {  # matplotlib types its keys one by one
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
-    """Draw the curves of a run, for each panel with a logged metric.
+    """Draw the panels of a run, or those whose titles are in `only`, from the lines of `metrics.jsonl`.
 
-    From `SMOOTHED` values on, raw values are pale with a smoothed curve over them. The legend above a panel shows the
+    Curves with at least `SMOOTHED` values are drawn smoothed, over the raw values in a paler colour. Legends show the
     last value of each curve.
-
-    Args:
-      lines: objects of `metrics.jsonl`, each with "step"; a value that is None or missing leaves a gap.
-      title: the name of the run.
-      only: titles of panels, such as "Reward"; None draws all.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -220,22 +208,15 @@ def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] |
         figure.suptitle(text, x=0.01, ha="left", fontsize=13, color=LIGHT.ink, weight="bold")
         for i, panel in enumerate(panels):
             _draw(figure.add_subplot(rows, columns, i + 1, sharex=figure.axes[0] if i else None), panel)
-        if panels:
-            smoothed = any(curve.smoothed is not None for panel in panels for curve in panel.curves)
-            caption = "Strong lines are smoothed, pale lines are raw values. " * smoothed
-            caption += "The number in a legend is where its curve ends."
-            text = textwrap.fill(caption, int(14 * size[0]))
-            figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color=LIGHT.grey)
     return figure
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    """Draw the curves of a panel: smoothed over pale raw values, or a few values as dots joined by a line."""
     sizes = []
     for curve in panel.curves:
         logged, line_colour = np.isfinite(curve.values), colour(curve.colour)
         x, y = panel.steps[logged], (curve.values if curve.smoothed is None else curve.smoothed)[logged]
-        name = curve.label.lstrip("_") or "--"  # matplotlib hides labels that begin with an underscore
+        name = curve.label.lstrip("_") or "--"  # matplotlib hides labels that start with an underscore
         label = _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {y[-1]:.3g}")
         sizes.append(len(label) + 6)
         if curve.smoothed is None:
@@ -254,12 +235,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _text(text: str) -> str:
-    """Return text that matplotlib does not take for a formula."""
+    """Escape dollar signs, which matplotlib would interpret as a formula."""
     return text.replace("$", r"\$")
 
 
 def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
-    """Write a figure as PNG; letters that the font lacks are drawn as boxes, without a warning."""
+    """Write a figure as PNG, without matplotlib's warning about characters missing from the font."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(file, format="png")

@@ -1,4 +1,4 @@
-"""Texts about a run: its sizes at the start and its headline at the end."""
+"""Descriptions of a run: its sizes at the start, its result as a headline, and names of metrics."""
 
 from __future__ import annotations
 
@@ -6,102 +6,101 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.sft import Config, config_class
 from grpo_jax.watch.writer import JSON, Line
 
-_NO_SCORE = {"mean_length", "min_length", "max_length", "clipped_ratio"}
-_NO_SCORE |= {"seconds", "std", "missing", "errors", "unscored"}
-"""Last parts of the names of `eval/` metrics that do not count as scores."""
+_NOT_REWARDS = {"mean_length", "min_length", "max_length", "clipped_ratio"}
+_NOT_REWARDS |= {"seconds", "std", "missing", "errors", "unscored"}
+"""Last parts of the names of `eval/` metrics that are not rewards."""
 
 
-def numbers(lines: Iterable[Line], name: str) -> list[float]:
-    """Return the finite values of a metric, in the order in which they were logged."""
+def finite_values(lines: Iterable[Line], name: str) -> list[float]:
+    """Return the finite values of a metric, in the order of the lines."""
     values = (line.get(name) for line in lines)
     return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def metric_names(lines: Iterable[Line]) -> list[str]:
-    """Return the names of all metrics of some lines, in the order in which they came up."""
+    """Return the names of all metrics in the lines, in the order of their first appearance."""
     return list(dict.fromkeys(name for line in lines for name in line))
 
 
 def held_out(name: str) -> str | None:
-    """Return the name of the score that an `eval/` metric measures; None for other metrics."""
-    if not name.startswith("eval/") or name.rpartition("/")[2] in _NO_SCORE:
+    """Return the label of an `eval/` metric that is a reward: "right" for "eval/right"; None for other metrics."""
+    if not name.startswith("eval/") or name.rpartition("/")[2] in _NOT_REWARDS:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return the scores among these metrics, by metric; the reward of a single function only once."""
-    found = {name: score for name in names if (score := held_out(name))}
+    """Return metric → label of the held-out rewards. With a single reward function, `eval/reward` repeats it."""
+    found = {name: label for name in names if (label := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)
     return found
 
 
-def many(count: int, noun: str, plural: str = "s") -> str:
+def count_of(count: int, noun: str, plural: str = "s") -> str:
     """Return a count with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {noun}{plural if count != 1 else ''}"
 
 
 def short_number(number: float, unit: str = "") -> str:
-    """Return a number to three digits with its SI prefix: "1.23 M", "14.8 GB"."""
+    """Format a number with three significant digits and an SI prefix: "1.23 M", "14.8 GB"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * factor:
             return f"{number / factor:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit}".rstrip()
 
 
-def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str = "") -> str:
-    """Return the sizes of a run in three lines, for its start.
+def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str) -> str:
+    """Describe the sizes of a run in three lines.
 
-    `state_bytes` is the size of the whole training state: policy, old policy, references, optimizer. `device` names the
-    kind of the devices.
+    `state_bytes` is the size of the `TrainState`, `device` the kind of the devices.
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
-    if isinstance(config, SFTConfig):
-        row = "block" if config.packing else "example"
-        iteration, total = f"update: {many(sizes.prompts, row)}", many(steps, "optimizer step")
+    if config.num_generations == 1:  # SFT, whose sequences are examples or packed blocks
+        row = "sequence"
+        iteration, total = f"update: {count_of(sizes.prompts, row)}", count_of(steps, "optimizer step")
     else:
         row = "prompt"
         iteration = (
-            f"iteration: {many(sizes.prompts, row)} × {config.num_generations} = {sizes.completions} completions of up"
-            f" to {config.max_completion_length} tokens ·"
-            f" {many(config.num_iterations, 'pass', 'es')} × {many(sizes.minibatches, 'minibatch', 'es')} ="
-            f" {many(sizes.updates, 'update')} of {many(sizes.prompts_per_update, row)}"
+            f"iteration: {count_of(sizes.prompts, row)} × {config.num_generations} = {sizes.completions} completions of"
+            f" up to {config.max_completion_length} tokens ·"
+            f" {count_of(config.num_iterations, 'pass', 'es')} × {count_of(sizes.minibatches, 'minibatch', 'es')} ="
+            f" {count_of(sizes.updates, 'update')} of {count_of(sizes.prompts_per_update, row)}"
         )
-        total = f"{many(steps, 'optimizer step')} · {many(iterations, 'iteration')}"
-    micro = f" in {many(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
+        total = f"{count_of(steps, 'optimizer step')} · {count_of(iterations, 'iteration')}"
+    micro = f" in {count_of(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
     checkpointing = {None: "", True: " · activations recomputed", False: " · activations kept"}
     return (
         f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
-        f" {many(devices, 'device')}{f' ({device})' if device else ''}{checkpointing[config.gradient_checkpointing]}\n"
+        f" {count_of(devices, 'device')} ({device}){checkpointing[config.gradient_checkpointing]}\n"
         f"each {iteration}{micro}\n"
-        f"{total} · {many(num_rows, row)}, gone through {epochs:g} time{'s' * (epochs != 1)}"
+        f"{total} · {count_of(num_rows, row)}, {epochs:g} epoch{'s' * (epochs != 1)}"
     )
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """Return the result of a run in one line: its first held-out score, or else its reward, and the number of steps.
+    """Describe the result of a run: first and last value of its first held-out reward, else of its training reward.
 
-    Without a full stop; "" if nothing was logged.
+    Returns "" if nothing was logged.
     """
     if not lines:
         return ""
-    steps = max(numbers(lines, "step"))
+    steps = max(finite_values(lines, "step"))
     count = f"{steps:,} step{'s' * (steps != 1)}"
-    scores = {name: f"{score} on held-out prompts" for name, score in held_out_scores(metric_names(lines)).items()}
-    for name, label in {**scores, "reward": "reward"}.items():
-        values = numbers(lines, name)
+    labels = {name: f"{label} on held-out prompts" for name, label in held_out_scores(metric_names(lines)).items()}
+    for name, label in {**labels, "reward": "reward"}.items():
+        values = finite_values(lines, name)
         if values:
             return f"{label} {values[0]:.3g}{f' → {values[-1]:.3g}' if len(values) > 1 else ''} in {count}"
     return count
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the settings of a run's `run.json` that are not the defaults of its config's class."""
-    usual: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
-    return {name: value for name, value in config.items() if name not in usual or usual[name] != value}
+    """Return the settings of a `run.json` that differ from the defaults of its config class."""
+    defaults: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
+    return {name: value for name, value in config.items() if name not in defaults or defaults[name] != value}

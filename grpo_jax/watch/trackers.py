@@ -1,7 +1,6 @@
-"""Trackers: callbacks that are closed at the end of a run.
+"""Trackers: TensorBoard, Weights & Biases and trackio, and plots in a notebook.
 
-`GRPOConfig(report_to=...)` makes `train` open TensorBoard, Weights & Biases or trackio, and `live_plot` draws in a cell
-of a notebook. `Tracker` makes one of two functions, for a service that is not listed:
+`GRPOConfig(report_to=...)` opens trackers in `train`. For other services, wrap two functions in a `Tracker`:
 
 ```python
 with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as tracker:
@@ -32,17 +31,9 @@ RUNS = "trackers.json"
 
 
 class Tracker:
-    """A callback with an end; a context manager that closes it.
+    """A callback that is closed at the end of a run, as a context manager.
 
-    Args:
-      log: called as `log(step, metrics)` with the finite numbers of a line of `metrics.jsonl`.
-      close: called once, at the end.
-
-    Example:
-      >>> with Tracker(print, lambda: print("closed")) as tracker:
-      ...     tracker(10, {"reward": 0.5, "kl": float("nan")})
-      10 {'reward': 0.5}
-      closed
+    `log(step, metrics)` is called with the finite metrics of a logged step, `close()` once at the end.
     """
 
     def __init__(self, log: Callable[[int, dict[str, float]], object], close: Callable[[], object]):
@@ -60,21 +51,11 @@ class Tracker:
         self._close()
 
 
-def live_plot(
-    only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergence"), *, seconds: float = 3.0
-) -> Tracker:
-    """Draw the curves of a run in a cell of a notebook, in place.
-
-    Args:
-      only: titles of the panels of `plots.draw_report`.
-      seconds: least time between two pictures; the last one is drawn at the end.
-
-    Raises:
-      ImportError: IPython is not installed.
-    """
+def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergence")) -> Tracker:
+    """Return a tracker that redraws the panels of `plots.draw_report` whose titles are in `only` in a notebook cell."""
     from grpo_jax.watch.plots import draw_report, save_figure
 
-    display = _package("IPython.display", "notebook")
+    display = _import_package("IPython.display", "notebook")
     handle = display.DisplayHandle()
     handle.display(display.Pretty("waiting for the first logged step"))
     lines: list[dict[str, float]] = []
@@ -89,52 +70,51 @@ def live_plot(
 
     def log(step: int, metrics: dict[str, float]) -> None:
         lines.append({"step": step, **metrics})
-        if time.monotonic() - drawn >= seconds:
+        if time.monotonic() - drawn >= 3:  # drawing takes up to a second
             draw()
 
     return Tracker(log, lambda: draw() if lines else None)
 
 
 def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
-    """Return the names of the trackers in `report_to`.
+    """Return the names of the trackers in `report_to`; "all" stands for all that are installed.
 
-    Raises an `ImportError` if the package of one is not installed, and a `ValueError` without a directory for
-    TensorBoard's files.
+    Raises ImportError if a package is not installed, and ValueError if TensorBoard has no directory for its files.
     """
-    asked = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
-    if asked == ["all"]:
-        asked = [name for name, package in _PACKAGES.items() if _installed(package)]
-    names = [name for name in asked if name != "none"]
+    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
+    if names == ["all"]:
+        names = [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)]
+    names = [name for name in names if name != "none"]
     for name in names:
-        _package(_PACKAGES[name], name)
+        _import_package(_PACKAGES[name], name)
     if "tensorboard" in names and run_dir is None and "TENSORBOARD_LOGGING_DIR" not in os.environ:
         raise ValueError(
-            f"report_to = {config.report_to!r}: there is no directory for TensorBoard's files; give run_dir, or set"
-            " the variable TENSORBOARD_LOGGING_DIR"
+            f"report_to = {config.report_to!r} needs a directory for TensorBoard's files; pass run_dir or set the"
+            " environment variable TENSORBOARD_LOGGING_DIR"
         )
     return names
 
 
 def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
-    """Open the trackers in `report_to`, under `run_name`; a run that resumes after `step` > 0 continues their runs."""
+    """Open the trackers in `report_to`. A run that resumes after `step` > 0 continues its runs in the trackers."""
     names = check_trackers(config, run_dir)
-    kept = None if run_dir is None else Path(run_dir) / RUNS
-    runs = json.loads(kept.read_text(encoding="utf-8")) if step and kept is not None and kept.exists() else {}
-    with contextlib.ExitStack() as opened:  # an error closes the ones that are open
+    path = None if run_dir is None else Path(run_dir) / RUNS
+    runs = json.loads(path.read_text(encoding="utf-8")) if step and path is not None and path.exists() else {}
+    with contextlib.ExitStack() as opened:  # if one cannot be opened, the others are closed
         trackers = []
         for name in names:
-            tracker = _tensorboard(run_dir, step) if name == "tensorboard" else _service(name, config, runs)
+            tracker = _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)
             trackers.append(opened.enter_context(tracker))
         opened.pop_all()
-    if kept is not None and runs:
-        kept.write_text(json.dumps(runs), encoding="utf-8")
+    if path is not None and runs:
+        path.write_text(json.dumps(runs), encoding="utf-8")
     return trackers
 
 
-def _tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
-    """Write TensorBoard's files, without TensorFlow; what they hold of steps after `step` is dropped."""
+def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
+    """Write TensorBoard's files without TensorFlow. Entries after `step` of an interrupted run are dropped."""
     directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
-    package = _package("tensorboardX", "tensorboard")
+    package = _import_package("tensorboardX", "tensorboard")
     writer = package.SummaryWriter(logdir=str(Path(directory).expanduser()), purge_step=step + 1 if step else 0)
 
     def log(step: int, metrics: dict[str, float]) -> None:
@@ -145,13 +125,13 @@ def _tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def _service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
-    """Open a run of Weights & Biases or trackio. `runs` has the run to continue, and gets the one that is opened."""
-    package = _package(name, name)
+def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
+    """Open a run of wandb or trackio. `runs` maps their names to the run to continue, and is updated."""
+    package = _import_package(name, name)
     settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
-    if name == "trackio":  # continues a run by its name
+    if name == "trackio":  # which identifies a run by its name
         settings["name"] = runs.get(name, config.run_name)
-    elif getattr(package, "run", None) is not None:  # an active one, which its owner closes
+    elif getattr(package, "run", None) is not None:  # an active run, which the caller closes
         return Tracker(lambda step, metrics: package.run.log(metrics, step=step), lambda: None)
     else:
         settings["project"] = os.environ.get("WANDB_PROJECT", config.project)
@@ -161,16 +141,9 @@ def _service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
     return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
 
 
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # imported already, and without a spec
-        return True
-
-
-def _package(name: str, extra: str) -> ModuleType:
-    """Import a package; raise an ImportError that names its extra if it is not installed."""
+def _import_package(name: str, extra: str) -> ModuleType:
+    """Import a package. Raises an ImportError that names its extra if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} cannot be imported ({error}): pip install 'grpo_jax[{extra}]'") from error
+        raise ImportError(f"{name} cannot be imported ({error}); pip install 'grpo_jax[{extra}]'") from error

@@ -1,18 +1,15 @@
-"""The files of a run directory, written as the run goes and read back.
+"""Writes and reads the files of a run directory.
 
-| file | what it holds |
+| file | content |
 |---|---|
-| `run.json` | the config, package versions, the command line |
+| `run.json` | the config, package versions and the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
-| `completions.jsonl` | one JSON object per completion: step, prompt, completion, rewards, advantage, ended, `turns` |
+| `completions.jsonl` | one JSON object per completion, see `CompletionRow` |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
-| `report.png`, `report.html` | the picture of the run and its page, drawn by `page.write_report` |
+| `report.html`, `report.png` | the report, written by `page.write_report` |
 
-`turns` is there for completions of several turns only: [{"by": "policy" or "environment", "text": …}, …].
-
-Metrics have TRL's names where TRL has them: `reward`, `rewards/<function>/mean`, `kl`, `entropy`,
-`completions/mean_length`. Ours: `kl_initial`, `seconds/<phase>` since the last line, and of held-out prompts
-`eval/<function>` and `eval/reward`.
+Metrics have TRL's names where TRL has them. The others are `kl_initial`, `seconds/<phase>` (time since the previous
+line), and `eval/<function>` and `eval/reward` of held-out prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -34,15 +30,16 @@ from typing import IO, Any
 from grpo_jax.config.sft import Config
 
 JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
-"""A value that JSON can hold."""
+"""A JSON value."""
 
 Line = Mapping[str, float | None]
-"""An object of `metrics.jsonl`: `step` and metrics by name; None where a value is not finite."""
+"""An object of `metrics.jsonl`: "step" and the metrics by name. Values that are not finite are None."""
 
 CompletionRow = Mapping[str, Any]
-"""An object of `completions.jsonl`: "prompt" and "completion" (text or messages), "rewards" (function → number, or None
-for "not scored"), "advantage", "ended", "turns" (if there are several), "turn_rewards" (function → one number for each
-turn), and what reward functions add by `log_extra`."""
+"""An object of `completions.jsonl`: "prompt" and "completion" (a string or messages), "rewards" (function → reward,
+None if not scored), "advantage", "ended", and the columns that reward functions add with `log_extra`. Completions of
+several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have "turn_rewards"
+(function → one reward per turn)."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
@@ -51,21 +48,21 @@ _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, up to a line that a kill tore; none if the file does not exist."""
+    """Yield the objects of a JSON-lines file, up to a truncated line. Yields nothing if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for _, line in _whole_lines(file):
+        for _, line in _complete_lines(file):
             yield line
 
 
 def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a run's `run.json`; {} if it does not exist."""
+    """Return the content of `run.json`, or {} if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return json.loads((pathlib.Path(run_dir) / "run.json").read_text("utf-8"))
     return {}
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of the next line, object) for each line, up to one that is torn."""
+def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset of the next line, object) for each line, up to a truncated one, as a killed process leaves it."""
     end = 0
     for text in file:
         end += len(text)
@@ -78,33 +75,19 @@ def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield end, line
 
 
-def plain(value: object) -> JSON:
-    """Return a value as JSON holds it: arrays as lists, their scalars as numbers, NaN and infinities as None."""
+def to_json(value: object) -> JSON:
+    """Convert a value to JSON types: arrays to lists, NaN and infinities to None, unknown objects to strings."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_json(value.tolist())
     return str(value)
-
-
-def is_dialogue(turns: object) -> bool:
-    """Return whether `turns` of a row of `completions.jsonl` holds the turns of a completion, with their speakers.
-
-    Example:
-      >>> is_dialogue([{"by": "policy", "text": "32"}, {"by": "environment", "text": "higher"}]), is_dialogue([2])
-      (True, False)
-    """
-    return (
-        isinstance(turns, list)
-        and turns != []
-        and all(isinstance(turn, dict) and turn.keys() == {"by", "text"} for turn in turns)
-    )
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
@@ -116,18 +99,18 @@ def hide_secrets(arguments: Sequence[str]) -> list[str]:
     """
     shown: list[str] = []
     for argument in arguments:
-        name, given, _ = argument.partition("=")
-        before = shown[-1] if shown else ""
-        if before.startswith("-") and _SECRET.search(before) and not argument.startswith("--"):
+        name, equals, _ = argument.partition("=")
+        previous = shown[-1] if shown else ""
+        if previous.startswith("-") and _SECRET.search(previous) and not argument.startswith("--"):
             argument = "***"
-        elif given and _SECRET.search(name):
+        elif equals and _SECRET.search(name):
             argument = f"{name}=***"
         shown.append(_CREDENTIALS.sub("://***@", argument))
     return shown
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that decide a run's numbers, without importing them."""
+    """Return the versions of the packages that affect a run's results, without importing them."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -136,28 +119,27 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """Writes the files of a run directory during the run; without a directory, every method does nothing.
+    """Writes the files of a run directory during the run; without a directory, all methods do nothing.
 
-    Each line is flushed. When a run resumes, `truncate` cuts the files back to the step of its checkpoint, so that no
-    line is there twice. A directory that cannot be made or written to is a ValueError.
+    Every line is flushed. When a run resumes, `truncate` drops the lines after the step of its checkpoint, so that none
+    appears twice. The constructor raises ValueError if the directory cannot be created or written to.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
         self.run_dir = None if run_dir is None else pathlib.Path(run_dir)
         if self.run_dir is not None:
-            with refused_if_unusable(self.run_dir):
+            with reject_unwritable(self.run_dir):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 self.path(".writable").touch()
                 self.path(".writable").unlink()
 
     def path(self, name: str) -> pathlib.Path:
         """Return the path of a file in the run directory."""
-        if self.run_dir is None:
-            raise ValueError("run_dir is None: nothing is written")
+        assert self.run_dir is not None
         return self.run_dir / name
 
     def config(self, config: Config, **more: object) -> None:
-        """Write `run.json`: the config, versions, the command line without secrets, and `more`."""
+        """Write `run.json`: the config, package versions, the command line without secrets, and `more`."""
         content = {
             "config": config.to_dict(),
             **more,
@@ -167,23 +149,23 @@ class RunWriter:
             "platform": platform.platform(),
         }
         if self.run_dir is not None:
-            text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(to_json(content), indent=2, ensure_ascii=False, allow_nan=False)
             replace_file(self.path("run.json"), lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line to `metrics.jsonl`."""
+        """Append a line to `metrics.jsonl`."""
         self._append("metrics.jsonl", [{"step": step, **metrics}])
 
     def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
-        """Add lines to `completions.jsonl`: one per completion, with the step in front."""
+        """Append one line per completion to `completions.jsonl`, with "step" as the first key."""
         self._append("completions.jsonl", [{"step": step, **row} for row in rows])
 
     def warning(self, step: int, category: str, message: str) -> None:
-        """Add a line to `warnings.jsonl`."""
+        """Append a line to `warnings.jsonl`."""
         self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
-        """Drop all lines of steps after `step`, and a torn last line; -1 drops all.
+        """Drop the lines of steps after `step` (−1: all lines) and a truncated last line.
 
         An evaluation of `step` itself is dropped too, unless the checkpoint includes it (`evaluated`).
         """
@@ -192,65 +174,46 @@ class RunWriter:
                 continue
             with open(self.path(name), "r+b") as file:
                 end = 0
-                for start_of_next, line in _whole_lines(file):
+                for start_of_next, line in _complete_lines(file):
                     undone = not evaluated and any(key.startswith("eval/") for key in line)
                     if line["step"] > step or (line["step"] == step and undone):
                         break
                     end = start_of_next
                 file.truncate(end)
 
-    def put_aside(self) -> tuple[int, str]:
-        """Rename the files of a run that has made steps but never wrote a checkpoint.
-
-        Returns its last step and the ending of the new names; (0, "") if nothing was renamed.
-        """
-        steps = [] if self.run_dir is None else [line["step"] for line in read_lines(self.path("metrics.jsonl"))]
-        if max(steps, default=0) < 1:
-            return 0, ""
-        ending = next(f".old-{n}" for n in itertools.count(1) if not self.path(f"metrics.jsonl.old-{n}").exists())
-        for name in _LINES:
-            if self.path(name).exists():
-                os.replace(self.path(name), self.path(name + ending))
-        return max(steps), ending
-
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        """Add lines in one write."""
         if self.run_dir is not None:
-            lines = [json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-            try:
-                with open(self.path(name), "ab") as file:
-                    file.write("".join(lines).encode("utf-8", "backslashreplace"))
-            except OSError as error:  # a write that fails does not say where
-                raise OSError(error.errno, error.strerror, str(self.path(name))) from error
+            lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+            with open(self.path(name), "ab") as file:
+                file.write("".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole or not at all."""
+    """Replace a file atomically: on an error in `write`, the previous file is unchanged."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         write(file)
     os.replace(temporary, path)
 
 
-def refuse_bucket(run_dir: str | os.PathLike[str] | None, *, argument: str = "run_dir") -> None:
-    """Raise a ValueError for a run directory in an object store: a run locks, appends to and renames files."""
-    found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # Path makes one slash of two
+def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
+    """Raise ValueError if `run_dir` is in an object store: a run locks, appends to and renames files."""
+    found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # `Path` turns "//" into "/"
     if found:
         address = re.sub(":/+", "://", str(run_dir), count=1)
         raise ValueError(
-            f"{argument} = {address!r}: is in an object store, which can neither lock, append to nor rename the"
-            " files of a run; give a directory (a disk, NFS, a PersistentVolumeClaim), and copy it to the store when"
-            " the run is over"
+            f"run_dir = {address!r} is in an object store, which cannot lock, append to or rename files; use a"
+            " directory on a disk, NFS or a PersistentVolumeClaim, and copy it to the store after the run"
         )
 
 
 @contextlib.contextmanager
-def refused_if_unusable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` into a `ValueError` which says that the run directory cannot be used."""
+def reject_unwritable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert an `OSError` to a `ValueError` that names the run directory."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: cannot be written to ({error.strerror or error});"
-            " give a directory of your own, or None to keep nothing"
+            f"run_dir = {str(run_dir)!r} cannot be written to ({error.strerror or error}); pass a writable directory,"
+            " or None to write no files"
         ) from error

@@ -51,14 +51,14 @@ def folder(tmp_path_factory):
 def trained(folder):
     """The directory of a run of `grpo-jax train`, with adapters."""
     printed = run("train", write_run(folder, lora=2))
-    assert f"grpo-jax export {folder / 'run'} OUT writes the model" in printed
+    assert f"to write the model, run grpo-jax export {folder / 'run'} OUT" in printed
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def state(folder, trained):
     """The state after the same run of the API, in the directory `by_api`."""
-    asked = read_run(trained / "run.yaml", wanted=ALL)
+    asked = read_run(trained / "run.yaml", load=ALL)
     how = {"eval_dataset": asked.eval_rows, "run_dir": folder / "by_api"}
     return train(adapted(folder), asked.rows, asked.rewards, asked.config, **how)
 
@@ -91,8 +91,7 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
     assert (trained / "run.yaml").read_text() == before
     with pytest.raises(SystemExit, match="max_completion_length = 400"):
         run("train", write_run(folder, run_dir=str(folder / "new"), max_completion_length=400))
-    assert not (folder / "new").exists()
-    with pytest.raises(SystemExit, match=r"was started from Python, and its files contain neither its data"):
+    with pytest.raises(SystemExit, match="was started from Python, and does not contain its data"):
         run("resume", folder / "by_api")
 
 
@@ -118,7 +117,7 @@ def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_sample
     assert {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)} == {"bfloat16"}
     with pytest.raises(SystemExit, match="the run has no adapters"):
         run("export", tmp_path, tmp_path / "out", "--merge")
-    with pytest.raises(SystemExit, match="data: is missing"):
+    with pytest.raises(SystemExit, match="data is missing"):
         run("evaluate", tmp_path)
 
 
@@ -134,20 +133,18 @@ def test_evaluation_equals_the_last_one_of_the_run(folder, trained, state):
 
 @pytest.mark.quick
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    neither = r"holds no run: it has neither run.yaml nor run.json"
+    neither = r"is not the directory of a run: it has neither run.yaml nor run.json"
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
             run(*command)
-    with pytest.raises(SystemExit, match=r"nothere does not exist; give a RUN.yaml, or the directory of a run"):
+    with pytest.raises(SystemExit, match=r"nothere does not exist; pass a RUN.yaml or the directory of a run"):
         run("evaluate", tmp_path / "nothere")
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "run.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"sum is not a directory; give the directory of a run, such as .*sums$"):
-        run("resume", tmp_path / "sum")
-    with pytest.raises(SystemExit, match=r"has no metrics.jsonl; give the directory of a run"):
+    with pytest.raises(SystemExit, match=r"has no metrics.jsonl; pass the directory of a run"):
         run("report", tmp_path)
     for command in (["export", tmp_path / "sums", "out"], ["chat", tmp_path / "sums", "--say", "ab"]):
-        with pytest.raises(SystemExit, match=r"contain neither its data .* nor the base of its adapters"):
+        with pytest.raises(SystemExit, match="does not contain its data, its reward functions or the base model"):
             run(*command)
 
 
@@ -204,14 +201,14 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
 
 def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_path):
     path = write_run(tmp_path, lora=2, quantize="int8")
-    policy = commands.load_policy(read_run(path, wanted=("model",)))
+    policy = commands.load_policy(read_run(path, load=("model",)))
     wanted = adapted(tmp_path, quantize="int8")
     assert same((policy.params, as_argument(policy.model)), (wanted.params, as_argument(wanted.model)))
     assert is_quantized(as_argument(policy.model))
-    with pytest.raises(SystemExit, match="quantized params cannot be trained; give lora"):
+    with pytest.raises(SystemExit, match="quantized params cannot be trained; set lora"):
         run("train", path, "--lora", "null")
     model = {"config": {**tiny_policy().config, "hidden_size": 8}, "tokenizer": "model", "seed": 3}
-    policy = commands.load_policy(read_run(write_run(tmp_path, model=model), wanted=("model",)))
+    policy = commands.load_policy(read_run(write_run(tmp_path, model=model), load=("model",)))
     assert policy.config["hidden_size"] == 8
 
 
@@ -222,8 +219,6 @@ def test_a_teacher_that_scores_is_not_called_and_a_class_or_function_is(tmp_path
     for name in ("here", "made", "Told"):
         found = commands.load_teacher(read_run(write_run(tmp_path, teacher=f"told.py:{name}")))
         assert type(found).__name__ == "Told"
-    teacher = {"model": "model", "quantize": "int8"}
-    assert is_quantized(commands.load_teacher(read_run(write_run(tmp_path, teacher=teacher))).params)
 
 
 @pytest.mark.quick
@@ -240,9 +235,9 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
     wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}
     wanted |= {"lora": None, "quantize": None, "quantize_embeddings": False}
     assert how == wanted
-    with pytest.raises(SystemExit, match=r"model: is missing; give a RUN\.yaml that has one, or --model"):
+    with pytest.raises(SystemExit, match="model is missing; set it in RUN.yaml or pass --model"):
         run("plan", "--beta", 0.1)
-    with pytest.raises(SystemExit, match="config = None is not a file"):
+    with pytest.raises(SystemExit, match="config = None: file not found"):
         run("plan", "--model", "{seed: 1}")
 
 
@@ -273,5 +268,5 @@ def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypa
     assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
     assert 0 < found["in_word"] < 1, "the first rewards are a signal"
-    with pytest.raises(SystemExit, match=r"my_run.yaml exists already: give a new folder, or move it away"):
+    with pytest.raises(SystemExit, match="my_run.yaml already exists; use a new folder, or move"):
         run("init", "first")

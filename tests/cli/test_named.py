@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import find, resolve_source, reward_function, sampler_of
+from grpo_jax.cli.named import find, resolve_source, reward_function, server_of
+from grpo_jax.engines import vllm
 from grpo_jax.text.rows import load_rows
 
 pytestmark = pytest.mark.quick
@@ -48,8 +49,8 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
     assert reward_function({"get_soft_overlong_punishment": [8, 4]}, folder)(completion_ids=[[1] * 6]) == [-0.5]
     assert reward_function("number_reward", folder)(completions=["it is 4"], answer=["4"]) == [1.0]
     assert reward_function("my_own_judges:right", folder)(["a"], ["b"]) == [0.0]
-    made = sampler_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, folder)
-    assert repr(made) == repr(sampler_of({"vllm": SERVER}, folder))
+    made = server_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, vllm)
+    assert repr(made) == repr(server_of({"vllm": SERVER}, vllm))
 
 
 @pytest.mark.parametrize(
@@ -57,18 +58,18 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
     [
         (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
         (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
-        (reward_function, "get_soft_overlong_punishment", r"refuses its arguments \(.*missing 2 required"),
-        (reward_function, {"format_reward": "("}, "format_reward refuses its arguments .pattern is '\\('"),
+        (reward_function, "get_soft_overlong_punishment", r"rejects its arguments \(.*missing 2 required"),
+        (reward_function, {"format_reward": "("}, "format_reward rejects its arguments .pattern is '\\('"),
         (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),
-        (reward_function, "os:sep", "is a str, not a function"),
-        (sampler_of, {"sglang": {}}, "write {vllm: {base_url"),
-        (sampler_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
-        (sampler_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm refuses its arguments .*patient"),
+        (reward_function, "os:sep", "must be a function; got str"),
+        (server_of, {"sglang": {}}, "use {vllm: {base_url"),
+        (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url is '127.0.0.1:8000': give http://host:port"),
+        (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejects its arguments .*patient"),
     ],
 )
 def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):
     with pytest.raises(ValueError, match=said):
-        read(entry, folder)
+        read(entry, vllm if read is server_of else folder)
 
 
 def rows_of(source, folder: Path, **columns):

@@ -20,7 +20,7 @@ def test_a_recipe_is_read(name, tmp_path):
     rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1\n#### {n + 1}"} for n in range(8)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = dict.fromkeys(("data", "eval_data"), str(tmp_path / "gsm8k.jsonl")) if name == "gsm8k" else {}
-    recipe = read_run(RECIPES / f"{name}.yaml", data, wanted=("data", "rewards"))
+    recipe = read_run(RECIPES / f"{name}.yaml", data, load=("data", "rewards"))
     assert [function.__name__ for function in recipe.rewards] == REWARDS[name]
     assert (recipe.environment_factory is not None) == (name == "agent")
     assert recipe.rows

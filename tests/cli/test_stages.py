@@ -64,7 +64,7 @@ def test_a_plan_has_both_stages(tmp_path, monkeypatch):
 @pytest.mark.quick
 def test_sft_alone_needs_no_rewards_and_has_the_seed_of_its_run(tmp_path):
     for sft, seed in ((SFT, 7), ({**SFT, "seed": 3}, 3)):
-        found = read_run(write(tmp_path, seed=7, sft=sft, **ALONE), wanted=("model", "data", "rewards")).sft
+        found = read_run(write(tmp_path, seed=7, sft=sft, **ALONE), load=("model", "data", "rewards")).sft
         assert (found.config.seed, found.config.max_steps, len(found.rows)) == (seed, 2, 2)
 
 
@@ -72,15 +72,15 @@ def test_sft_alone_needs_no_rewards_and_has_the_seed_of_its_run(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"stages": ["grpo", "sft"]}, "stages = .*: give .sft, grpo., .sft. or .grpo."),
-        ({"sft": None}, "sft: is missing; give a mapping of data and of the settings of SFTConfig"),
-        ({"stages": None}, "sft: the stages have none"),
+        ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
+        ({"sft": None}, "sft is missing; set it to a mapping of data and of fields of SFTConfig"),
+        ({"stages": None}, "sft is set, but stages has no sft"),
         ({"sft": {**SFT, "beta": 0.1}}, "sft.beta: no such field"),
         ({"sft": {**SFT, "max_length": 1}}, "sft.max_length = 1: must be at least 2"),
-        ({"sft": {"max_steps": 2}}, "sft.data: is missing"),
+        ({"sft": {"max_steps": 2}}, "sft.data is missing"),
         ({"sft": {**SFT, "data": "none.jsonl"}}, "none.jsonl"),
     ],
 )
 def test_bad_stages_are_refused(tmp_path, changes, said):
     with pytest.raises(ValueError, match=said):
-        read_run(write(tmp_path, **changes), wanted=("model", "data", "rewards"))
+        read_run(write(tmp_path, **changes), load=("model", "data", "rewards"))

@@ -52,7 +52,7 @@ def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
 def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(ValueError, match=r"run_dir = '.*file/run': cannot be written to \(Not a directory\)"),
+        pytest.raises(ValueError, match=r"run_dir = '.*file/run' cannot be written to \(Not a directory\)"),
         locked(str(tmp_path / "file" / "run")),
     ):
         pytest.fail("made")
@@ -65,7 +65,7 @@ def refuse(path, *_, **__):
 @pytest.mark.parametrize(
     ("token", "touch", "message"),
     [
-        (".token-7", refuse, r"process 1: run_dir = '.*': cannot be written to \(Permission denied\)"),
+        (".token-7", refuse, r"process 1: run_dir = '.*' cannot be written to \(Permission denied\)"),
         (".token-6", None, "run_dir = '.*': process 1 does not find what process 0 has written to its run_dir"),
     ],
     ids=["read-only", "another file system"],

@@ -118,7 +118,7 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
     state, _ = call(lr_scheduler_type="constant")
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in ("report.html", "report.png")}
     again, told = call(lr_scheduler_type="constant")
-    assert "complete: 2 of 2 steps; raise max_steps to continue, or give another run_dir to begin a new run" in told
+    assert "complete: 2 of 2 steps; to train longer, raise max_steps; to start a new run" in told
     assert "compiles" not in told
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in before}
     chex.assert_trees_all_equal(again.params, state.params)

@@ -56,8 +56,8 @@ def test_a_log_shows_life_in_a_long_iteration_and_the_time_left_after_the_second
         display.start(total_steps=100, updates=2)
         for now[0], step in ((29.0, 0), (30.0, 0), (40.0, 2), (59.0, 4), (100.0, 0)):
             if step > 0:
-                display.progressed(step)
-            display.break_silence()
+                display.advance(step)
+            display.report_activity()
     # The first iteration, which compiles, does not count: 96 steps of 9.5 s are to come.
     lines = ["step   0/100 · rollout (30 s since the last step)"]
     lines += ["step   4/100 · rollout (41 s since the last step) · 0:15:12 left"]
@@ -77,7 +77,7 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
     with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
         display.start(total_steps=4, step=1)
         display(2, METRICS)
-        display.progressed(3)
+        display.advance(3)
         display.say("[note] kept above")
         raise KeyboardInterrupt
     text = out.file.getvalue()
@@ -123,13 +123,12 @@ def test_completions_are_shown_unchanged_side_by_side():
         ["", "<answer>2[/b]</answer> …", "0.00", "–", "0.70"],
         ["user: hi", "ho", "–", "–", "–"],
     ]
-    out = console()
 
 
 def test_untrusted_text_neither_drives_the_terminal_nor_reorders_it():
     nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
-    row = {**rows()[0], "turns": [{"by": "environment", "text": nasty}]}
-    for some in (row, {**row, "turns": None, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
+    row = rows()[0]
+    for some in ({**row, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
         out = console()
         Display(console=out).completions([some])
         text = out.file.getvalue()

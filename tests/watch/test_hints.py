@@ -28,18 +28,10 @@ def series(name, values, **others):
     return [{"num_tokens": i, name: value, **others} for i, value in enumerate(values)]
 
 
-def rewards(right, style, std=0.4):
-    return [
-        {"rewards/right/mean": a, "rewards/right/std": std, "rewards/style/mean": b, "rewards/style/std": std}
-        for a, b in zip(right, style, strict=True)
-    ]
-
-
 def played(**changed):
     """Lines of a run of several turns that goes well, except for values that are changed from line 20 on."""
     usual = {"turns/mean": 3.0, "turns/clipped_ratio": 0.1, "tools/calls": 16.0, "tools/failures": 4.0}
-    usual |= {"completions/clipped_ratio": 0.1, "completions/mean_length": 50.0, "environment/errors": 0.0}
-    usual |= {"completions/observation_tokens": 20.0}
+    usual |= {"completions/clipped_ratio": 0.1, "completions/mean_length": 50.0}
     changed = {name.replace("__", "/"): value for name, value in changed.items()}
     assert changed.keys() <= usual.keys()
     return [{"num_tokens": i, **usual, **(changed if i >= 20 else {})} for i in range(40)]
@@ -61,20 +53,14 @@ SIGNS = [
     ("KL rising", series("kl", [0.01 * i for i in range(200)]), KL_WINDOW - 1),
     # 19 is the first line with two windows; the mean of the last ten is below a twentieth from then on.
     ("entropy collapse", series("entropy", [2.0] * 6 + [0.01] * 40), 19),
-    ("much clipped", series("clip_fraction", [0.1] * 10 + [0.5] * 40), 14),
     ("sampler mismatch", series("sampler_gap", [1e-6] * 9 + [2.0] * 40), 9),
     ("sampler mismatch", engine_lines(gap=0.4, weight=0.3), 9),
-    # With k lines of the new kind in ten, right has risen by 0.06 k and style fallen by 0.03 k: past half of the spread
-    # of 0.4 for k = 7.
-    ("reward hacking", rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.4] * 30), 36),
     # 3 − 2k/10 is at most 1.02 for k = 10 only.
     ("few turns", played(turns__mean=1.0), 29),
     # 0.1 + 0.09 k is at least 0.5 from k = 5 on.
     ("few turns", played(turns__clipped_ratio=1.0), 24),
     # Of 16 calls 4 fail, then 16: (4 (10 − k) + 16 k) / 160 is at least 0.9 from k = 9 on.
     ("failing tools", played(tools__failures=16.0), 28),
-    # 0.1 of 8 is 0.8: k = 4 of 10 lines with 2.
-    ("failing tools", played(environment__errors=2.0), 23),
 ]
 
 
@@ -107,14 +93,11 @@ def test_a_healthy_run_gets_none(run):
         (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
         (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
         (engine_lines(gap=0.4, weight=0.9), CONFIG),
-        (rewards([0.2] * 30 + [0.8] * 30, [0.7] * 30 + [0.6] * 30), CONFIG),
-        (rewards([0.7 - 0.01 * i for i in range(40)], [0.7 - 0.01 * i for i in range(40)]), CONFIG),
         (played(turns__mean=1.1), CONFIG),
         (played(tools__failures=13.0), CONFIG),
         (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
         (played(completions__clipped_ratio=0.8), CONFIG),
         (played(turns__clipped_ratio=0.49), CONFIG),
-        (played(environment__errors=0.7), CONFIG),
         (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_run_that_stops_in_a_hurry_leaves_the_picture_out(tmp_path, capsys):
     with Monitor(tmp_path, CONFIG) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
         monitor.end(1, 4, hurry=True)
-    assert f"{tmp_path}/report.html shows the run" in capsys.readouterr().err
+    assert f"report: {tmp_path}/report.html" in capsys.readouterr().err
     assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "report.png").exists()
 
@@ -63,26 +63,6 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
     third = lines(tmp_path)[-1]
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
     assert third["tokens_per_second"] * third["seconds/total"] == pytest.approx(100)
-
-
-def test_the_lines_of_a_run_without_a_checkpoint_are_kept_under_another_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_jax.watch.page.write_report", lambda run_dir, **_: None)
-
-    def begin(*steps):
-        with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
-            monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
-            for step in steps:
-                monitor.evaluation(step, {"f": 1.0})
-
-    begin(0)
-    begin(0, 2)  # nothing of the first one was worth keeping
-    for ending in (".old-1", ".old-2"):
-        with pytest.warns(
-            RuntimeWarning, match=rf"has metrics up to step 2 but no checkpoint.* whose names end in {ending}"
-        ):
-            begin(0, 2)
-    for name in ("metrics.jsonl", "metrics.jsonl.old-1", "metrics.jsonl.old-2"):
-        assert [line["step"] for line in lines(tmp_path, name)] == [0, 2]
 
 
 def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
@@ -133,16 +113,16 @@ def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
 
 def test_counts_and_means_of_a_window():
     progress = Progress()
-    progress.collected(8, {"num_tokens": 100, "reward": 0.25})
+    progress.count_batch(8, {"num_tokens": 100, "reward": 0.25})
     for value in (1.0, math.nan, 3.0):
-        progress.updated({"loss": value, "kl": math.nan})
+        progress.count_update({"loss": value, "kl": math.nan})
     again = Progress(**json.loads(json.dumps(dataclasses.asdict(progress))))
     assert again == progress, "also in the middle of a window"
     assert (progress.step, progress.updates_done, progress.cursor) == (3, 3, 8)
     line = progress.log_line()
     assert math.isnan(line.pop("kl"))
     assert line == {"num_tokens": 100, "reward": 0.25, "loss": 2.0, "num_prompts": 8}
-    progress.collected(16, {"num_tokens": 50, "reward": 0.75})
+    progress.count_batch(16, {"num_tokens": 50, "reward": 0.75})
     assert progress.log_line() == {"num_tokens": 150, "reward": 0.75, "num_prompts": 16}
 
 
@@ -191,5 +171,5 @@ def test_a_callback_that_raises_or_is_not_a_function_is_named():
         notify([lambda step, metrics: None, tracker], 4, {})
     assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
     assert caught.value.__notes__[0].endswith("at step 4")
-    with pytest.raises(TypeError, match=r"callbacks\[1\] = 'wandb' is not a function; give one that takes"):
+    with pytest.raises(TypeError, match=r"callbacks\[1\] must be a function of \(step, metrics\); got 'wandb'"):
         check_callbacks([print, "wandb"])

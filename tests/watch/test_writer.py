@@ -9,7 +9,7 @@ import pytest
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.page import html_report
-from grpo_jax.watch.writer import RunWriter, read_lines, read_settings, refuse_bucket
+from grpo_jax.watch.writer import RunWriter, read_lines, read_settings, reject_object_store
 
 pytestmark = pytest.mark.quick
 
@@ -30,13 +30,6 @@ def test_lines_are_strict_json_of_any_text_array_and_object(tmp_path):
     assert first == {"step": 7, **row}
     assert second.pop("other").startswith("<module 'pytest'")
     assert second == {"step": 7, "bf16": 0.5, "ended": True, "array": [1.0, None], "7": [1, "text"]}
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a device that is always full: Linux")
-def test_a_full_disk_names_the_file(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
-        RunWriter(tmp_path).metrics(1, {"reward": 0.5})
 
 
 def test_truncate_drops_later_lines_of_all_files(tmp_path):
@@ -99,8 +92,6 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     writer.completions(1, [{}])
     writer.truncate(0)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="run_dir is None: nothing is written"):
-        writer.path("metrics.jsonl")
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/runs", "S3://b/r", pathlib.Path("az://bucket/runs")])
@@ -108,12 +99,12 @@ def test_an_object_store_is_refused_as_a_run_directory(address, tmp_path, monkey
     """By `train` and `sft` before they look at anything else."""
     monkeypatch.chdir(tmp_path)
     for refuse in (
-        lambda: refuse_bucket(address),
+        lambda: reject_object_store(address),
         lambda: train(None, None, None, GRPOConfig(), run_dir=address),
         lambda: sft(None, None, SFTConfig(), run_dir=address),
     ):
-        with pytest.raises(ValueError, match=r"^run_dir = '.*': is in an object store, which can neither"):
+        with pytest.raises(ValueError, match=r"^run_dir = '.*' is in an object store, which cannot"):
             refuse()
     assert not any(tmp_path.iterdir())
     for fine in (None, "runs/a:b", "/mnt/gs/runs", tmp_path, r"C:\\runs"):
-        refuse_bucket(fine)
+        reject_object_store(fine)
