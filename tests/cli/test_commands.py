@@ -235,7 +235,7 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
     wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}
     wanted |= {"lora": None, "quantize": None, "quantize_embeddings": False}
     assert how == wanted
-    with pytest.raises(SystemExit, match="model is missing; set it in RUN.yaml or pass --model"):
+    with pytest.raises(SystemExit, match=r"model is missing; set it in RUN.yaml or pass --model"):
         run("plan", "--beta", 0.1)
     with pytest.raises(SystemExit, match="config = None: file not found"):
         run("plan", "--model", "{seed: 1}")
@@ -268,5 +268,5 @@ def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypa
     assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
     assert 0 < found["in_word"] < 1, "the first rewards are a signal"
-    with pytest.raises(SystemExit, match="my_run.yaml already exists; use a new folder, or move"):
+    with pytest.raises(SystemExit, match=r"my_run.yaml already exists; use a new folder, or move"):
         run("init", "first")

@@ -30,7 +30,7 @@ def test_scalars_follow_yaml_1_2(text, value):
     ("text", "message"),
     [
         ("beta: 1\nbeta: 2", "is not YAML: duplicate key beta"),
-        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a: aliases are not supported; write out"),  # nested, a billion values
+        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a: aliases are not supported"),  # nested, a billion values
         ("model: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("max_steps: " + "9" * 5000, "is not YAML: Exceeds the limit"),
         ("a: [", "is not YAML"),
