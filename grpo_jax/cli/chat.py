@@ -15,7 +15,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.run.placement import shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
-from grpo_jax.text.completions import Before, before_of, continuation
+from grpo_jax.text.completions import PrecedingText, continuation, preceding_text
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 from grpo_jax.types import Messages, Tokenizer
 from grpo_jax.watch.display import escape_controls
@@ -24,8 +24,8 @@ from grpo_jax.watch.display import escape_controls
 class Printer:
     """Prints a completion as its tokens arrive. Control characters are escaped, incomplete characters held back."""
 
-    def __init__(self, tokenizer: Tokenizer, before: Before | None = None):
-        self._tokenizer, self._before, self.text = tokenizer, before or Before([], "", ""), ""
+    def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
+        self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
         """Print the new part of a completion, given its tokens and mask [1, 1, T]; `whole` once it has ended."""
@@ -86,7 +86,7 @@ def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: i
         kwargs = config.chat_template_kwargs
         warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
     ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
-    printer = Printer(policy.tokenizer, before_of(policy.tokenizer, prompt, ids[0]))
+    printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, prompt, ids[0]))
     completions = generate(
         policy.model,
         policy.params,

@@ -23,7 +23,7 @@ from grpo_jax.rewards.contract import as_list, reward_names
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.train import train
-from grpo_jax.text.sources import Dataset, several
+from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import StopRun
@@ -230,7 +230,7 @@ class GRPOTrainer:
         """The progress of the run and its log."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         names = reward_names(self._reward_funcs)
-        parts = several(self.eval_dataset)
+        parts = named_datasets(self.eval_dataset)
         return TrainerState([{**trl_names(line, names, parts), "step": line["step"]} for line in lines])
 
     def add_callback(self, callback: object) -> None:
@@ -264,7 +264,7 @@ class GRPOTrainer:
     def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """The callback of `train`: record a line of the log and call the callback objects."""
         self._lines.append({"step": step, **metrics})
-        logs = trl_names(metrics, reward_names(self._reward_funcs), several(self.eval_dataset))
+        logs = trl_names(metrics, reward_names(self._reward_funcs), named_datasets(self.eval_dataset))
         if "loss" in metrics:
             self._call("on_step_end", logs)
         self._call("on_log", logs)
@@ -320,7 +320,7 @@ class GRPOTrainer:
             tools=self._tools,
             environment_factory=self._environment_factory,
         )
-        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], several(data))
+        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], named_datasets(data))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.

@@ -206,7 +206,7 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
 _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
-def own_copy(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """Copy the lists, dicts, tuples, sets and arrays in a value, at every depth.
 
     Other objects are shared: a client or an image may be large, may not be copyable, and may be shared on purpose.
@@ -219,10 +219,10 @@ def own_copy(value: Any) -> Any:
         items = value.values() if isinstance(value, dict) else value
         if not _IMMUTABLE.issuperset(map(type, items)):  # a list of token ids takes one step, not one per token
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                new[key] = own_copy(item)
+                new[key] = copy_containers(item)
         return new
     if isinstance(value, tuple):
-        copies = map(own_copy, value)
+        copies = map(copy_containers, value)
         return kind._make(copies) if hasattr(kind, "_make") else kind(copies)
     mutable = isinstance(value, (set, bytearray, collections.deque)) or hasattr(kind, "__array__")
     return copy.deepcopy(value) if mutable else value
@@ -233,7 +233,7 @@ def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
     named, bound, everything = arguments_of(fn), _bound(fn), takes_everything(fn)
     extras = {name: value for name, value in inputs.items() if name in EXTRAS and name in named}
     lists = {
-        name: own_copy(list(values))
+        name: copy_containers(list(values))
         for name, values in inputs.items()
         if name not in EXTRAS and (name in named or (everything and name not in bound))
     }
@@ -276,7 +276,7 @@ class Log:
         """Log a value for each completion in `completions.jsonl`."""
         if column in RUN_COLUMNS:
             raise SetupError(f"log_extra({column!r}, ...): completions.jsonl has this column, choose another name")
-        values = own_copy(list(values))
+        values = copy_containers(list(values))
         if len(values) != len(self.columns):
             raise RewardError(
                 f"log_extra({column!r}, ...) has {len(values)} values for {len(self.columns)} completions"

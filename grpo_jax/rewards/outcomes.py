@@ -130,13 +130,13 @@ class RewardParts(NamedTuple):
     Attributes:
       completion: index of the completion, prompt-major.
       function: index of the reward function, in 0..K−1.
-      of_tokens: True: one number for each token, observed ones included. False: one for each turn.
+      per_token: True: one number for each token, observed ones included. False: one for each turn.
       values: the numbers.
     """
 
     completion: int
     function: int
-    of_tokens: bool
+    per_token: bool
     values: list[float]
 
 
@@ -158,8 +158,8 @@ def read_parts(
     plain = item if to_list is None else to_list()
     if not isinstance(plain, (list, tuple)):
         return read_number(item)
-    of_tokens = to_list is not None
-    kind, unit, sizes = ("an array", "token", tokens) if of_tokens else ("a list", "turn", turns)
+    per_token = to_list is not None
+    kind, unit, sizes = ("an array", "token", tokens) if per_token else ("a list", "turn", turns)
     if len(plain) != (wanted := sizes[completion]):
         return f"{read_number(item)}, or {kind} with one for each {unit} ({wanted})"
     values = [read_number(one) for one in plain]
@@ -167,7 +167,7 @@ def read_parts(
     if bad is not None:
         return f"returned {show(item)}, whose number for {unit} {bad} is not finite"
     numbers = [float(one) for one in values]
-    found.append(RewardParts(completion, function, of_tokens, numbers))
+    found.append(RewardParts(completion, function, per_token, numbers))
     return read_number(float(np.sum(numbers)))
 
 
@@ -192,7 +192,7 @@ def place_rewards(
     placed[np.arange(b * g), last] = flat
     for part in parts:
         row = turns[part.completion]
-        if part.of_tokens:
+        if part.per_token:
             at = np.flatnonzero(present[part.completion])
         else:
             at = np.array([np.flatnonzero(row == n)[-1] for n in range(len(part.values))])

@@ -22,12 +22,12 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, own_part
-from grpo_jax.rewards.contract import own_copy
+from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_fault
 from grpo_jax.rollout.interaction import EpisodeCounts, Interaction, Played, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
-from grpo_jax.text.completions import Before, Texts, before_of, continuation
+from grpo_jax.text.completions import CachedTokenizer, PrecedingText, continuation, preceding_text
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
@@ -60,13 +60,13 @@ class Episode:
       turns, messages, counts, lengths: as in `Played`, so far.
     """
 
-    def __init__(self, interaction: Interaction, row: Row, where: str, texts: Texts):
+    def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
         self._interaction, self.where, self._texts = interaction, where, texts
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None
         self.tools: Mapping[str, Tool] = dict(interaction.tools)
         self._answers_calls = False
-        self.opening, self.before, self.over = "", Before([], "", ""), False
+        self.opening, self.before, self.over = "", PrecedingText([], "", ""), False
         self.turns: list[tuple[bool, str]] = []
         self.messages: Messages = []
         self.lengths: list[int] = []
@@ -84,7 +84,7 @@ class Episode:
             self.tools = {**self._interaction.tools, **own}
             self._answers_calls = bool(own) and hasattr(self.environment, "answer_calls")
             if hasattr(self.environment, "reset"):
-                columns = own_copy(reset_arguments(self.environment.reset, row))
+                columns = copy_containers(reset_arguments(self.environment.reset, row))
                 opening = self._guarded("reset", self.environment.reset, **columns)
                 self.opening = "" if opening is None else as_text(opening)
         except _Failed:
@@ -144,7 +144,7 @@ class Episode:
 
     def _follow(self, ids: Iterable[int]) -> None:
         """Keep the last tokens before the next turn; in a conversation, a turn is decoded alone."""
-        self.before = Before([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
+        self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Return the text of a turn, decoded after the text that it continues."""
@@ -286,7 +286,7 @@ class Episodes:
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
         self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
-        self._tokenizer, texts = interaction.tokenizer, Texts(interaction.tokenizer)
+        self._tokenizer, texts = interaction.tokenizer, CachedTokenizer(interaction.tokenizer)
         self.all = [
             Episode(interaction, row, f"row {number} of the dataset, completion {g}", texts)
             for row, number in zip(rows, numbers, strict=True)
@@ -316,7 +316,7 @@ class Episodes:
         """Set the prompts, as `reset` returned them, and their tokens: first turns are decoded after these."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.own:
-            before = before_of(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
+            before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
             for episode in self.all[b * self._group : (b + 1) * self._group]:
                 episode.before = before
 

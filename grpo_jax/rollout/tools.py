@@ -22,7 +22,7 @@ from typing import Any, get_type_hints
 
 from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.calls import event_loop
-from grpo_jax.rewards.contract import own_copy
+from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
 
@@ -215,7 +215,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
         bound[name] = value
         if wanted is not None:
             problems.append(f"argument {name!r} is {_kind(value)}, {show(value)}; give {wanted}")
-    return f"{tool.name}: {'; '.join(problems)}" if problems else own_copy(bound)
+    return f"{tool.name}: {'; '.join(problems)}" if problems else copy_containers(bound)
 
 
 def _fitted(value: object, schema: Json) -> tuple[object, str | None]:

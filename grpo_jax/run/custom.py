@@ -199,7 +199,7 @@ def _check_parts(parts: Sequence[RewardParts], names: Sequence[str], config: GRP
     if config.turn_credit == "episode" or in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         return
     for part in parts:
-        if part.of_tokens:
+        if part.per_token:
             raise ValueError(
                 f"reward function {names[part.function]!r} returned an array, a reward for each token, and with"
                 f" turn_credit = {config.turn_credit!r} these are added to advantages in the unit of a reward: set"

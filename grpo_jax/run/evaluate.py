@@ -22,7 +22,7 @@ from grpo_jax.run.sample import sample
 from grpo_jax.run.scores import completion_rows, gather_rewards, score_rollout
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, several
+from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
 
 if TYPE_CHECKING:  # optional capabilities
@@ -136,7 +136,7 @@ def evaluate_rows(
     ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
     check_policy(policy, ends, trained=False)
     check_ends(ends, policy, params)
-    by_part = {name: load_rows(some) for name, some in several(dataset).items()}
+    by_part = {name: load_rows(some) for name, some in named_datasets(dataset).items()}
     rows = [row for some in by_part.values() for row in some]
     interaction = turns.make_interaction(
         policy.tokenizer,

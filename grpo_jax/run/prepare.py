@@ -27,7 +27,7 @@ from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, w
 from grpo_jax.run.run import Run
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, is_stream, several
+from grpo_jax.text.sources import Dataset, is_stream, named_datasets
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -66,7 +66,7 @@ def prepare(
     faults.of(check_optimizer, optimizer)
     fns = faults.of(_as_functions, reward_fns)
     rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
-    for name, some in several(eval_dataset).items():
+    for name, some in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = faults.of(load_rows, some, argument=argument)
     interaction = None
@@ -85,7 +85,7 @@ def prepare(
     if isinstance(teacher, Policy):
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
     data, *held_out = encoded.values()
-    names = several(eval_dataset)
+    names = named_datasets(eval_dataset)
     run = derive_run(
         policy,
         config,

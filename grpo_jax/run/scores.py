@@ -13,7 +13,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import zero_signal_groups
 from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.calls import Rewards, compute_rewards, mean_of_scored, reward_stats, total_rewards
-from grpo_jax.rewards.contract import TrainerState, own_copy, reward_names
+from grpo_jax.rewards.contract import TrainerState, copy_containers, reward_names
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.run.sample import RolloutResult
 from grpo_jax.text.completions import reward_inputs
@@ -113,13 +113,13 @@ def completion_rows(
 
     of_turns: dict[int, dict[str, list[float]]] = {}
     for part in scores.parts:
-        if not part.of_tokens:
+        if not part.per_token:
             of_turns.setdefault(part.completion, {})[names[part.function]] = part.values
 
     return [
         {
             **scores.columns[i],
-            "prompt": own_copy(rows[i // g]["prompt"]),
+            "prompt": copy_containers(rows[i // g]["prompt"]),
             "completion": text,
             **({} if episodes is None else {"turns": _turn_texts(episodes[i])}),
             "rewards": dict(zip(names, scores.values[i // g, i % g].tolist(), strict=True)),

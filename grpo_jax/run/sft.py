@@ -29,7 +29,7 @@ from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.prompts import prompt_indices
-from grpo_jax.text.sources import Dataset, is_stream, several
+from grpo_jax.text.sources import Dataset, is_stream, named_datasets
 from grpo_jax.types import Batch, Json, Params, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -146,7 +146,7 @@ def prepare_sft(
     faults.of(check_policy, policy)
     faults.of(check_optimizer, optimizer)
     rows = {"dataset": faults.of(_rows, dataset, config, "dataset")}
-    for name, some in several(eval_dataset).items():
+    for name, some in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = faults.of(_rows, some, config, argument)
     faults.raise_together("this run")
@@ -171,7 +171,7 @@ def prepare_sft(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
-    eval_data = dict(zip(several(eval_dataset), held_out, strict=True))
+    eval_data = dict(zip(named_datasets(eval_dataset), held_out, strict=True))
     return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
 
 

@@ -64,7 +64,7 @@ def reward_inputs(
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
     ids = completion_token_ids(tokens, mask)
     starts = prompt_ids or [()] * len(prompts)
-    before = [before_of(tokenizer, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
+    before = [preceding_text(tokenizer, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
     decoded = tokenizer.batch_decode(
         [[*before[i // group].tokens, *completion] for i, completion in enumerate(ids)], skip_special_tokens=True
     )
@@ -87,7 +87,7 @@ def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in flat]
 
 
-class Before(NamedTuple):
+class PrecedingText(NamedTuple):
     """The text before a completion: its last tokens and their text, and the prefill of the completion's message."""
 
     tokens: list[int]
@@ -95,7 +95,7 @@ class Before(NamedTuple):
     prefill: str
 
 
-def before_of(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> Before:
+def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
     """Return the text that completions of a prompt with these tokens continue; empty if they begin a message."""
     prefill = _prefill(prompt)
     last, text = list[int](), ""
@@ -106,7 +106,7 @@ def before_of(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) 
             if text:
                 break
     # A template may trim the end of the prefill, so that the model has not seen it.
-    return Before(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
+    return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
 def continuation(before: str, both: str) -> str:
@@ -119,7 +119,7 @@ def continuation(before: str, both: str) -> str:
     return both[common_length(before, both) :]
 
 
-class Texts:
+class CachedTokenizer:
     """A tokenizer with a cache: in games the same texts recur in thousands of turns."""
 
     def __init__(self, tokenizer: Tokenizer):

@@ -86,7 +86,7 @@ def without_arrays(value: object) -> object:
     return value
 
 
-def several(dataset: Dataset | None) -> dict[str, Dataset]:
+def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
     """Return the datasets of a dict of several by name; a single dataset under "", and {} for None."""
     if not isinstance(dataset, Mapping) or {"path", "name"} & dataset.keys():
         return {} if dataset is None else {"": dataset}

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_rewards
 from grpo_jax.rewards.combine import clipped, gated
-from grpo_jax.rewards.contract import RewardError, TrainerState, own_copy, reward_names
+from grpo_jax.rewards.contract import RewardError, TrainerState, copy_containers, reward_names
 
 pytestmark = pytest.mark.quick
 
@@ -125,7 +125,7 @@ def test_a_copy_shares_no_mutable_object():
     Point = collections.namedtuple("Point", "x")
     default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
     value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1]), np.array([1.0])]
-    copied, expected = own_copy(value), repr(value)
+    copied, expected = copy_containers(value), repr(value)
     assert repr(copied) == expected
     nested, _, raw, default, queue, point, array = copied
     for part in (nested["deep"][1][1], raw, default["new"], queue[0], point.x):
@@ -133,7 +133,9 @@ def test_a_copy_shares_no_mutable_object():
     array += 1
     assert repr(value) == expected
     others = [threading.Lock(), len, Point, jnp.ones(1).dtype]
-    assert all(one is other for one, other in zip(own_copy(others), others, strict=True)), "they may be one on purpose"
+    assert all(one is other for one, other in zip(copy_containers(others), others, strict=True)), (
+        "they may be one on purpose"
+    )
 
 
 def test_lists_of_other_lengths_are_refused():

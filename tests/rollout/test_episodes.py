@@ -20,7 +20,7 @@ from grpo_jax.rollout.interaction import (
     with_environments,
 )
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.text.completions import Texts, before_of
+from grpo_jax.text.completions import CachedTokenizer, preceding_text
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 
 pytestmark = pytest.mark.quick
@@ -86,7 +86,7 @@ def ids(tokenizer, text):
 
 
 def begun(interaction, row=ROW):
-    episode = Episode(interaction, row, "row 3 of the dataset, completion 1", Texts(interaction.tokenizer))
+    episode = Episode(interaction, row, "row 3 of the dataset, completion 1", CachedTokenizer(interaction.tokenizer))
     episode.reset(row)
     return episode
 
@@ -135,7 +135,7 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
     prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
     row = {**CHAT, "prompt": prompt}
     episode = begun(interaction, row)
-    episode.before = before_of(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
+    episode.before = preceding_text(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
     call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
     episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
     episode.note(ids(tokenizer, "4"))

@@ -7,7 +7,7 @@ import pytest
 from chat_families import CALL, FAMILIES, HERMES, LLAMA, add, family, tokenizer_of
 from tokenizers import normalizers
 
-from grpo_jax.rollout.episodes import Episode, Texts
+from grpo_jax.rollout.episodes import CachedTokenizer, Episode
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import calls as lib
@@ -105,7 +105,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
     read = lib.turn_text(turn, tokenizer.decode, interaction.format, interaction.hidden)
     assert read + eos == text.removesuffix("\n")
-    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", Texts(tokenizer))
+    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", CachedTokenizer(tokenizer))
     episode.reset(CHAT)
     assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
