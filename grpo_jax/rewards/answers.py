@@ -1,4 +1,4 @@
-r"""Numbers in the text of models and datasets: found, read exactly, and compared.
+r"""Numbers in completions and datasets: extraction, exact parsing and comparison.
 
 Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` are the number 18.
 `formula_reward` compares formulas.
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
-"""Characters of the longest number; longer ones would be slow to read."""
+"""Maximum number of characters of a number, to bound the time of parsing."""
 
 _ADVICE = (
-    "Leave such rows out, or set the column to None and judge them by accuracy_reward, which compares text, or by"
-    " formula_reward, which compares formulas by math-verify"
+    "Remove such rows, or set the column to None and use accuracy_reward (compares strings) or formula_reward (compares"
+    " formulas with math-verify)"
 )
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,12}(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -49,7 +49,7 @@ _SPELLINGS = (
     (re.compile(r"\\(?:[,;:! ]|(?:left|right|quad)(?![a-z]))"), " "),
     (re.compile(r"\\[dtc]?frac\s?\{\s?(-?[\d,.]{1,60})\s?\}\s?\{\s?(\d{1,60})\s?\}"), r"\1/\2"),
 )
-# Marks of a final answer. `####` also begins a heading: it counts before a number only, and not before "2. Add".
+# Marks of a final answer. `####` also starts headings, so it counts only before a number, and not before "2. Add".
 _MARK = re.compile(r"####\s?(?=[-.\d$€£¥₹])(?!\d+[.)] [a-z])([^\n]*)|<answer>([^<]*)</answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s?\{|[{}]")
 _PHRASE = re.compile(
@@ -57,24 +57,18 @@ _PHRASE = re.compile(
     r"(?:[^\d\n.:=]{0,60}?\b(?:is|are|be)\b(?!\s+not\b)|\s*(?:\([^()\n]{0,40}\)\s*)?[:=])(?=\s*([^\n]{1,200}))",
     re.IGNORECASE,
 )
-# Text that may surround the number of a right answer: words and units, but no digits and no signs of a formula.
+# Text allowed around the number of an answer: words and units, but no digits and no operators.
 _BEFORE = re.compile(r"(?:[^\W\d_√π∞]|[\s.,:;'\"$*(`])*")
 _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;'\"$%°²³*()`]|/(?!\d))*")
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the number that a text gives as its answer, exactly.
+    r"""Return the number that a completion or solution gives as its answer, or None.
 
-    It is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`; without marks, the last number
-    after "the answer is"; without that, the last number. A mark must contain a single number, or a chain such as
+    It is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. Without marks, it is the last
+    number after "the answer is", or else the last number. A mark must contain a single number, or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
-    (`1e6`) are read; number words are not.
-
-    Args:
-      text: a completion, or a solution of the dataset.
-
-    Returns:
-      The number, or None if there is none.
+    (`1e6`) are supported; number words are not.
 
     Example:
       >>> final_number("She pays 3 · $6 = **$1,018.50** in all.")
@@ -98,13 +92,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    r"""Return the only number of a text.
+    r"""Return the only number in a string, or in its last mark (see `final_number`).
 
-    Args:
-      text: a number with words or a unit, or a solution that marks its answer as in `final_number`.
-
-    Returns:
-      The number; None if there are none or several, and for a formula, an interval or a numeral with a base.
+    Words and units are ignored. None if there is no number or several, and for formulas, intervals and numerals with a
+    base.
 
     Example:
       >>> [str(sole_number(text)) for text in (r"\frac{-100}{9}", r"90^\circ", r"12\text{ cm}", "3 + 15 = 18")]
@@ -118,17 +109,17 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def number_reward(column: str = "answer") -> RewardFn:
-    r"""Score 1 if the final number of a completion equals the number in a column of the dataset, else 0.
+    r"""Score 1 if the final number of a completion equals the number in a dataset column, else 0.
 
-    The completion is read by `final_number`, the column by `sole_number`: a number, its text, or a solution of GSM8K
-    that ends in `#### 18`. If the column is None, the completion is not scored.
+    Completions are parsed with `final_number` and the column with `sole_number`: a number, a string, or a solution that
+    ends in `#### 18`, as in GSM8K. If the column is None, the completion is not scored.
 
     Args:
-      column: the column with the right answer.
+      column: name of the column with the correct answer.
 
     Returns:
-      A reward function, named "accuracy", which raises ValueError for rows whose column is not a single number (3√13,
-      an interval, a word). Its `check_rows`, which a run calls before sampling, refuses all such rows at once.
+      A reward function named "accuracy". It raises ValueError for rows whose column is not a single number (3√13, an
+      interval, a word). Its `check_rows`, which a run calls before sampling, reports all such rows.
 
     Example:
       >>> right = number_reward()
@@ -143,8 +134,6 @@ def number_reward(column: str = "answer") -> RewardFn:
 
 @dataclasses.dataclass(frozen=True)
 class _NumberReward(ColumnReward):
-    """The reward function that `number_reward` returns."""
-
     def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> list[float | None]:
         return [
             None if truth is None else float(final_number(completion_text(completion)) == self._truth(truth))
@@ -157,11 +146,11 @@ class _NumberReward(ColumnReward):
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
-            raise ValueError(f"column {self.column!r} holds {show(value, 60)}, which is not a single number. {_ADVICE}")
+            raise ValueError(f"column {self.column!r} must be a single number; got {show(value, 60)}. {_ADVICE}")
         return truth
 
 
-# A group has one right answer for all completions.
+# The completions of a group share one answer.
 _truth_of = functools.lru_cache(1024)(sole_number)
 
 
@@ -173,14 +162,14 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """Return the last marked answer of a text, or None."""
+    """Return the last marked answer, or None."""
     marks = [(match.start(), match[1] if match[2] is None else match[2]) for match in _MARK.finditer(text)]
     marks += _boxes(text)
     return max(marks)[1] if marks else None
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    r"""Yield the start and the content of each closed `\boxed{…}`."""
+    r"""Yield the start and the content of each complete `\boxed{…}`."""
     opened: list[tuple[int, int] | None] = []
     for match in _BOX.finditer(text):
         if match[0] != "}":
@@ -190,7 +179,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _sole(text: str) -> Fraction | None:
-    """Return the number of a text with one number among words and units, or of a chain `… = number`."""
+    """Return the number of a string with one number among words and units, or of a chain `… = number`."""
     if "|" in text:  # |x| = 5 has two solutions
         return None
     text = re.sub(r"^\s*-\s+(?=[\d.$])", "-", text.rpartition("=")[2])
@@ -201,7 +190,7 @@ def _sole(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a number; None if it is too long or divides by 0."""
+    """Return the value of a number, or None if it is too long or divides by 0."""
     if len(match[0]) > LONGEST or (match["below"] and int(match["below"]) == 0):
         return None
     value = Fraction(match["above"].replace(",", "")) / int(match["below"] or 1)

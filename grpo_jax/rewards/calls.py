@@ -1,13 +1,13 @@
-"""Calling reward functions, validating what they return, and the metrics of a batch of rewards.
+"""Calling reward functions, validating their results, and reward metrics.
 
-A reward function has TRL's contract (`grpo_jax.types.RewardFn`). All lists have B·G entries in prompt-major order:
+Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists have B·G entries in prompt-major order:
 
 ```
 prompts          p0    p0    p1    p1          the G completions of a prompt are adjacent
-completions      c00   c01   c10   c11         text, or [{"role": "assistant", "content": text}]
-completion_ids   [..]  [..]  [..]  [..]        without padding, with the EOS
-answer           a0    a0    a1    a1          each column of the dataset, under its own name
-returned         1.0   0.0   None  1.0         None: the completion is not scored by this function
+completions      c00   c01   c10   c11         a string, or [{"role": "assistant", "content": string}]
+completion_ids   [..]  [..]  [..]  [..]        token ids without padding, with the EOS
+answer           a0    a0    a1    a1          each dataset column under its name
+returned         1.0   0.0   None  1.0         None: this function does not score the completion
 ```
 """
 
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""A warning is issued if more than this share of a function's completions has a fault."""
+"""Warn if a larger share of a function's completions has a fault."""
 
 
 class Rewards(NamedTuple):
-    """The rewards of a batch of completions by K functions, and everything that the functions logged.
+    """The rewards of a batch from K functions, and the values that the functions logged.
 
     Attributes:
       values: [B, G, K] float32, finite, or NaN for "not scored".
-      stats: for each function `rewards/<name>/mean` and `/std` over the scored completions (ddof 1 as in TRL; left out
-        if there are too few), `/missing` (share without a score, faults included), `/errors` (completions with a
-        fault) and `/seconds`; and `rewards/unscored`, the share of completions that no function scored.
-      parts: the rewards that are sums over turns or tokens.
-      metrics: the numbers that functions logged by `log_metric`, by name.
-      columns: B·G dicts of the values that functions logged by `log_extra`.
-      completions: B·G completions as the functions received them.
+      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
+        omitted if there are too few), `/missing` (share of completions without a score, including faults), `/errors`
+        (number of faults) and `/seconds`. `rewards/unscored` is the share of completions without any score.
+      parts: rewards per turn or token, for completions whose reward is their sum.
+      metrics: values logged with `log_metric`, by name.
+      columns: values logged with `log_extra`, a dict for each of the B·G completions.
+      completions: the B·G completions as passed to the functions.
     """
 
     values: np.ndarray
@@ -79,30 +79,16 @@ def compute_rewards(
     trainer_state: TrainerState | None = None,
     on_error: str = "raise",
 ) -> Rewards:
-    """Score completions by every reward function.
+    """Score B·G completions with one or K reward functions.
 
-    Each function is called once, with the keywords that it takes, among them `trainer_state`, `log_metric(name, value)`
-    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the others, on one event loop that
-    lives as long as the process, so clients and locks that they keep stay usable.
+    Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
+    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the others, on one event loop for
+    the whole process, so they can keep clients and locks. `turns` holds the number of turns of each completion, for
+    functions that return rewards per turn or token; None allows only one number per completion.
 
-    Args:
-      reward_fns: K reward functions, or one.
-      prompts: B·G prompts in prompt-major order, each repeated for its completions.
-      completions: B·G completions, text or lists of messages.
-      completion_ids: B·G lists of token ids, without padding.
-      num_generations: G.
-      turns: B·G, the number of turns of each completion. None: functions return one number for each completion.
-      columns: the other columns of the dataset, each B·G long.
-      trainer_state: the progress of the run; None: step 0.
-      on_error: "raise" stops at the first fault. "none" counts faults and scores them as missing: one completion if the
-        fault is in one value, all completions if the function failed as a whole.
-
-    Raises:
-      RewardError: on_error="raise", and a function raised, did not return a list of B·G values, or returned a value
-        that is neither a finite number (as float32) nor None. NaN is a fault; None means "not scored".
-      SetupError: for every `on_error`: a function logs under a name that the run uses, or worker processes cannot
-        import an isolated function.
-      ValueError: arguments of different lengths, or as `check_reward_fns`.
+    A fault is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
+    nor None. `on_error` "raise" raises RewardError at the first fault. "none" scores the completion (or all, if the
+    whole call failed) as missing. A `SetupError` is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -111,9 +97,9 @@ def compute_rewards(
     count = len(completions)
     for name, values in inputs.items():
         if len(values) != count:
-            raise ValueError(f"{name} has {len(values)} entries and completions has {count}: all are B·G long")
+            raise ValueError(f"{name} must have B·G={count} entries, as completions; got {len(values)}")
     if num_generations < 1 or count == 0 or count % num_generations:
-        raise ValueError(f"num_generations is {num_generations}, which does not divide the {count} completions")
+        raise ValueError(f"num_generations={num_generations} must divide the number of completions, {count}")
 
     names, log = reward_names(fns), Log(count)
     extras = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
@@ -131,7 +117,7 @@ def compute_rewards(
         if faults and (on_error == "raise" or errors > LOUD_SHARE * count):
             explanation, first = _explain(name, faults, inputs, num_generations), next(iter(faults.values()))
             if on_error == "raise":
-                fix = "Fix it, or score such completions as missing: on_error='none' (on_reward_error in GRPOConfig)"
+                fix = "Fix it, or score such completions as missing with on_error='none' (GRPOConfig: on_reward_error)"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
             message = f"{errors} of {count} completions scored as missing: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -147,7 +133,7 @@ def compute_rewards(
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
-    """Call every function; return the result of each, or its exception, and its seconds."""
+    """Call all functions. Returns their results or exceptions, and their times in seconds."""
     outcomes: list[object] = []
     seconds: list[float] = []
     for fn in fns:
@@ -169,14 +155,14 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
 
 
 def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
-    """Await all of them on the event loop; return each result or exception, and its seconds."""
+    """Await all concurrently on the event loop. Returns pairs of result or exception, and time in seconds."""
 
     async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
         started = time.perf_counter()
         result: object
         try:
             result = await awaitable
-        except BaseException as error:  # a SystemExit would end the loop's thread, and this one would wait forever
+        except BaseException as error:  # SystemExit would end the loop's thread and block this one forever
             result = error
         return result, time.perf_counter() - started
 
@@ -193,7 +179,7 @@ def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object,
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of asynchronous rewards, in its own thread: a notebook's thread already runs a loop."""
+    """Return the event loop of asynchronous rewards. Its thread is separate since a notebook's already runs a loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
     thread.start()
@@ -209,7 +195,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
-    """Describe the first fault: the function, the fault, and the prompt and completion if it concerns one."""
+    """Describe the first fault, with prompt and completion if it concerns a single one."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
     if index is None:
@@ -224,7 +210,7 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], 
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
-    """Return `Rewards.stats` for rewards [B·G, K], without faults and seconds."""
+    """Return `Rewards.stats` of rewards [B·G, K], without errors and seconds."""
     stats: dict[str, float] = {}
     for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
         scored = scores[~np.isnan(scores)]
@@ -238,18 +224,18 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
     """Return Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64; NaN if none did.
 
-    `weights` None: ones. The metric `reward` of a rollout and of an evaluation is the mean of these.
+    The default weights are 1. The metric `reward` is the mean of these sums.
     """
     weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
 
 
 def mean_of_scored(totals: np.ndarray) -> float:
-    """Return the mean of the numbers that are not NaN; NaN if there are none."""
+    """Return the mean of all values that are not NaN; NaN if there are none."""
     scored = totals[~np.isnan(totals)]
     return float(scored.mean()) if scored.size else float("nan")
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of the numbers under each name."""
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    """Return the mean of each list."""
+    return {name: float(np.mean(items)) for name, items in values.items()}

@@ -1,13 +1,12 @@
-"""Reward functions made of others: by row, clipped and gated.
+"""Reward functions built from functions: per row, clipped and gated.
 
-A combinator is asynchronous if a function inside is, and passes on faults.
+A combinator is asynchronous if one of its functions is, and it passes on their faults.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,18 +22,14 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
 Judge = Callable[[str, "Row"], float | Awaitable[float | None] | None]
-"""Scores one completion, given its text and its row."""
+"""Returns the score of one completion from its text and its dataset row."""
 
 
 def from_row(fn: Judge) -> RewardFn:
-    """Make a reward function of a function of one completion and its row.
+    """Build a reward function from `fn(completion, row)`, which scores one completion.
 
-    Args:
-      fn: `fn(completion, row)` → float or None. `completion` is text also in conversations. `row` is the row of the
-        dataset, with its `prompt`. If `fn` is `async`, all completions are judged concurrently.
-
-    Returns:
-      A reward function. An exception is the fault of one completion; the others keep their scores.
+    `completion` is a string, also in conversations; `row` is the dataset row with its `prompt`. An exception affects
+    only its completion. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -64,7 +59,7 @@ class _FromRow:
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
         calls = list(zip(map(completion_text, completions), rows, strict=True))
         if self.is_async:
-            return self._judge_together(calls)
+            return self._score_together(calls)
         outcomes: list[Any] = []
         for text, row in calls:
             try:
@@ -73,13 +68,13 @@ class _FromRow:
                 outcomes.append(error)
         return _without_exceptions(outcomes)
 
-    async def _judge_together(self, calls: Sequence[tuple[str, Row]]) -> list[Any]:
-        judged: list[Any] = [self.fn(text, row) for text, row in calls]
-        return _without_exceptions(await asyncio.gather(*judged, return_exceptions=True))
+    async def _score_together(self, calls: Sequence[tuple[str, Row]]) -> list[Any]:
+        scoring: list[Any] = [self.fn(text, row) for text, row in calls]
+        return _without_exceptions(await asyncio.gather(*scoring, return_exceptions=True))
 
 
 def _without_exceptions(outcomes: list[Any]) -> list[Any]:
-    """Return outcomes; raise `PartialRewards` if some of them are exceptions."""
+    """Return the outcomes. Raises `PartialRewards` if some of them are exceptions."""
     faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
@@ -87,41 +82,22 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Bound the scores of a reward function: r = min(max(fn, low), high). An infinite score remains a fault.
-
-    Args:
-      fn: a reward function.
-      low: the least score.
-      high: the greatest score, ≥ low.
-
-    Example:
-      >>> def length(completions):
-      ...     return [len(text) for text in completions]
-      >>> clipped(length, 2, 3)(completions=["a", "abc", "abcdef"])
-      [2.0, 3.0, 3.0]
-    """
+    """Clip the scores of a reward function to [low, high]. Infinite scores remain faults."""
     if not low <= high:
-        raise ValueError(f"low is {low} and high is {high}: give low ≤ high")
-    return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
+        raise ValueError(f"low={low} must not exceed high={high}")
+    return _Clipped(fn, float(low), float(high))
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
-    """Score by a second function where a first one passes: r = fn if gate > threshold, else otherwise.
+    """Score only completions that pass a gate: r = fn if gate > threshold, else `otherwise`.
 
-    The second function is called with the completions that passed only, for example an expensive judge behind a check
-    of the format.
-
-    Args:
-      gate: a reward function. Completions that it does not score are not scored.
-      fn: a reward function; not called if no completion passed.
-      threshold: the gate passes above it.
-      otherwise: the score of a completion that did not pass. None: not scored; the policy then learns to pass the gate
-        only if the gate is also a reward function of the run.
+    `fn`, for example an expensive judge, is called only with the completions that passed. Completions that the gate
+    does not score are not scored. If `otherwise` is None, failed completions are not scored either; the policy then
+    learns to pass the gate only if the gate is also a reward function of the run.
 
     Example:
-      >>> def length(completions):
-      ...     return [len(text) for text in completions]
       >>> from grpo_jax.rewards import format_reward
+      >>> length = lambda completions: [len(text) for text in completions]
       >>> gated(format_reward("a+"), length)(completions=["aaa", "b", "a"])
       [3.0, 0.0, 1.0]
     """
@@ -130,7 +106,7 @@ def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: fl
 
 @dataclasses.dataclass(frozen=True)
 class _Combinator:
-    """A reward function that calls others: it takes the arguments that they take."""
+    """A reward function that calls functions and takes their arguments."""
 
     fn: RewardFn
 
@@ -162,23 +138,24 @@ class _Combinator:
         if self.is_async:
             return scoring
         try:
-            scoring.send(None)  # runs to the end: nothing is awaited
+            scoring.send(None)  # runs to the end, since nothing is awaited
         except StopIteration as done:
             scores: Scores = done.value
             return scores
-        raise RewardError(f"{self.__name__!r} returned an awaitable: define it by `async def`")
+        raise RewardError(f"{self.__name__!r} returned an awaitable; define it with `async def`")
 
     def score(self, inputs: Inputs) -> Coroutine[None, None, list[float | None]]:
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mapped(_Combinator):
-    function: Callable[[np.ndarray], np.ndarray]
+class _Clipped(_Combinator):
+    low: float
+    high: float
 
     async def score(self, inputs: Inputs) -> list[float | None]:
-        values, faults = await _scores_of(self.fn, inputs)
-        return give_scores(self.function(values), faults)
+        values, faults = await _call(self.fn, inputs)
+        return give_scores(np.clip(values, self.low, self.high), faults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,20 +169,18 @@ class _Gated(_Combinator):
         return (self.gate, self.fn)
 
     async def score(self, inputs: Inputs) -> list[float | None]:
-        values, faults = await _scores_of(self.gate, inputs)
+        values, faults = await _call(self.gate, inputs)
         scores = np.where(np.isnan(values), np.nan, np.nan if self.otherwise is None else self.otherwise)
         passed = np.flatnonzero(values > self.threshold).tolist()
         if passed:
-            some = {
-                name: x if name in contract.EXTRAS else [x[index] for index in passed] for name, x in inputs.items()
-            }
-            scores[passed], found = await _scores_of(self.fn, some)
+            selected = {name: x if name in contract.EXTRAS else [x[i] for i in passed] for name, x in inputs.items()}
+            scores[passed], found = await _call(self.fn, selected)
             faults |= {None if index is None else passed[index]: fault for index, fault in found.items()}
         return give_scores(scores, faults)
 
 
-async def _scores_of(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
-    """Call a function; return its scores, NaN for None, and the faults of single completions."""
+async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
+    """Call a function. Returns its scores, NaN for None, and the faults of single completions."""
     outcome: object
     try:
         outcome = contract.call_selected(fn, inputs)

@@ -1,4 +1,4 @@
-"""Rewards that come with the package: factories of reward functions that can be pickled for worker processes."""
+"""Built-in rewards: factories of reward functions, which can be pickled for worker processes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,27 @@ from grpo_jax.rewards.workers import isolated
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
-_MOST_ROWS = 30  # listed in a message
-
 
 def completion_text(completion: str | Messages) -> str:
-    """Return the text of a completion, which is text or a list of messages.
-
-    Example:
-      >>> completion_text("4"), completion_text([{"role": "assistant", "content": "4"}])
-      ('4', '4')
-    """
+    """Return a completion, a string or a list of messages, as a string."""
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion)
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
-    """Score 1 if the answer in the completion equals a column of the dataset, else 0.
+    """Score 1 if the answer in the completion equals `str(row[column])` up to surrounding white space, else 0.
 
-    Both are compared as text without surrounding white space. If the column is None, the completion is not scored.
+    If the column is None, the completion is not scored.
 
     Args:
-      column: the column with the right answer; a value that is not text is compared as `str(value)`.
-      extract: how the answer is found in the completion. A regular expression: the first group of its last match, or
-        the whole match if it has no groups; `.` matches line breaks. A function: text → answer, or None. None: the
-        whole text.
+      column: name of the column with the correct answer.
+      extract: how to find the answer in the completion. A regular expression selects the first group of its last match,
+        or the whole match if it has no groups (`.` matches line breaks). A function maps the completion to the answer
+        or None. None selects the whole completion.
 
     Returns:
-      A reward function, named "accuracy".
+      A reward function named "accuracy".
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -57,7 +50,7 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
 @dataclasses.dataclass(frozen=True)
 class ColumnReward:
-    """A reward function that compares completions with a column of the dataset."""
+    """A reward function that compares completions with a dataset column."""
 
     column: str
     __name__ = "accuracy"
@@ -69,16 +62,14 @@ class ColumnReward:
     def refuse_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` finds no number or formula (the `kind`) in some rows whose column is not None."""
+        """Raise ValueError if `read` finds no answer of this `kind` in a row whose column is not None."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
-            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5])
-            others = ", ".join(map(str, bad[5:_MOST_ROWS])) + ", …" * (len(bad) > _MOST_ROWS)
-            others = f"; also rows {others}" if others else ""
+            shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5]) + ", …" * (len(bad) > 5)
             raise ValueError(
-                f"reward function {self.__name__!r}: {len(bad)} of {len(rows)} rows of {argument} have no"
-                f" {kind} in the column {self.column!r}: {shown}{others}. {advice}"
+                f"reward function {self.__name__!r}: {len(bad)} of {len(rows)} rows of {argument} have no {kind} in the"
+                f" column {self.column!r}: {shown}. {advice}"
             )
 
 
@@ -104,13 +95,7 @@ class _Accuracy(ColumnReward):
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """Score 1 if the whole completion matches a regular expression, else 0.
-
-    Args:
-      pattern: matched with `re.fullmatch`; `.` matches line breaks. Write `\\s*` where white space is allowed.
-
-    Returns:
-      A reward function, named "format".
+    """Score 1 if the whole completion matches a regular expression, in which `.` matches line breaks, else 0.
 
     Example:
       >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
@@ -133,25 +118,17 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{argument} is {pattern!r}, which is not a regular expression: {error}") from error
+        raise ValueError(f"{argument} must be a regular expression; got {pattern!r} ({error})") from error
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
-    """Penalize completions near the maximal length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+    """Penalize completions near the maximum length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+
+    DAPO, arXiv 2503.14476, equation 13; |y| includes the EOS. The reward function is named "soft_overlong".
 
     Args:
-      max_completion_len: L_max, in tokens; longer completions get −1.
-      soft_punish_cache: L_cache, in tokens; lengths up to L_max − L_cache get 0.
-
-    Returns:
-      A reward function of `completion_ids` (with the EOS), with values in [−1, 0], named "soft_overlong". The name and
-      the arguments are TRL's.
-
-    Raises:
-      ValueError: not 0 ≤ soft_punish_cache ≤ max_completion_len.
-
-    References:
-      DAPO, arXiv 2503.14476, equation 13.
+      max_completion_len: L_max in tokens. Longer completions score −1.
+      soft_punish_cache: L_cache in tokens. Completions of at most L_max − L_cache tokens score 0.
 
     Example:
       >>> get_soft_overlong_punishment(100, 20)(completion_ids=[[1] * 80, [1] * 90, [1] * 101])
@@ -159,8 +136,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
-            f"soft_punish_cache is {soft_punish_cache} and max_completion_len is {max_completion_len}: give "
-            "0 ≤ soft_punish_cache ≤ max_completion_len"
+            f"soft_punish_cache must be in 0..max_completion_len={max_completion_len}; got {soft_punish_cache}"
         )
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 
@@ -173,35 +149,23 @@ class _SoftOverlong:
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
         over = [len(ids) - (self.longest - self.cache) for ids in completion_ids]
-        # max(cache, 1) avoids a division by zero: without a cache, one token too many gets −1.
         return [max(-tokens / max(self.cache, 1), -1.0) if tokens > 0 else 0.0 for tokens in over]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
     """Penalize repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
 
-    Args:
-      ngram_size: n ≥ 1, in tokens. Shorter completions get 0.
-      max_penalty: ≤ 0.
-
-    Returns:
-      A reward function of `completion_ids` with values in (max_penalty, 0], named "repetition". The name and the
-      arguments are TRL's.
-
-    Raises:
-      ValueError: ngram_size < 1 or max_penalty > 0.
-
-    References:
-      Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2.
+    Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2. Shorter completions score 0.
+    The reward function is named "repetition".
 
     Example:
       >>> get_repetition_penalty_reward(ngram_size=2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
       [0.0, -0.75]
     """
     if ngram_size < 1:
-        raise ValueError(f"ngram_size is {ngram_size}: give 1 or more")
+        raise ValueError(f"ngram_size must be at least 1; got {ngram_size}")
     if not -np.inf < max_penalty <= 0:
-        raise ValueError(f"max_penalty is {max_penalty}: give a finite number ≤ 0")
+        raise ValueError(f"max_penalty must be finite and ≤ 0; got {max_penalty}")
     return _Repetition(ngram_size, float(max_penalty))
 
 
@@ -221,29 +185,20 @@ class _Repetition:
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
-    """Score 1 if [math-verify](https://github.com/huggingface/Math-Verify) finds the right answer, else 0.
+    """Score 1 if [math-verify](https://github.com/huggingface/Math-Verify) finds the correct answer, else 0.
 
-    Completion and column are read by its `parse` and compared by its `verify`, which supports formulas; `number_reward`
-    supports numbers only. docs/suites.md has a table of where the two differ. If the column is None, the completion is
-    not scored.
+    math-verify parses and compares formulas, whereas `number_reward` supports only numbers; docs/suites.md compares the
+    two. If the column is None, the completion is not scored.
 
     Args:
-      column: the column with the right answer: a number, a LaTeX formula with or without dollars, a text with
-        `\\boxed{…}`, or a solution of GSM8K that ends in `#### 18`.
-      timeout: seconds for each completion, in a worker process (`isolated`): reading a formula may not terminate. None:
-        no limit, in this process.
+      column: name of the column with the correct answer: a number, a LaTeX formula with or without dollar signs, a
+        string with `\\boxed{…}`, or a solution that ends in `#### 18`, as in GSM8K.
+      timeout: seconds for each completion in a worker process (`isolated`), since parsing a formula may not terminate.
+        None runs in this process without a limit.
 
     Returns:
-      A reward function, named "formula". Its `check_rows`, which a run calls before sampling, refuses rows whose
-      column math-verify cannot read.
-
-    Raises:
-      ValueError: math-verify is not installed (`pip install math-verify`).
-
-    Example:
-      >>> right = formula_reward(timeout=None)  # doctest: +SKIP
-      >>> right(completions=[r"So $x = \\sqrt{117}$.", "about 10.8"], answer=[r"3\\sqrt{13}"] * 2)  # doctest: +SKIP
-      [1.0, 0.0]
+      A reward function named "formula". Its `check_rows`, which a run calls before sampling, rejects rows whose column
+      math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     made = _FormulaReward(column, package.parse, package.verify)
@@ -252,7 +207,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaReward(ColumnReward):
-    """The reward function of `formula_reward`; its functions make a worker import math-verify before the timeout."""
+    """The result of `formula_reward`. A worker imports math-verify when it loads `parse`, before the timeout starts."""
 
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]
@@ -265,24 +220,23 @@ class _FormulaReward(ColumnReward):
                 continue
             gold = _truth_of(self.parse, str(truth))
             if gold:
-                # math-verify's own timeouts need signals, which work in the main thread only.
+                # The timeouts of math-verify need signals, which work only in the main thread.
                 found = self.parse(completion_text(completion), parsing_timeout=None)
                 values[index] = float(self.verify(gold, found, timeout_seconds=None))
             else:
-                faults[index] = f"cannot compare with {show(truth, 60)}, which math-verify cannot read"
+                faults[index] = f"cannot parse {show(truth, 60)} with math-verify"
         return give_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        advice = "Leave such rows out, or set the column to None and judge them by another reward function"
-        self.refuse_rows(
-            rows, functools.partial(_truth_of, self.parse), argument, "formula that math-verify can read", advice
-        )
+        advice = "Remove such rows, or set the column to None and use a different reward function for them"
+        read = functools.partial(_truth_of, self.parse)
+        self.refuse_rows(rows, read, argument, "formula that math-verify can parse", advice)
 
 
-@functools.lru_cache(1024)  # a group has one truth for all of its completions
+@functools.lru_cache(1024)  # the completions of a group share one answer
 def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
-    """Return the formulas that math-verify reads in a right answer."""
+    """Parse a correct answer with math-verify."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
-    text = text.rpartition("####")[2].strip()  # as in GSM8K
+    text = text.rpartition("####")[2].strip()  # GSM8K
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)

@@ -1,6 +1,6 @@
-"""Reward functions in worker processes, with limits of time and memory.
+"""Reward functions in worker processes, with limits on time and memory.
 
-A batch is split into calls for a `pebble.ProcessPool`, which return scores and faults as JSON. This is not a sandbox: a
+A batch is split into calls to a `pebble.ProcessPool`, which return scores and faults as JSON. This is not a sandbox: a
 worker can read and write files, use the network and start processes. Run untrusted code in a container.
 """
 
@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
-import io
 import json
 import math
 import os
@@ -25,14 +24,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import spawn
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import EXTRAS, Inputs, RewardError, SetupError, arguments_of, function_name
+from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
 from grpo_jax.rewards.outcomes import Faults, describe_fault, give_scores, read_number, read_outcome
 
 if TYPE_CHECKING:
@@ -40,9 +38,9 @@ if TYPE_CHECKING:
 
     from grpo_jax.types import RewardFn, Row
 
-START_SECONDS = 60.0  # in which a worker may import what its function needs
+START_SECONDS = 60.0  # time limit for a worker's imports
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
-_LONGEST_TEXT = 2000  # characters of a fault, and of its traceback
+_MAX_TEXT = 2000  # characters of a fault and of its traceback
 _NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 
 _Outcome = tuple[np.ndarray, Faults]
@@ -58,113 +56,109 @@ def isolated(
 ) -> RewardFn:
     """Run a reward function in worker processes that are killed when a call takes too long.
 
-    The workers start at the first call as fresh interpreters, import the function by name (JAX uses the CPU there), and
-    end with this process. Define the function at the top level of a module other than the script that runs. A function
-    that workers cannot import ends the run.
+    Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
+    this process. Define the function at the top level of a module other than the running script. If workers cannot
+    import it, the run ends.
 
-    A fault (an exception, the timeout, the memory limit, a worker that died) concerns the completions of its call; the
-    others keep their scores. Processes that a call has started are killed with it. Replies contain a random number of
-    their call, so a function cannot answer for another one. Nothing else is restricted: see SECURITY.md.
+    A fault (an exception, a limit, a crashed worker) affects only the completions of its call. Processes started by a
+    killed call are killed, too. Each reply must repeat a random number from its call, so a function cannot forge the
+    reply to a different call. Nothing else is restricted: see SECURITY.md.
 
     Args:
-      fn: a reward function, sync or async, without `log_metric` and `log_extra`.
-      timeout: seconds for one call. A batch of n calls takes at most ceil(n / workers) · timeout, plus restarts.
-      memory_mb: MiB of address space, in addition to the worker's after the imports. Linux only. None: no limit.
+      fn: a reward function, synchronous or asynchronous, without `log_metric` and `log_extra`.
+      timeout: time limit of one call in seconds. A batch of n calls takes at most ceil(n / workers) · timeout, plus
+        restarts.
+      memory_mb: limit of the address space in MiB, in addition to the worker's size after the imports. Linux only. None
+        disables the limit.
       workers: number of processes.
-      completions_per_call: completions of one call, to which the limits apply. None splits the batch evenly among the
-        workers; with one worker the function gets the whole batch.
+      completions_per_call: number of completions in one call, to which the limits apply. None splits the batch evenly
+        among the workers, so a single worker gets the whole batch.
 
     Returns:
-      A reward function with the name and the arguments of `fn`.
+      A reward function with the name and arguments of `fn`.
 
     Raises:
-      ValueError: a limit that is not positive; a function that cannot be sent to another process.
+      ValueError: if a limit is not positive, or the function cannot be sent to a different process.
 
     Example:
       >>> isolated(lambda completions: [0.0] * len(completions), timeout=5.0)
       Traceback (most recent call last):
-      ValueError: fn is 'lambda', which cannot be sent to a worker process ...
+      ValueError: fn='lambda' cannot be sent to a worker process ...
     """
     if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
-        raise ValueError(f"timeout is {timeout!r}: give a positive number of seconds")
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")
     sizes = {"workers": workers, "memory_mb": memory_mb, "completions_per_call": completions_per_call}
     for name, value in sizes.items():
         if not (isinstance(value, int) and value >= 1) and (name == "workers" or value is not None):
-            raise ValueError(f"{name} is {value!r}: give a positive whole number")
+            raise ValueError(f"{name} must be a positive integer; got {value!r}")
     if inspect.isclass(fn):
-        raise ValueError(f"fn is the class {fn.__name__!r}: give a reward function (environments cannot be isolated)")
-    if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(
-            f"fn is {function_name(fn)!r}, which takes {loggers[0]}: workers cannot log, return scores only"
+            f"fn must be a reward function; got the class {fn.__name__!r} (environments are not supported)"
         )
-    if not hasattr(os, "killpg"):
-        raise ValueError("isolated needs a POSIX system (Linux, macOS); this one cannot kill a group of processes")
-    if memory_mb is not None and not sys.platform.startswith("linux"):
-        raise ValueError(f"memory_mb is {memory_mb}, but only Linux enforces it: leave it out on {sys.platform}")
+    if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
+        raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
+    if not hasattr(os, "killpg") or (memory_mb is not None and not sys.platform.startswith("linux")):
+        raise ValueError(f"isolated needs a POSIX system, and memory_mb needs Linux; this is {sys.platform}")
     return _IsolatedFunction(fn, timeout, memory_mb, workers, completions_per_call)
 
 
 class _IsolatedFunction:
-    """A reward function whose calls are carried out by worker processes."""
+    """A reward function that is called in worker processes."""
 
     def __init__(self, fn: RewardFn, timeout: float, memory_mb: int | None, workers: int, per_call: int | None):
         self.fn = fn
         self.__name__ = function_name(fn)
         self.reward_arguments = arguments_of(fn)
         self._timeout, self._memory_mb, self._workers, self._per_call = timeout, memory_mb, workers, per_call
-        self._payload = _sendable(fn)
+        self._payload = _pickled_function(fn)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
     def __call__(self, **inputs: Any) -> list[float | None]:
-        taken = contract.select_inputs(self.fn, inputs)
-        count = len(next(values for name, values in taken.items() if name not in EXTRAS))
+        inputs = dict(contract.select_inputs(self.fn, inputs))
+        count = len(next(values for name, values in inputs.items() if name not in EXTRAS))
         size = self._per_call or math.ceil(count / self._workers)
-        spans = [range(count)[start : start + size] for start in range(0, count, size)]
-        requests = [(len(span), self._pickled(taken, span)) for span in spans]
-        values, faults = np.full(count, np.nan), Faults()
+        spans = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        try:
+            parts = [pickle.dumps({name: x if name in EXTRAS else x[s] for name, x in inputs.items()}) for s in spans]
+        except Exception as error:
+            problem = f"the arguments of {self.__name__!r} cannot be sent to a worker process ({error})"
+            raise RewardError(f"{problem}; use columns of built-in types") from error
         with self._lock:
-            for span, (scores, found) in zip(spans, self._run(requests), strict=True):
-                values[span] = scores
-                if None in found and len(span) < count:  # a fault of the whole call, which is a part of the batch
-                    found = dict.fromkeys(range(len(span)), found[None])
-                faults |= {None if index is None else span[index]: fault for index, fault in found.items()}
+            outcomes = self._call_all([(s.stop - s.start, part) for s, part in zip(spans, parts, strict=True)])
+        values, faults = np.full(count, np.nan), Faults()
+        for span, (scores, found) in zip(spans, outcomes, strict=True):
+            values[span] = scores
+            if None in found and len(spans) > 1:  # the whole call failed, which is a part of the batch
+                found = dict.fromkeys(range(len(scores)), found[None])
+            faults |= {None if index is None else span.start + index: fault for index, fault in found.items()}
         return give_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         contract.check_rows(self.fn, rows, argument=argument)
 
     def close(self) -> None:
-        """End the workers; a later call starts new ones."""
+        """Stop the workers. The next call starts new ones."""
         if self._pool is not None:
             _stop(self._pool).join()
             self._finalizer.detach()
             self._pool = None
 
-    def _pickled(self, inputs: Inputs, span: range) -> bytes:
-        """Return the inputs for a part of the batch."""
-        part = {name: x if name in EXTRAS else x[span.start : span.stop] for name, x in inputs.items()}
-        try:
-            return pickle.dumps(part)
-        except Exception as error:
-            problem = f"the arguments of {self.__name__!r} cannot be sent to a worker process ({error})"
-            raise RewardError(f"{problem}: use columns of plain values") from error
-
-    def _run(self, requests: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
-        """Return the scores and faults of calls, each a number of completions and their pickled arguments."""
+    def _call_all(self, calls: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
+        """Return scores and faults of calls, given the number of completions and the pickled arguments of each."""
         outcomes: dict[int, _Outcome] = {}
         try:
-            # Pebble gives up a pool if a worker dies while it is idle, or before it has reported its call: try again.
+            # Retry: pebble abandons a pool if an idle worker dies, or a worker that has not acknowledged its call.
             for _ in range(3):
-                if lost := [index for index in range(len(requests)) if index not in outcomes]:
-                    found = self._ask(self._started(), [requests[index] for index in lost], self._timeout)
+                if lost := [index for index in range(len(calls)) if index not in outcomes]:
+                    found = self._schedule(self._started_pool(), [calls[index] for index in lost], self._timeout)
                     outcomes |= {index: outcome for index, outcome in zip(lost, found, strict=True) if outcome}
-        except BaseException:  # Ctrl-C too: later calls must not get replies to these
+        except BaseException:  # also Ctrl-C: later calls must not receive these replies
             self.close()
             raise
-        return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(requests)]
+        return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(calls)]
 
-    def _started(self) -> ProcessPool:
+    def _started_pool(self) -> ProcessPool:
         """Return a pool in which a worker has loaded the function."""
         if self._pool is not None and self._pool.active:
             return self._pool
@@ -174,59 +168,60 @@ class _IsolatedFunction:
         setup = (self._payload, self._memory_mb, os.getpid())
         self._pool = pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
         self._finalizer = weakref.finalize(self, _stop, pool)
-        self._finalizer.atexit = False  # pebble ends the workers itself then
-        if self._ask(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
+        self._finalizer.atexit = False  # pebble stops the workers at exit
+        if self._schedule(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
             problem = f"its worker process ended, or did not load it in {START_SECONDS:g} s"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         return pool
 
-    def _ask(self, pool: ProcessPool, requests: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
-        """Return the scores and faults of each call, None if the pool broke before the call ended."""
-        calls = [(secrets.token_hex(8), count, inputs) for count, inputs in requests]
+    def _schedule(self, pool: ProcessPool, calls: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
+        """Return scores and faults of each call, or None if the pool broke before its end."""
+        requests = [(secrets.token_hex(8), count, inputs) for count, inputs in calls]
         try:
-            futures = [pool.schedule(_serve, call, timeout=timeout) for call in calls]
+            futures = [pool.schedule(_serve, request, timeout=timeout) for request in requests]
         except RuntimeError:
             return [None] * len(calls)
-        # Longer than the limits allow: loading the function in a new worker is not limited by them.
+        # The limit excludes loading the function in new workers.
         end = time.monotonic() + math.ceil(len(calls) / self._workers) * (timeout + START_SECONDS)
         while concurrent.futures.wait(futures, timeout=1.0).not_done and pool.active and time.monotonic() < end:
             pass
-        return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, calls, strict=True)]
+        return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, requests, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return the scores and faults of a call as `_ask` does; raise SetupError if loading the function failed."""
+        """Return the outcome of a call as `_schedule` does. Raises SetupError if the function could not be loaded."""
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):
             return None
         if error is not None:
-            return _unscored(count, self._fault(error))
+            return _unscored(count, self._describe(error))
         try:
             reply = json.loads(future.result())
             if reply["nonce"] != nonce:
-                raise ValueError("a reply to another call")
+                raise ValueError("a reply to a different call")
             if "failure" not in reply:
                 return read_outcome(reply["scores"], count, _read_score)
             kind, message, lines = map(str, reply["failure"])
-            fault = type(kind, (Exception,), {})(message) if kind else message  # its own class may not exist here
             loaded = reply["loaded"]
         except (ValueError, TypeError, KeyError, RecursionError):
             return _unscored(count, _NO_REPLY)
         if not loaded:
             problem = f"its worker process could not load it ({kind}: {message})\n{lines}"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
-        if isinstance(fault, Exception):
-            fault.add_note(f"In the worker process:\n{lines}")
+        if not kind:
+            return _unscored(count, message)
+        fault = type(kind, (Exception,), {})(message)  # the original class may not be importable here
+        fault.add_note(f"In the worker process:\n{lines}")
         return _unscored(count, fault)
 
-    def _fault(self, error: BaseException) -> str:
-        """Return why a call was not answered, as the end of a sentence about the function."""
+    def _describe(self, error: BaseException) -> str:
+        """Describe the failure of a worker, as the end of a sentence about the function."""
         from pebble import ProcessExpired
 
         if isinstance(error, TimeoutError):
             return f"took longer than its timeout of {self._timeout:g} s and was killed"
         if not isinstance(error, ProcessExpired):
             return _NO_REPLY
-        with contextlib.suppress(OSError):  # processes that the function has started
+        with contextlib.suppress(OSError):  # processes started by the function
             os.killpg(error.pid, signal.SIGKILL)
         code, limit = error.exitcode, f": more than its memory_mb of {self._memory_mb}" if self._memory_mb else ""
         if code == OUT_OF_MEMORY:
@@ -243,38 +238,28 @@ def _read_score(_: int, item: object) -> float | str:
 
 
 def _stop(pool: ProcessPool) -> threading.Thread:
-    """End all workers in a thread, since the garbage collector may run in one of the pool's own threads."""
+    """Stop all workers in a thread, since the garbage collector may run in a thread of the pool."""
     thread = threading.Thread(target=lambda: (pool.stop(), pool.join()))
     thread.start()
     return thread
 
 
-# Starting processes and reading their messages ------------------------------------------------------------------------
-
-# The classes that pebble's messages consist of.
-_MESSAGES = {("pebble.pool.process", "Acknowledgement"), ("pebble.pool.process", "TaskResult")}
-_MESSAGES |= {("pebble.common.types", "Result"), ("pebble.common.types", "ResultStatus")}
-
-
-def _sendable(fn: Callable[..., object]) -> bytes:
-    """Return a function as a pickle."""
+def _pickled_function(fn: Callable[..., object]) -> bytes:
+    fix = "define it at the top level of an importable module, without a decorator (no lambda, no inner function)"
     try:
         payload = pickle.dumps(fn)
     except Exception as error:
-        raise ValueError(
-            f"fn is {function_name(fn)!r}, which cannot be sent to a worker process ({error}): define it at the top "
-            "level of a module, under its own name (no lambda, no inner function, isolated(fn, ...) not as a decorator)"
-        ) from error
-    if b"__main__" in payload:  # a pickle contains the names of the modules that it imports
-        raise ValueError(
-            f"fn is {function_name(fn)!r}, defined in the running script or notebook, which workers do not import:"
-            " write it into a module (%%writefile my_rewards.py) and import it"
-        )
+        raise ValueError(f"fn={function_name(fn)!r} cannot be sent to a worker process ({error}); {fix}") from error
+    if b"__main__" in payload:  # a pickle contains the names of modules to import
+        raise ValueError(f"fn={function_name(fn)!r} is defined in the running script or notebook; {fix}")
     return payload
 
 
+# Processes and messages -----------------------------------------------------------------------------------------------
+
+
 class _WorkerProcess(SpawnProcess):
-    """A process that does not import the running script, and is killed together with the processes it has started."""
+    """A process that does not import the running script, and is killed together with its child processes."""
 
     _starting = threading.Lock()
 
@@ -283,7 +268,7 @@ class _WorkerProcess(SpawnProcess):
             data = prepare(name)
             return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
-        # Multiprocessing lacks an option for this. The script would run its top level again, and import JAX.
+        # multiprocessing has no option to skip the script, which would run its top level again and import JAX.
         with self._starting:
             prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
             try:
@@ -299,57 +284,30 @@ class _WorkerProcess(SpawnProcess):
 
 
 class _WorkerContext(SpawnContext):
-    """The worker processes of a pool, and pipes that read only pebble's messages from them."""
-
     Process = _WorkerProcess
-
-    def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:
-        reader, writer = super().Pipe(duplex)
-        # In this process only: a worker gets a plain connection.
-        reader.recv = functools.partial(_receive, reader)  # type: ignore[method-assign]
-        return reader, writer
-
-
-def _receive(reader: Connection) -> object:
-    """Return a message of a worker; an OSError, which makes pebble give up the pool, for anything else."""
-    try:
-        return _Message(io.BytesIO(reader.recv_bytes(2**27))).load()
-    except Exception as error:
-        raise OSError(f"a worker did not send a message of pebble ({error})") from error
-
-
-class _Message(pickle.Unpickler):
-    """Unpickles plain values and `_MESSAGES` only: a pickle from a worker could execute code in this process."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _MESSAGES:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong to a message")
-        return super().find_class(module, name)
 
 
 # In a worker process --------------------------------------------------------------------------------------------------
 
-# The function in its worker process, or the exception that loading it raised; None in other processes.
+# In a worker, its function or the exception raised when loading it.
 _served: Callable[..., object] | BaseException | None = None
-_event_loop = functools.cache(
-    asyncio.new_event_loop
-)  # one for all calls: clients that a function keeps are bound to it
+_event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, since clients are bound to a loop
 
 
 def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
-    """Prepare a worker process, and load the function."""
+    """Initialize a worker process and load its function."""
     global _served
     os.setsid()
-    # A batch system sends SIGTERM to all processes of a run, which then finishes its step and needs the rewards.
-    # Unlike SIG_IGN, a handler is not inherited by the processes that the function starts.
+    # Batch systems send SIGTERM to all processes of a run, but the run needs the rewards to finish its step. Unlike
+    # SIG_IGN, a handler is not inherited by child processes.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         _served = pickle.loads(payload)
     except BaseException as error:
         _served = error
-    if memory_mb is not None:  # after the imports: a limit for the function, not for the libraries that it needs
+    if memory_mb is not None:  # after the imports: the limit excludes libraries
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -357,15 +315,14 @@ def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has ended."""
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _serve(nonce: str, count: int, inputs: bytes) -> str:
-    """Call the function, and return its scores and faults as JSON."""
+    """Call the function and return its scores and faults as JSON."""
     outcome: object = []
     try:
         if not callable(_served):
@@ -377,14 +334,14 @@ def _serve(nonce: str, count: int, inputs: bytes) -> str:
         outcome = error
     values, faults = read_outcome(outcome, count)
     if isinstance(faults.get(None), MemoryError):
-        os._exit(OUT_OF_MEMORY)  # objects that the function keeps would fail later calls too
+        os._exit(OUT_OF_MEMORY)  # objects kept by the function could make later calls fail
     sys.stdout.flush()
     sys.stderr.flush()
     reply: dict[str, object] = {"nonce": nonce, "loaded": callable(_served)}
     if (fault := faults.get(None)) is not None:
         lines = "".join(traceback.format_exception(fault)) if isinstance(fault, BaseException) else ""
-        texts = [type(fault).__name__ if lines else "", str(fault)[:_LONGEST_TEXT], lines[-_LONGEST_TEXT:]]
-        return json.dumps(reply | {"failure": texts})
-    bad = {index: {"fault": describe_fault(fault)[:_LONGEST_TEXT]} for index, fault in faults.items()}
+        failure = [type(fault).__name__ if lines else "", str(fault)[:_MAX_TEXT], lines[-_MAX_TEXT:]]
+        return json.dumps(reply | {"failure": failure})
+    bad = {index: {"fault": describe_fault(fault)[:_MAX_TEXT]} for index, fault in faults.items()}
     scores = [bad.get(i, None if np.isnan(value) else value) for i, value in enumerate(values.tolist())]
     return json.dumps(reply | {"scores": scores})

@@ -261,7 +261,7 @@ def _as_functions(reward_fns: Any) -> list[RewardFn]:
 def _training_rows(dataset: Dataset, policy: object, config: GRPOConfig) -> list[Row]:
     """Rows to train on; of an iterable dataset as many as the run samples."""
     if not isinstance(policy, Policy):
-        return load_rows(dataset, most=1)  # already refused
+        return load_rows(dataset, max_rows=1)  # already refused
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
             "dataset is an IterableDataset, which does not say how many rows it has: set max_steps, by which as many"
@@ -272,7 +272,7 @@ def _training_rows(dataset: Dataset, policy: object, config: GRPOConfig) -> list
         most = config.most_prompts(None if mesh is None else mesh.size)
     except ValueError:  # a batch that does not split, which the checks of the run report
         most = 1
-    return load_rows(dataset, most=most)
+    return load_rows(dataset, max_rows=most)
 
 
 def _check_functions(

@@ -231,7 +231,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
             f"{argument} is an IterableDataset, which does not say how many rows it has: set max_steps, or give a part"
             " of it, list(dataset.take(1000))"
         )
-    rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, most=most)
+    rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
         order = prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)
         rows = [rows[i] for _, i in order]

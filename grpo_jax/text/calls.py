@@ -1,4 +1,4 @@
-"""Tool calls: the description of a format, JSON of untrusted text, and a check that a template's own calls are read."""
+"""Tool calls: parsing them from untrusted text, and a check that a chat template and a parser agree."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ from grpo_jax.text.completions import special_tokens
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
-_MOST_LEVELS = 100
+_MAX_DEPTH = 100
 
 Decode = Callable[..., str]
-"""A tokenizer's `decode`: (ids, skip_special_tokens=...) → text."""
+"""A tokenizer's `decode(ids, skip_special_tokens=...)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A tool call of the policy.
-
-    Attributes:
-      name: of the tool, not checked.
-      arguments: a JSON value, not checked (`tools.bind_arguments` does).
-    """
+    """A tool call of the policy. Name and arguments (a JSON value) are validated later, by `tools.bind_arguments`."""
 
     name: str
     arguments: Any
@@ -39,8 +34,8 @@ class Parsed:
     """A parsed turn of the policy.
 
     Attributes:
-      content: its text without the parsed calls and special tokens; thoughts and malformed calls stay.
-      calls: in order.
+      content: the text without parsed calls and special tokens, but with thoughts and malformed calls.
+      calls: the parsed calls, in order.
       problems: a message to the policy for each malformed call.
     """
 
@@ -57,16 +52,15 @@ class Parse(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One way to write tool calls.
+    """A syntax of tool calls.
 
     Attributes:
-      name: its key in `FORMATS`.
-      recognise: whether a chat template writes calls this way.
-      parse: (text, schemas=None, thinking=False) → `Parsed`. `text` is one decoded turn; `schemas` are the tools' by
-        name, for formats that do not distinguish text from numbers; with `thinking` the turn begins inside a thought,
-        because the generation prompt opens <think>.
-      keeps_special_tokens: whether the turn is decoded with its special tokens, because they mark calls.
-      markers: texts that mark a call or a thought, and are kept even if they are special tokens.
+      name: key of the format in `FORMATS`.
+      recognise: returns whether a chat template uses this format.
+      parse: parses one decoded turn. `schemas` maps the names of tools to their schemas, for formats that do not
+        distinguish strings from numbers. `thinking` is True if the generation prompt opens <think>.
+      keeps_special_tokens: whether turns are decoded with special tokens, because they mark calls.
+      markers: strings that mark a call or a thought. They are kept even if they are special tokens.
     """
 
     name: str
@@ -77,20 +71,20 @@ class Format:
 
 
 class Unreadable(ValueError):
-    """A malformed call; its text is the end of a sentence."""
+    """A malformed call. The message completes the sentence "A tool call could not be read: ..."."""
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON from untrusted input; ValueError for infinity, NaN and deep nesting.
+    """Parse JSON from untrusted input.
 
-    Lone surrogates are replaced.
+    Lone surrogates are replaced. Infinity, NaN and more than 100 levels of nesting raise ValueError.
     """
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
-        if "\\ud" in text.lower():  # an escape may be half of a character, which no file and no tokenizer accepts
+        if "\\ud" in text.lower():  # neither files nor tokenizers accept half of a surrogate pair
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
         level = [value]
-        for _ in range(_MOST_LEVELS):
+        for _ in range(_MAX_DEPTH):
             inner = [list(item.values()) if isinstance(item, dict) else item for item in level]
             level = [item for items in inner if isinstance(items, list) for item in items]
     except json.JSONDecodeError as error:
@@ -98,7 +92,7 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         level = [text]
     if level:
-        raise ValueError(f"it is nested deeper than {_MOST_LEVELS} levels")
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
     return value
 
 
@@ -112,7 +106,7 @@ def _finite(digits: str) -> float:
 
 
 def json_value(arguments: Any) -> Any:
-    """Return the value of arguments that may be JSON text."""
+    """Parse arguments that are a JSON string; return other arguments unchanged."""
     try:
         return parse_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -120,7 +114,7 @@ def json_value(arguments: Any) -> Any:
 
 
 def call_of(text: str) -> ToolCall:
-    """Return the call of a JSON object with a name and arguments (or parameters), or raise `Unreadable`."""
+    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises `Unreadable` for anything else."""
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -134,47 +128,50 @@ def call_of(text: str) -> ToolCall:
 
 
 def problem_of(reason: str, form: str) -> str:
-    """Return the message to the policy about a malformed call; `form` shows how calls are written."""
+    """Return the message to the policy about a malformed call. `form` is an example of the correct syntax."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
-def changed_calls(messages: Messages, change: Callable[[int, int, Json], Json]) -> Messages:
-    """Return a copy of a conversation with `change(message index, call index, function)` in each tool call."""
+def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> Messages:
+    """Return a copy of the messages with each called function replaced by `change(message, call, function)`.
+
+    The first two arguments of `change` are indices.
+    """
     changed = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         calls = []
         for number, call in enumerate(message.get("tool_calls") or ()):
-            function = change(place, number, call.get("function") or call)
+            function = change(index, number, call.get("function") or call)
             calls.append({**call, "function": function} if call.get("function") else function)
         changed.append({**message, "tool_calls": calls} if calls else dict(message))
     return changed
 
 
-def decoded_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Return a conversation whose tool calls have objects as arguments instead of JSON text.
+def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
+    """Replace arguments that are JSON strings by objects in all tool calls.
 
-    Most templates write objects as JSON, and would encode text twice. Arguments stay text if `render` shows that the
-    template refuses objects or writes them as Python does (DeepSeek's).
+    Most templates serialize the arguments, and would encode a string twice. The messages are returned unchanged if
+    `render` shows that the template rejects objects or writes their Python repr (DeepSeek).
     """
     objects = list[Json]()
 
-    def decode(place: int, number: int, function: Json) -> Json:
+    def decode(message: int, call: int, function: Json) -> Json:
         value = json_value(function.get("arguments"))
         if value is function.get("arguments") or not isinstance(value, dict):
             return function
         objects.append(value)
         return {**function, "arguments": value}
 
-    decoded = changed_calls(messages, decode)
+    decoded = map_calls(decode, messages)
     try:
         shown = render(decoded) if objects else ""
-    except Exception:  # a template may raise anything
+    except Exception:  # templates raise any exception
         return messages
     return messages if not objects or any(x and repr(x) in shown for x in objects) else decoded
 
 
 def assistant_message(parsed: Parsed) -> Message:
-    """Return a turn as a message, in the form of chat templates and of TRL."""
+    """Return a parsed turn as a message, in the format of chat templates and TRL."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
@@ -184,7 +181,7 @@ def assistant_message(parsed: Parsed) -> Message:
 
 
 def tool_message(name: str, text: str) -> Message:
-    """Return a tool's text as a message."""
+    """Return the result of a tool as a message."""
     return {"role": "tool", "name": name, "content": text}
 
 
@@ -192,28 +189,28 @@ def tool_message(name: str, text: str) -> Message:
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
-    """Return the special tokens to leave out before parsing; None if no marker of the format is a special token."""
+    """Return the special tokens to remove before parsing, or None if no marker of the format is a special token."""
     special = special_tokens(tokenizer)
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
     return tuple(sorted(special.keys() - marks)) if marks else None
 
 
 def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[int] | None) -> str:
-    """Return the text of a turn for its parser; `hidden` is from `hidden_ids`."""
+    """Decode a turn for its parser. `hidden` is the result of `hidden_ids`."""
     if hidden is None:
         return decode(ids, skip_special_tokens=not form.keeps_special_tokens)
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 
 def call_fault(template: ChatTemplate, form: Format) -> str:
-    """Return why a call of the first tool, as the template writes it, is not parsed from its tokens; "" if it is."""
+    """Return why a call of the first tool, written by the template and tokenized, is not parsed back; "" if it is."""
     tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
     call = ToolCall(function["name"], {name: _example(schema) for name, schema in properties.items()})
     schemas = {tool["function"]["name"]: tool for tool in tools}
     faults = []
-    for arguments in (call.arguments, json.dumps(call.arguments)):  # templates take a dict, or text
+    for arguments in (call.arguments, json.dumps(call.arguments)):  # templates accept a dict or a string
         message = assistant_message(Parsed("", (ToolCall(call.name, arguments),)))
         try:
             written, whole = template.turn_of(message)
@@ -231,14 +228,14 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
             found = f"{parsed.calls[0].name} with {show(parsed.calls[0].arguments)}"
         faults.append(
             f"the chat template writes a call of {call.name} with {show(call.arguments)} as {show(written, 300)}, which"
-            f" the tokenizer decodes to {show(text, 300)}; parsed as {form.name!r}, this is {found}: use a checkpoint"
-            " whose template writes calls in a known format, or give such a chat_template"
+            f" the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser reads {found}. Use a chat"
+            " template with a supported format of calls"
         )
     return faults[0]
 
 
 def _example(schema: Json) -> Any:
-    """Return a value that a JSON schema allows."""
+    """Return an example value of a JSON schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type")

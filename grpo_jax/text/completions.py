@@ -1,4 +1,4 @@
-"""Tokens to text: completions as reward functions and environments see them, and the bytes of each token."""
+"""Decoding: completions as inputs of reward functions, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -17,21 +17,16 @@ from grpo_jax.types import Messages, Row, Tokenizer
 Array = jax.Array | np.ndarray
 
 CONTEXT = 8
-"""Tokens of a prompt that its completion is decoded after; no character takes as many."""
+"""Number of prompt tokens decoded together with a completion. No character spans more tokens."""
 
-_LOST = "\ufffd"
-"""Replacement character that decoders write for bytes that are not a whole character."""
+_REPLACEMENT = "\ufffd"  # written by decoders for an incomplete character
 
 
 class RewardInputs(NamedTuple):
-    """The lists that reward functions take, each B·G long, in prompt-major order.
+    """Inputs of reward functions: lists of length B·G in prompt-major order.
 
-    Attributes:
-      prompts: text or messages. A prefill that ends a conversation is part of the completion's message, not of the
-        prompt, so that prompt + completion is the conversation.
-      completions: text or messages.
-      completion_ids: token ids without padding.
-      columns: every other column of the rows, by name.
+    `columns` maps the name of each other dataset column to its values. An assistant prefill at the end of a prompt
+    belongs to the completion's message, so that prompt + completion is the conversation.
     """
 
     prompts: list[str | Messages]
@@ -48,18 +43,11 @@ def reward_inputs(
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> RewardInputs:
-    """Return the inputs of reward functions for completions [B, G, T] of B rows, each with its `prompt`.
+    """Return the inputs of reward functions for completions `tokens` [B, G, T] of B dataset rows.
 
-    Some tokenizers (Llama 2's, SentencePiece's) drop the first space of a text that they decode. A completion that
-    continues a text is therefore decoded after the prompt's last tokens. One that is a message is decoded alone, as in
-    TRL, and its text begins with the prefill if the prompt has one.
-
-    Args:
-      tokenizer: its `batch_decode(ids, skip_special_tokens=True)` is used.
-      rows: of the dataset.
-      tokens: [B, G, T].
-      mask: [B, G, T], True on the tokens of the completion.
-      prompt_ids: tokens of the B prompts; None decodes every completion alone.
+    `mask` [B, G, T] is True on completion tokens. Some tokenizers (Llama 2, SentencePiece) drop the first space when
+    they decode. A completion of a text prompt is therefore decoded together with the prompt's last tokens, unless
+    `prompt_ids` is None. A message is decoded alone, as in TRL, and starts with the prefill if there is one.
     """
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
     ids = completion_token_ids(tokens, mask)
@@ -79,16 +67,16 @@ def reward_inputs(
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Return the token ids of each completion where `mask` [B, G, T] is True: B·G lists, prompt-major."""
+    """Return the token ids where `mask` [B, G, T] is True as B·G lists in prompt-major order."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     if tokens.ndim != 3 or tokens.shape != mask.shape:
-        raise ValueError(f"tokens is {tokens.shape} and mask is {mask.shape}: both are [B, G, T]")
+        raise ValueError(f"tokens and mask must both be [B, G, T]; got {tokens.shape} and {mask.shape}")
     flat = zip(tokens.reshape(-1, tokens.shape[2]), mask.reshape(-1, tokens.shape[2]), strict=True)
     return [row[keep].tolist() for row, keep in flat]
 
 
 class PrecedingText(NamedTuple):
-    """The text before a completion: its last tokens and their text, and the prefill of the completion's message."""
+    """The text before a completion: its last tokens, their text, and the prefill of the completion's message."""
 
     tokens: list[int]
     text: str
@@ -96,31 +84,26 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the text that completions of a prompt with these tokens continue; empty if they begin a message."""
+    """Return the text that completions of a prompt continue. It is empty if they start a new message."""
     prefill = _prefill(prompt)
     last, text = list[int](), ""
     if isinstance(prompt, str) or prefill:
-        for count in (CONTEXT, len(ids)):  # all, if the last ones are special tokens without a text
+        for count in (CONTEXT, len(ids)):  # all tokens, if the last ones are special and decode to ""
             last = [int(i) for i in ids[-count:]]
             text = tokenizer.decode(last, skip_special_tokens=True)
             if text:
                 break
-    # A template may trim the end of the prefill, so that the model has not seen it.
+    # A template may strip white space from the end of the prefill, so that the model never sees it.
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
 def continuation(before: str, both: str) -> str:
-    """Return `both` without the beginning that it shares with `before`.
-
-    Example:
-      >>> continuation("upon a", "upon a time"), continuation("caf\ufffd", "café!")  # half a character is completed
-      (' time', 'é!')
-    """
+    """Return `both` without its common prefix with `before`: ("caf\ufffd", "café!") → "é!"."""
     return both[common_length(before, both) :]
 
 
 class CachedTokenizer:
-    """A tokenizer with a cache: in games the same texts recur in thousands of turns."""
+    """A tokenizer with a cache: in games the same strings recur in thousands of turns."""
 
     def __init__(self, tokenizer: Tokenizer):
         @functools.lru_cache(1024)
@@ -134,16 +117,14 @@ class CachedTokenizer:
         self._decode, self.encode = decode, encode
 
     def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
         return self._decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
 
 
 def _prefill(prompt: str | Messages) -> str:
-    """Return the text that the assistant's turn begins with; "" if the prompt has none."""
+    """Return the start of the assistant's turn that the prompt contains, or ""."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     content = prompt[-1]["content"]
-    # Content may be a list of typed parts; only text can be continued.
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
@@ -163,22 +144,19 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the text of every special token of a tokenizer, by its id."""
+    """Return a dict from the id of each special token to its string."""
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return added | {index: token for index, token in named if index is not None}  # None: not in the vocabulary
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token adds to a text; b"" for special tokens and unused ids.
+    """Return the bytes that each token adds to decoded text; b"" for special tokens and unused ids.
 
-    Each token is decoded after another one, so that a tokenizer that drops a text's first space keeps this one's. The
-    bytes of a part of a character follow from the token's name, as byte-level BPE (GPT-2, Llama 3, Qwen) and byte
-    fallback (SentencePiece) write it.
-
-    Raises:
-      ValueError: a name of neither kind, or tokens whose text depends on their neighbours (as in CLIP, where the last
-        token of a word ends in a space unless nothing follows).
+    Each token is decoded after an ordinary token, because some tokenizers drop a leading space. Tokens that are not
+    whole characters are decoded from their names, as written by byte-level BPE (GPT-2, Llama 3, Qwen) and by byte
+    fallback (SentencePiece). Raises ValueError for other names and for tokenizers whose tokens decode differently next
+    to others (CLIP).
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}
@@ -189,40 +167,40 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     )
     found, whole = [b""] * (max(vocabulary.values()) + 1), {before: texts[0]}
     for (index, name), text in zip(names.items(), texts[1:], strict=True):
-        own = text.removeprefix(texts[0])
-        found[index] = _bytes_of(name, index) if _LOST in own else own.encode()
-        if _LOST not in own:
-            whole.setdefault(index, own)
+        added = text.removeprefix(texts[0])
+        found[index] = _bytes_of(name, index) if _REPLACEMENT in added else added.encode()
+        if _REPLACEMENT not in added:
+            whole.setdefault(index, added)
     one_text = tokenizer.batch_decode([[*whole]], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
     if one_text != "".join(whole.values()):
-        raise ValueError("the tokenizer's tokens change the text of their neighbours")
+        raise ValueError("the tokenizer decodes tokens differently depending on their neighbours")
     return found
 
 
 def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
-    """Return a token that has a text, of letters or digits if possible."""
+    """Return a token that decodes to text, if possible to letters or digits."""
     plain = (index for index, name in names.items() if name.isascii() and name.isalnum())
     for index in itertools.chain(plain, names):
         text = tokenizer.decode([index], skip_special_tokens=True)
-        if text and _LOST not in text:
+        if text and _REPLACEMENT not in text:
             return index
-    raise ValueError("the tokenizer has no token with a text")
+    raise ValueError("no token of the tokenizer decodes to text")
 
 
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
-"""Characters in the names of byte-level BPE's tokens, and the bytes that they stand for."""
+"""Bytes by their characters in token names of byte-level BPE."""
 
 
 def _bytes_of(name: str, index: int) -> bytes:
-    """Return the bytes of a token that is not whole characters, by its name."""
+    """Return the bytes of a token that is not a whole character, from its name."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return bytes([int(found[1], 16)])
     if all(character in _BYTES for character in name):
         return bytes(_BYTES[character] for character in name)
-    if _LOST in name:  # the token is that character
+    if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"the tokenizer's token {index}, {name!r}, is not a whole character, and its name does not give its bytes"
+        f"token {index} of the tokenizer, {name!r}, is not a whole character, and its bytes are not in its name"
     )

@@ -1,14 +1,15 @@
-"""Rows of SFT to tokens and a mask of the learned ones, as in TRL.
+"""Tokenization and loss masks of SFT examples, as in TRL.
 
-| columns of a row | learned tokens |
+| columns of a row | tokens with a loss |
 |---|---|
-| `prompt` and `completion`, text or messages | the completion; all with `completion_only_loss=False` |
-| `messages` | all; the assistant's messages with `assistant_only_loss` |
+| `prompt` and `completion`, strings or messages | the completion; all with `completion_only_loss=False` |
+| `messages` | all; only assistant messages with `assistant_only_loss` |
 | `text` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
-| `input_ids` and `assistant_masks` or `completion_mask` | where they are 1 (`completion_only_loss=False`: the first) |
+| `input_ids` and `assistant_masks` or `completion_mask` | where 1 in all; `completion_only_loss=False`: in the first |
 
-An EOS is added to text, and to an assistant's last message if a turn ends with the opening of the next one (GLM-4).
+An EOS is appended to strings. It is also appended to a final assistant message if the template ends turns with the
+token that opens the next one (GLM-4).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
 from grpo_jax.text.completions import common_length, special_tokens
-from grpo_jax.text.prompts import EncodedPrompts, apply_template, readable
+from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
 from grpo_jax.text.rows import (
     Columns,
     Template,
@@ -41,17 +42,17 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
-_IGNORED = -100  # PyTorch's label of tokens without a loss
+_IGNORED = -100  # PyTorch's label for tokens without a loss
 _MASKS = ("assistant_masks", "completion_mask")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """The examples of a dataset; `token_ids` are whole examples.
+    """The tokenized examples of a dataset. `token_ids` holds whole examples.
 
     Attributes:
-      masks: for each example, True on the learned tokens.
-      blocks: indices of the examples that are packed together. Without packing each block is one example.
+      masks: mask of each example, True on tokens with a loss.
+      blocks: indices of the examples in each packed block. Without packing, a block is one example.
     """
 
     masks: list[list[bool]]
@@ -59,7 +60,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """Length of the longest common beginning of all examples without a learned token."""
+        """Length of the longest common prefix of all examples that has no loss."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -67,19 +68,19 @@ class Examples(EncodedPrompts):
         return shared
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
-        """Return the examples of some blocks as a `Batch` [rows, 1, length] of NumPy arrays.
+        """Return the examples of the given blocks as a `Batch` [rows, 1, length] of NumPy arrays.
 
         The first `prompt_length` tokens of an example are the prompt, the others a completion with advantage 1 and
-        `sampling_log_probs` of 0. Rows that are left over are masked out.
+        `sampling_log_probs` of 0. Unused rows are masked out.
         """
-        numbers = [number for block in blocks for number in self.blocks[block]]
+        examples = [index for block in blocks for index in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
         mask = np.zeros(tokens.shape, bool)
-        for row, number in enumerate(numbers):
-            ids, learned = self.token_ids[number], self.masks[number]
+        for row, index in enumerate(examples):
+            ids, learned = self.token_ids[index], self.masks[index]
             first[row], rest = ids[:prompt_length], len(ids) - prompt_length
             tokens[row, 0, :rest], mask[row, 0, :rest] = ids[prompt_length:], learned[prompt_length:]
-        as_arrays: Any = np.asarray  # the types say JAX's arrays
+        as_arrays: Any = np.asarray  # `Batch` is annotated with JAX arrays
         return Batch(
             prompts=Prompts(as_arrays(first), as_arrays(np.full(rows, prompt_length, np.int32))),
             tokens=as_arrays(tokens),
@@ -89,8 +90,8 @@ class Examples(EncodedPrompts):
         )
 
     def count_tokens(self, blocks: Sequence[int]) -> int:
-        """Return the number of tokens of some blocks, learned or not."""
-        return sum(len(self.token_ids[number]) for block in blocks for number in self.blocks[block])
+        """Return the number of tokens in the given blocks, with or without a loss."""
+        return sum(len(self.token_ids[index]) for block in blocks for index in self.blocks[block])
 
 
 class _Example(NamedTuple):
@@ -105,35 +106,30 @@ def load_examples(
     columns: Columns | None = None,
     prompt: Template | None = None,
     argument: str = "dataset",
-    most: int | None = None,
+    max_rows: int | None = None,
 ) -> list[Row]:
-    """Return the rows of a dataset for SFT; arguments and errors as in `load_rows`.
-
-    Example:
-      >>> load_examples([{"question": "1+1=", "completion": "2"}], prompt="{question}")[0]["prompt"]
-      '1+1='
-    """
+    """Read a dataset for SFT. Arguments and errors as in `load_rows`."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
-            return f"is {show(row)}: each row is a dict with {_KINDS}"
+            return f"must be a dict with {_KINDS}; got {show(row)}"
         columns = _columns_of(row, text_field)
         if not columns:
-            return f"has none of {_KINDS}; its columns are {sorted(map(str, row))}: rename or add one"
+            return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
         if columns == ("input_ids",):
             return _ids_fault(row) or content_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
         if columns == ("messages",) and isinstance(row["messages"], str):
-            faults.append(f"has the text {show(row['messages'])} as its 'messages': call the column {text_field!r}")
+            faults.append(f"has a string in 'messages'; rename the column to {text_field!r}")
         if columns == (text_field,) and is_conversation(row[text_field]):
-            faults.append(f"has messages as its {text_field!r}: call the column 'messages'")
+            faults.append(f"has messages in {text_field!r}; rename the column to 'messages'")
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
-            faults.append("has text and messages as its 'prompt' and 'completion': give two of a kind")
+            faults.append("has a string and messages in 'prompt' and 'completion'; use the same type for both")
         return next(filter(None, faults), "") or content_fault(row, first)
 
-    rows = filled_rows(dataset, columns, prompt, argument, most)
+    rows = filled_rows(dataset, columns, prompt, argument, max_rows)
     if not rows:
-        raise ValueError(f"{argument} is empty: give at least one row with {_KINDS}")
+        raise ValueError(f"{argument} is empty; pass at least one row with {_KINDS}")
     return checked_rows(rows, fault_of, argument)
 
 
@@ -146,28 +142,25 @@ def encode_examples(
     packing: bool = False,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize rows of `load_examples` and mask the learned tokens; cut at `config.max_length`.
+    """Tokenize the rows of `load_examples`, compute their loss masks and truncate them to `config.max_length`.
 
-    Examples without a learned token are left out. With `packing`, blocks of `max_length` tokens are filled by best fit
-    decreasing. ValueError: a row that does not fit the config, or whose assistant's turns are not found in the text of
-    the chat template.
-
-    References:
-      TRL 1.16, `SFTTrainer._prepare_dataset` and `data_utils.pack_dataset`.
+    Examples without a loss are dropped. `packing` fills blocks of `max_length` tokens by best fit decreasing.
+    Raises ValueError if a row does not fit the config, or if the assistant's turns cannot be located in the rendered
+    conversation. As in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
     """
     length, seen = config.max_length, set[object]()
     found = [_encode(row, tokenizer, config, eos_token_ids, f"{argument} row {i}", seen) for i, row in enumerate(rows)]
-    cut = sum(length is not None and len(ids) > length for ids, _ in found)
+    truncated = sum(length is not None and len(ids) > length for ids, _ in found)
     found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # nothing predicts the first token
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
-        cause = f"max_length = {length} cuts them all off: raise it" if cut else "give rows with a completion"
-        raise ValueError(f"{argument}: none of its {len(rows)} rows has a token to learn; {cause}")
-    if cut or dropped:
+        fix = f"increase max_length={length}" if truncated else "add rows with a completion"
+        raise ValueError(f"{argument}: none of the {len(rows)} rows has a token with a loss; {fix}")
+    if truncated or dropped:
         warnings.warn(
-            f"{argument}: {cut} of {len(rows)} examples are longer than max_length = {length} and cut there, and"
-            f" {len(dropped)} have nothing to learn and are left out",
+            f"{argument}: {truncated} of {len(rows)} examples are longer than max_length={length} and were truncated;"
+            f" {len(dropped)} examples without a loss were dropped",
             stacklevel=2,
         )
     token_ids = [found[i].ids for i in kept]
@@ -177,23 +170,23 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the lengths in each block of `size`, by best fit decreasing."""
+    """Pack items of the given lengths into blocks of `size` by best fit decreasing. Returns the indices per block."""
     blocks: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, block), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(free, (lengths[i], -1))
-        if at == len(free):
+        best = bisect.bisect_left(free, (lengths[i], -1))
+        if best == len(free):
             left, block = size, len(blocks)
             blocks.append([])
         else:
-            left, block = free.pop(at)
+            left, block = free.pop(best)
         blocks[block].append(i)
         bisect.insort(free, (left - lengths[i], block))
     return blocks
 
 
 def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
-    """Return the columns that a row is learned from."""
+    """Return the columns that are tokenized."""
     for columns in (("input_ids",), ("prompt", "completion"), ("messages",), (text_field,)):
         if all(row.get(name) is not None for name in columns):
             return columns
@@ -201,25 +194,25 @@ def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
 
 
 def _ids_fault(row: Json) -> str:
-    """Return the fault of tokens, labels and masks; "" if there is none."""
+    """Return why tokens, labels or masks are invalid, or ""."""
     for name in ("input_ids", "labels", *_MASKS):
         values = row.get(name, row["input_ids"])
         if not isinstance(values, list) or not values or not all(isinstance(x, int) for x in values):
-            return f"has {show(values)} as its {name!r}: give a list of whole numbers"
+            return f"must have a non-empty list of integers in {name!r}; got {show(values)}"
         if len(values) != len(row["input_ids"]):
-            return f"has {len(row['input_ids'])} 'input_ids' and {len(values)} {name!r}: give one for each"
+            return f"has {len(row['input_ids'])} 'input_ids' but {len(values)} {name!r}; the lengths must be equal"
     labels = row.get("labels", row["input_ids"])
     if wrong := [i for i, (x, y) in enumerate(zip(row["input_ids"], labels, strict=True)) if y not in (x, _IGNORED)]:
-        return f"has another token in its 'labels' at {wrong[0]} than in its 'input_ids': give the token, or {_IGNORED}"
+        return f"has 'labels' that differ from 'input_ids' at {wrong[0]}; use the token id or {_IGNORED}"
     return ""
 
 
 def _encode_ids(row: Row, config: SFTConfig, where: str) -> _Example:
-    """Return a row that is tokenized already."""
+    """Return the example of a row with `input_ids`."""
     needs = (config.assistant_only_loss, config.completion_only_loss)
     for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
         if needed and mask not in row and "labels" not in row:
-            raise ValueError(f"{name} = True: {where} has 'input_ids' without {mask!r} or 'labels': add one of them")
+            raise ValueError(f"{name}=True needs {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them")
     if "labels" in row:
         return _Example(list(row["input_ids"]), [label != _IGNORED for label in row["labels"]])
     used = [name for name in _MASKS[: 1 if config.completion_only_loss is False else 2] if name in row]
@@ -229,15 +222,17 @@ def _encode_ids(row: Row, config: SFTConfig, where: str) -> _Example:
 def _encode(
     row: Row, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], where: str, seen: set[object]
 ) -> _Example:
-    """Return the tokens and the mask of a row; `seen` as in `readable`."""
+    """Return the tokens and the mask of a row. `seen` as in `template_messages`."""
     columns = _columns_of(row, config.dataset_text_field)
     if columns == ("input_ids",):
         return _encode_ids(row, config, where)
     messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
     if config.completion_only_loss and columns != ("prompt", "completion"):
-        raise ValueError(f"completion_only_loss = True: {where} has no 'prompt' and 'completion'; leave it at None")
+        raise ValueError(f"completion_only_loss=True needs a 'prompt' and a 'completion' in {where}; set it to None")
     if config.assistant_only_loss and not messages:
-        raise ValueError(f"assistant_only_loss = True: {where} has no messages, only text; leave it False")
+        raise ValueError(
+            f"assistant_only_loss=True needs messages in {where}, which has only a string; set it to False"
+        )
     if messages:
         return _encode_messages(row, columns, tokenizer, config, eos_token_ids, where, seen)
     whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
@@ -258,11 +253,11 @@ def _encode_messages(
     where: str,
     seen: set[object],
 ) -> _Example:
-    """Return the tokens and the mask of a row of messages."""
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
     keywords: Json = {**(config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
     keywords = {**keywords, "tools": tools} if tools else keywords
-    messages = readable([m for name in columns for m in row[name]], tokenizer, keywords, where=where, seen=seen)
+    messages = [message for name in columns for message in row[name]]
+    messages = template_messages(messages, tokenizer, keywords, where=where, seen=seen)
 
     def applied(messages: Messages, how: Json) -> Mapping[str, list[int]]:
         found: Mapping[str, list[int]] = apply_template(
@@ -283,8 +278,8 @@ def _encode_messages(
             mask = _assistant_mask(messages, ids, ids_of, special_tokens(tokenizer), eos_token_ids, where)
         if not any(mask):
             raise ValueError(
-                f"assistant_only_loss = True: {where} has no token of the assistant; give a conversation with an"
-                " assistant's message that the chat template writes"
+                f"assistant_only_loss=True: {where} has no assistant tokens; add an assistant message that the chat"
+                " template renders"
             )
     if len(columns) == 2 and config.completion_only_loss is not False:
         start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
@@ -301,7 +296,7 @@ def _assistant_mask(
     eos_token_ids: Sequence[int],
     where: str,
 ) -> list[bool]:
-    """Mask what each message of the assistant adds to the opened turn, up to its last EOS."""
+    """Mask the tokens that each assistant message adds to the generation prompt, up to its last EOS."""
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -309,15 +304,15 @@ def _assistant_mask(
         opened, closed = ids_of(messages[:i], opens=True) if i else [], ids_of(messages[: i + 1])
         shared = common_length(closed, ids)
         if set(closed[shared:]) <= set(special):
-            closed = closed[:shared]  # Phi-3 writes an EOS after the last turn only
+            closed = closed[:shared]  # Phi-3 writes an EOS only after the last turn
         if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
             raise ValueError(
-                "assistant_only_loss = True: the chat template has no generation tags, and it writes"
-                f" {where} up to message {i} differently than in the whole conversation (thoughts of earlier turns are"
-                " often left out). Put {% generation %} … {% endgeneration %} around the assistant's words in it, or"
-                " make each turn a row of 'prompt' and 'completion'"
+                "assistant_only_loss=True: the chat template has no generation tags, and it renders"
+                f" {where} up to message {i} differently than in the whole conversation (many templates omit earlier"
+                " thoughts). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
+                " template, or split each turn into a row with 'prompt' and 'completion'"
             )
-        ends = [at + 1 for at in range(len(opened), len(closed)) if ids[at] in eos_token_ids]
+        ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in eos_token_ids]
         stop = ends[-1] if ends else len(closed)
         mask[len(opened) : stop] = [True] * (stop - len(opened))
     return mask
@@ -326,9 +321,9 @@ def _assistant_mask(
 def _learn_openings(
     ids: list[int], mask: list[bool], last: Message, tokenizer: Tokenizer, keywords: Json, eos_token_ids: Sequence[int]
 ) -> None:
-    """Learn tokens that end a turn by opening the next one, in place; append one after a last turn of the assistant."""
+    """Learn tokens that end a turn by opening the next one; append one to a final assistant turn. Works in place."""
     ends = set(eos_token_ids)
-    if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or one closes the last turn
+    if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or an EOS closes the last turn
         return
     role = "tool" if last.get("tool_calls") else "user"
     end = ChatTemplate(tokenizer, keywords, eos_token_ids=eos_token_ids).opening_token(role)

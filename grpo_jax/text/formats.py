@@ -1,7 +1,7 @@
-"""Formats of tool calls, in the table `FORMATS`: how each is recognised in a chat template, and its parser.
+"""Syntaxes of tool calls: the table `FORMATS` with a test for chat templates and a parser for each.
 
-A turn is untrusted text. Parsing it never raises and takes linear time; a malformed call becomes a message to the
-policy in `Parsed.problems`.
+Turns are untrusted. Parsing never raises and takes linear time. For each malformed call, `Parsed.problems` contains a
+message to the policy.
 """
 
 from __future__ import annotations
@@ -16,89 +16,78 @@ from typing import Any
 from grpo_jax.text.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
 from grpo_jax.types import Json
 
-MOST_CALLS = 64
-"""Calls that are parsed in one turn, so that a turn of a thousand openings takes linear time."""
+MAX_CALLS = 64
+"""Maximum number of calls parsed in one turn. It keeps the time linear for a turn of a thousand opening tags."""
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 
-# --- <tool_call> … </tool_call>, with JSON inside (Hermes, Qwen 2.5 and 3) or tags (Qwen3-Coder, Qwen 3.5).
+# --- <tool_call> … </tool_call> around JSON (Hermes, Qwen 2.5 and 3) or tags (Qwen3-Coder, Qwen 3.5).
 
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
 _UNWRAPPED = "it is not within <tool_call> and </tool_call>"
-_IN_THOUGHT = "it is within the thought: close that by </think>, and call after it"
+_IN_THOUGHT = "it is within the thought; close the thought with </think> before the call"
 _DECODER = json.JSONDecoder()
 
-
-def _parse_hermes(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
-    return _parse_tagged(text, schemas or {}, thinking, _read_hermes, _HERMES_FORM)
-
-
-def _parse_xml(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
-    known = schemas or {}
-    return _parse_tagged(text, known, thinking, functools.partial(_read_xml, schemas=known), _XML_FORM)
+ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
+"""Parses a call: (text, position after its opening tag, schemas of the tools) → the call, and the position after it."""
 
 
 def _parse_tagged(
-    text: str, schemas: Mapping[str, Json], thinking: bool, read: Callable[[str, int], tuple[ToolCall, int]], form: str
+    text: str, *, read: ReadCall, form: str, schemas: Mapping[str, Json] | None = None, thinking: bool = False
 ) -> Parsed:
-    """Parse every call outside of thoughts; `read(text, start)` parses one after its tag and returns its end."""
+    """Parse all calls outside of thoughts. `form` is an example of the correct syntax."""
+    schemas = schemas or {}
     calls: list[ToolCall] = []
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
     thoughts = [(0, position)]
-    begin = 0  # of the text that is not yet in `kept`
+    start = 0  # of the text that is not yet in `kept`
     while found := _THINK_OR_CALL.search(text, position):
         if found[0] == "<think>":
             position = _end_of(text, "</think>", found.end())
             thoughts.append((found.start(), position))
             continue
-        if len(calls) + len(problems) == MOST_CALLS:
-            problems.append(f"Only the first {MOST_CALLS} tool calls of a turn are read.")
+        if len(calls) + len(problems) == MAX_CALLS:
+            problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
         if found[0] != "<tool_call>":
             problems.append(problem_of(_UNWRAPPED, form))
             position = _end_of(text, "</function>", found.end())
             continue
         try:
-            call, position = read(text, found.end())
+            call, position = read(text, found.end(), schemas)
         except Unreadable as error:
             problems.append(problem_of(str(error), form))
             position = _end_of(text, "</tool_call>", found.end())
         else:
             calls.append(call)
-            kept.append(text[begin : found.start()])
-            begin = position
+            kept.append(text[start : found.start()])
+            start = position
     if not calls and not problems and (missed := _missed_call(text, thoughts, schemas, read)):
         problems.append(problem_of(missed, form))
-    content = "".join([*kept, text[begin:]])
+    content = "".join([*kept, text[start:]])
     return Parsed(content.strip() if calls else content, tuple(calls), tuple(problems))
 
 
-def _missed_call(
-    text: str,
-    thoughts: Sequence[tuple[int, int]],
-    schemas: Mapping[str, Json],
-    read: Callable[[str, int], tuple[ToolCall, int]],
-) -> str:
-    """Return why a turn without an answer has no call; "" if it does not mean to call or answers."""
-    ends, begins = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
-    said = "".join(text[end:start] for end, start in zip(ends, begins, strict=True)).strip()
-    if said:
-        return _UNWRAPPED if said.startswith("{") and _name_in(said) in schemas else ""
-    for start, end in thoughts[:MOST_CALLS]:
-        thought = text[start:end]
-        at = thought.find("<tool_call>")
+def _missed_call(text: str, thoughts: Sequence[tuple[int, int]], schemas: Mapping[str, Json], read: ReadCall) -> str:
+    """Return why a turn without calls seems to contain one, or "". Text outside of thoughts counts as an answer."""
+    ends, starts = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
+    answer = "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
+    if answer:
+        return _UNWRAPPED if answer.startswith("{") and _called_name(answer) in schemas else ""
+    for start, end in thoughts[:MAX_CALLS]:
+        _, tag, _ = text[start:end].partition("<tool_call>")
         with contextlib.suppress(Unreadable):
-            if at >= 0 and read(thought, at + len("<tool_call>")):
+            if tag and read(text[:end], text.index(tag, start) + len(tag), schemas):
                 return _IN_THOUGHT
     return ""
 
 
-def _name_in(text: str) -> str | None:
-    """Return the tool's name in the JSON of a call; None if it is not a call."""
+def _called_name(text: str) -> str | None:
+    """Return the name of the tool in a JSON call, or None if the text is not a call."""
     try:
         return call_of(text).name
     except Unreadable:
@@ -106,13 +95,13 @@ def _name_in(text: str) -> str | None:
 
 
 def _end_of(text: str, tag: str, start: int) -> int:
-    """Return the end of the next `tag`, or of the text."""
+    """Return the end of the next `tag`, or the end of the text."""
     found = text.find(tag, start)
     return len(text) if found < 0 else found + len(tag)
 
 
-def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
-    """Parse JSON and its closing tag; a tag within the JSON's strings does not close it."""
+def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
+    """Parse JSON and its closing tag. A closing tag inside a JSON string does not count."""
     start = _skip(text, start)
     try:
         _, end = _DECODER.raw_decode(text, start)
@@ -121,7 +110,7 @@ def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
     close = text.find("</tool_call>", start)
     if end < 0 or not text.startswith("</tool_call>", _skip(text, end)):
         end = len(text) if close < 0 else close
-        call_of(text[start:end])  # raises, unless the tag alone is missing
+        call_of(text[start:end])  # raises unless only the tag is missing
         raise Unreadable("it is not closed by </tool_call>")
     return call_of(text[start:end]), _skip(text, end) + len("</tool_call>")
 
@@ -134,13 +123,13 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 
 def _skip(text: str, start: int) -> int:
-    """Return the end of the white space at `start`."""
+    """Return the position after white space at `start`."""
     found = _BLANK.match(text, start)
     return found.end() if found else start
 
 
 def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
-    """Parse one function and its parameters."""
+    """Parse <function=...>, its parameters and the closing tags."""
     function = _FUNCTION.match(text, start)
     if not function:
         raise Unreadable("there is no <function=...> after <tool_call>")
@@ -163,18 +152,18 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
 
 
 def _properties(schema: Json | None) -> Json:
-    """Return the schemas of a tool's arguments by name."""
+    """Return the schema of each argument of a tool."""
     if not schema:
         return {}
     return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
 
 
 def _value(text: str, schema: Json | None) -> Any:
-    """Return the value of a parameter: text if the schema says so, else JSON if it is JSON."""
+    """Return the value of a parameter: a string if the schema says so or the text is not JSON."""
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
     kind = (schema or {}).get("type")
-    # Templates write booleans and None as Python does.
+    # Templates write True, False and None, as Python does.
     if kind == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     if (schema or {}).get("nullable") and text.strip() in ("None", "null"):
@@ -187,7 +176,7 @@ def _value(text: str, schema: Json | None) -> Any:
         return text
 
 
-# --- Llama 3: a message that is one JSON object, with or without <|python_tag|> before it.
+# --- Llama 3: the whole message is one JSON object, optionally after <|python_tag|>.
 
 _LLAMA_FORM = '{"name": "tool", "parameters": {"argument": value}} and nothing else'
 _TAG = "<|python_tag|>"
@@ -202,7 +191,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
     if not tag and not _is_called(written):
         inside = re.sub("</?think>", "", _plain(thought)).strip()
         missed = "it is within <function=...>" if "<function=" in written else ""
-        missed = missed or (_IN_THOUGHT if not written and _is_called(inside) and _name_in(inside) else "")
+        missed = missed or (_IN_THOUGHT if not written and _is_called(inside) and _called_name(inside) else "")
         return Parsed(_plain(text), (), (problem_of(missed, _LLAMA_FORM),) if missed else ())
     try:
         call = call_of(written)
@@ -212,17 +201,17 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
 
 
 def _is_called(written: str) -> bool:
-    """Whether a message is meant as a call: JSON with a name and arguments under one of their usual keys."""
+    """Return whether a message looks like a call: JSON with a name and arguments under one of the usual keys."""
     named = '"name"' in written or '"function"' in written
     return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
 
 
 def _plain(text: str) -> str:
-    """Return a text without special tokens."""
+    """Remove special tokens."""
     return _SPECIAL.sub("", text)
 
 
-# --- gpt-oss's harmony: messages whose headers name a channel and a recipient.
+# --- gpt-oss (harmony): message headers name a channel and a recipient.
 
 _HARMONY_FORM = '<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{"argument": value}<|call|>'
 _BODY_END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -236,10 +225,10 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
     kept: list[str] = []
     for header, body, end in _messages(text):
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient and len(calls) + len(problems) == MOST_CALLS:
-            problems.append(f"Only the first {MOST_CALLS} tool calls of a turn are read.")
+        if recipient and len(calls) + len(problems) == MAX_CALLS:
+            problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
-        if not recipient and end == "<|call|>" and len(calls) + len(problems) < MOST_CALLS:
+        if not recipient and end == "<|call|>" and len(calls) + len(problems) < MAX_CALLS:
             problems.append(problem_of("there is no recipient to=functions.tool in its header", _HARMONY_FORM))
             kept.append(_plain(header + body))
             continue
@@ -256,10 +245,10 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
 
 
 def _messages(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield header, body and closing token of each message; text without a header is a body."""
+    """Yield header, body and closing token of each message. Text without a header is a body."""
     for part in text.split("<|start|>"):
         header, found, rest = part.partition("<|message|>")
-        if not found:  # a header that was cut off, or no header at all
+        if not found:  # a truncated header, or no header
             header, rest = (part, "") if "<|channel|>" in part else ("", part)
         end = _BODY_END.search(rest)
         if part:
@@ -267,10 +256,9 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _addressed(recipient: str, body: str, end: str) -> ToolCall:
-    """Return the call of a message with a recipient."""
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
-        raise Unreadable(f"there is no recipient {recipient!r}: tools are addressed as functions.tool")
+        raise Unreadable(f"there is no recipient {recipient!r}; address tools as functions.tool")
     if end != "<|call|>":
         raise Unreadable("it is not closed by <|call|>")
     try:
@@ -279,9 +267,11 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
         raise Unreadable(str(error)) from None
 
 
-# --- The table, in the order in which a template is matched: templates with harmony or tags may also mention JSON.
+# --- The table, in matching order: templates with harmony or tags may also mention JSON.
 
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_parse_xml = functools.partial(_parse_tagged, read=_read_xml, form=_XML_FORM)
+_parse_hermes = functools.partial(_parse_tagged, read=_read_hermes, form=_HERMES_FORM)
 _ALL = (
     Format("harmony", lambda template: "<|channel|>" in template and "functions." in template, _parse_harmony, True),
     Format(
@@ -293,11 +283,11 @@ _ALL = (
     Format("llama3", lambda template: _TAG in template or bool(_LLAMA_CALL.search(template)), _parse_llama, True),
 )
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
-"""Every known format of tool calls, by name."""
+"""All supported formats by name."""
 
 
 def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return the format of a chat template's tool calls, of the template for tools among several; None if unknown."""
+    """Return the format of tool calls in a chat template, or None. Of named templates, "tool_use" is preferred."""
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("tool_use") or chat_template.get("default")
     if not chat_template:

@@ -1,4 +1,4 @@
-"""Datasets to lists of rows: lists, tables, streams, files (JSONL, CSV, Parquet) and datasets of the hub."""
+"""Reading datasets as lists of rows: sequences, tables, streams, files (JSONL, CSV, Parquet) and the hub."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import numpy as np
 from grpo_jax.messages import one_line, show
 from grpo_jax.types import Json
 
-_MOST_ROWS = 10**7
+_MAX_ROWS = 10**7
 _KEYS = ("config", "name", "path", "rows", "split")
 _KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """Rows by index, such as a `datasets.Dataset` or a grain source."""
+    """A sequence of rows, such as a `datasets.Dataset` or a grain source."""
 
     def __len__(self) -> int: ...
 
@@ -32,11 +32,11 @@ class RandomAccess(Protocol):
 
 
 Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
-"""What `load_rows` reads."""
+"""The datasets that `load_rows` supports."""
 
 
-def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[Any]:
-    """Return the rows of a dataset, not checked; arguments as in `load_rows`."""
+def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
+    """Return the rows of a dataset without validation. Arguments as in `load_rows`."""
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
@@ -50,17 +50,17 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
         return list(table.to_pylist())
     if not isinstance(dataset, RandomAccess | Iterable):
         raise ValueError(
-            f"{argument} is {show(dataset)}: give a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
-            f" ({', '.join(_KINDS)}) or the name of a dataset on the hub"
+            f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
+            f" ({', '.join(_KINDS)}) or the name of a dataset on the hub; got {show(dataset)}"
         )
     if isinstance(dataset, RandomAccess):
         rows, size = [], len(dataset)
     else:
-        rows = list(itertools.islice(dataset, _MOST_ROWS + 1 if most is None else most))
+        rows = list(itertools.islice(dataset, _MAX_ROWS + 1 if max_rows is None else max_rows))
         size = len(rows)
-    if size > _MOST_ROWS:
+    if size > _MAX_ROWS:
         raise ValueError(
-            f"{argument} has more than {_MOST_ROWS:,} rows; if it repeats without end, give a part of it, such as"
+            f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a part of it, such as"
             " dataset.take(1000) or itertools.islice(dataset, 1000)"
         )
     if isinstance(dataset, RandomAccess):
@@ -68,15 +68,15 @@ def read_rows(dataset: Dataset, argument: str, most: int | None = None) -> list[
             rows = [dataset[index] for index in range(len(dataset))]
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"{argument} is of type {type(dataset).__name__}, which does not support indexing"
-                f" ({type(error).__name__}: {error}): give a list of dicts"
+                f"{argument} of type {type(dataset).__name__} does not support indexing ({one_line(error)}); pass a"
+                " list of dicts"
             ) from error
-    # grain returns None for a row that a filter left out.
+    # grain returns None for rows that a filter removed.
     return [row for row in rows if row is not None] if package == "grain" else rows
 
 
 def without_arrays(value: object) -> object:
-    """Return a value with lists instead of the NumPy arrays that pandas makes of them."""
+    """Convert NumPy arrays to lists at every depth. pandas stores lists as arrays."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):
@@ -87,49 +87,51 @@ def without_arrays(value: object) -> object:
 
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
-    """Return the datasets of a dict of several by name; a single dataset under "", and {} for None."""
+    """Return a dict of datasets unchanged, a single dataset as {"": dataset}, and {} for None."""
     if not isinstance(dataset, Mapping) or {"path", "name"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
-    # A dict of columns has lists of other values than rows.
-    firsts = [next(iter(some), {}) if isinstance(some, list | tuple) else some for some in dataset.values()]
+    # In a dict of columns, the list elements are values, not rows.
+    firsts = [next(iter(value), {}) if isinstance(value, list | tuple) else value for value in dataset.values()]
     are_datasets = all(isinstance(first, RandomAccess) and not isinstance(first, str) for first in firsts)
-    return {str(name): some for name, some in dataset.items()} if firsts and are_datasets else {"": dataset}
+    return {str(name): value for name, value in dataset.items()} if firsts and are_datasets else {"": dataset}
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text may be the name of a dataset on the hub rather than of a file."""
+    """Return whether a string has the form of a hub dataset's name, not of a file name."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset is an `IterableDataset` of `datasets` or PyTorch, which may be infinite."""
+    """Return whether a dataset is an `IterableDataset` of `datasets` or PyTorch, which may be infinite."""
     return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
 
 
 def _read_name(name: str | os.PathLike[str], argument: str) -> list[object]:
-    """Read a file, or the split "train" of a dataset on the hub."""
+    """Read a file, or the split "train" of a hub dataset."""
     if isinstance(name, str) and is_hub_name(name) and not os.path.exists(name):
         return list(_hub_dataset(name, None, "train", argument))
     return _read_file(Path(name), argument)
 
 
 def _read_described(source: Json, argument: str) -> list[object]:
-    """Read the first `rows` of a `path`, or of the `split` of the hub's dataset `name` in its `config`."""
+    """Read a dataset described by a mapping: `path`, or `name`, `config` and `split`; and a number of `rows`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
         raise ValueError(
-            f"{argument} is a dict with the keys {keys}: give a list of rows, each a dict "
-            "(of a dataset with splits, choose one: dataset['train'])"
+            f"{argument} must be a list of dicts; got a dict with keys {keys} (of a DatasetDict, select a split:"
+            " dataset['train'])"
         )
     if unknown := [name for name in keys if name not in _KEYS]:
         raise ValueError(f"{argument}.{unknown[0]}: no such key; {argument} has {', '.join(_KEYS)}")
     if ("path" in source) == ("name" in source):
-        raise ValueError(f"{argument} = {show(dict(source))}: give either a path or the name of a dataset on the hub")
+        raise ValueError(
+            f"{argument} must have either a 'path' or the 'name' of a hub dataset; got {show(dict(source))}"
+        )
     if others := [name for name in ("config", "split") if "path" in source and name in source]:
-        raise ValueError(f"{argument}.{others[0]}: only a dataset on the hub has one, which is given by its name")
+        raise ValueError(f"{argument}.{others[0]} applies only to a hub dataset; set name instead of path")
     count = source.get("rows")
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise ValueError(f"{argument}.rows = {show(count)}: use a whole number from 1 up, or leave it out for all")
+        raise ValueError(f"{argument}.rows must be a positive integer, or unset for all rows; got {show(count)}")
     if "path" in source:
         return read_rows(source["path"], argument, count)[:count]
     found = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
@@ -137,29 +139,25 @@ def _read_described(source: Json, argument: str) -> list[object]:
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:
-    """Return a split of a dataset on the hub, by the package `datasets`."""
+    """Load a split of a hub dataset with the package `datasets`."""
+    problem = f"{argument}={name!r} is not a file, and"
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
-            f"{argument} = {name!r} is not a file, and datasets of the hub need the package datasets: pip install"
-            " datasets"
-        ) from error
+        raise ValueError(f"{problem} hub datasets need the package datasets: pip install datasets") from error
     try:
         found: Iterable[object] = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # of the network, the hub or the dataset
+    except Exception as error:
         reason = one_line(error, limit=None)
-        raise ValueError(
-            f"{argument} = {name!r} is not a file, and could not be downloaded from the hub ({reason})"
-        ) from error
+        raise ValueError(f"{problem} could not be downloaded from the hub ({reason})") from error
     return found
 
 
 def _read_file(path: Path, argument: str) -> list[object]:
-    """Read the rows of a file by its suffix: .csv, .parquet, and any other as JSONL."""
+    """Read the rows of a .csv, .parquet or JSONL (any other suffix) file."""
     if not path.is_file():
-        what = "a directory" if path.is_dir() else "not a file"
-        raise FileNotFoundError(f"{argument} is {str(path)!r}, which is {what}: give a file ({', '.join(_KINDS)})")
+        what = "is a directory" if path.is_dir() else "file not found"
+        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path of a file ({', '.join(_KINDS)})")
     if path.suffix == ".csv":
         return _read_csv(path, argument)
     if path.suffix != ".parquet":
@@ -167,46 +165,42 @@ def _read_file(path: Path, argument: str) -> list[object]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(
-            f"{argument} is {str(path)!r}: Parquet files need the package pyarrow: pip install pyarrow"
-        ) from error
+        raise ValueError(f"{argument}={str(path)!r}: Parquet needs the package pyarrow: pip install pyarrow") from error
     return list(parquet.read_table(path).to_pylist())
 
 
-_UTF16 = "is text in UTF-16: write it in UTF-8 (iconv -f utf-16 -t utf-8)"
-_BEGINNINGS = {b"\x1f\x8b": "is compressed by gzip: unpack it (gunzip)", b"\xff\xfe": _UTF16, b"\xfe\xff": _UTF16}
-"""First bytes of files that are not in UTF-8, and what to do."""
+_UTF16 = "is UTF-16; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"
+_MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff\xfe": _UTF16, b"\xfe\xff": _UTF16}
+"""First bytes of common files that are not UTF-8, with advice."""
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a file in UTF-8, with their ends; ValueError with the line of other bytes."""
+    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError with the number of an invalid line."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # some programs begin with a byte-order mark
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # allow a byte-order mark
             except UnicodeDecodeError as error:
-                for start, fix in _BEGINNINGS.items() if number == 1 else ():
+                for start, fix in _MAGIC.items() if number == 1 else ():
                     if line.startswith(start):
                         raise ValueError(f"{argument}: {str(path)!r} {fix}") from error
                 raise ValueError(
                     f"{argument}: line {number} of {str(path)!r} is not UTF-8 (byte {error.start} is"
-                    f" 0x{error.object[error.start]:02x}): write the file in UTF-8 (iconv -f latin1 -t utf-8, if it is"
-                    " Latin-1)"
+                    f" 0x{error.object[error.start]:02x}); convert the file (from Latin-1: iconv -f latin1 -t utf-8)"
                 ) from error
 
 
 def _read_csv(path: Path, argument: str) -> list[object]:
-    """Read the rows of a CSV file."""
-    lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # which may end in \r alone
+    lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # keep \r as a line break
     reader = csv.DictReader(lines)
     rows: list[object] = []
     try:
         for row in reader:
             if None in row:
-                raise csv.Error(f"{len(row) - 1 + len(row[None])} fields where the first line names {len(row) - 1}")
+                raise csv.Error(f"{len(row) - 1 + len(row[None])} fields, but the header has {len(row) - 1}")
             rows.append(row)
     except csv.Error as error:
-        raise ValueError(f"{argument}: line {reader.line_num} of {str(path)!r} is not CSV ({error})") from error
+        raise ValueError(f"{argument}: line {reader.line_num} of {str(path)!r} is not valid CSV ({error})") from error
     return rows
 
 
@@ -221,11 +215,11 @@ def _read_jsonl(path: Path, argument: str) -> list[object]:
             row = json.loads(line.strip())
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{where} is not JSON ({error.msg} at column {error.colno}): a JSONL file has one object on each line"
+                f"{where} is not valid JSON ({error.msg} at column {error.colno}); write one object per line"
             ) from error
         if isinstance(row, list) and not rows:
-            raise ValueError(f"{where} holds a JSON list: write one object on each line, or give json.load of the file")
+            raise ValueError(f"{where} is a JSON list; write one object per line, or pass json.load of the file")
         if not isinstance(row, dict):
-            raise ValueError(f"{where} is {show(row)}: a JSONL file has one object on each line")
+            raise ValueError(f"{where} must be a JSON object; got {show(row)}")
         rows.append(row)
     return rows

@@ -139,9 +139,9 @@ def test_a_copy_shares_no_mutable_object():
 
 
 def test_lists_of_other_lengths_are_refused():
-    with pytest.raises(ValueError, match="answer has 1 entries and completions has 6: all are B·G long"):
+    with pytest.raises(ValueError, match="answer must have B·G=6 entries, as completions; got 1"):
         score(length, columns={"answer": ["x"]})
-    with pytest.raises(ValueError, match="num_generations is 4, which does not divide the 6 completions"):
+    with pytest.raises(ValueError, match="num_generations=4 must divide the number of completions, 6"):
         score(length, num_generations=4)
 
 
@@ -195,20 +195,20 @@ class Promise:
 
 WHOLE = {
     "raise": (returns(KeyError("gold")), "raised KeyError: 'gold'"),
-    "none": (returns(None), r"returned None instead of a list \(is its `return` missing\?\)"),
-    "too few": (returns([1.0] * 5), "returned 5 values for 6 completions; exactly one for each is needed"),
-    "endless": (returns(iter(int, 1)), "returned more than 6 values for 6 completions"),
-    "scalar": (returns(np.float32(0.5)), "returned 0.5, a float; a list with one float or None for each of the 6"),
-    "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "returned {.*, a set; a list with"),
+    "none": (returns(None), r"returned None instead of a list; check that it has a return"),
+    "too few": (returns([1.0] * 5), "must return one value for each of 6 completions; got 5"),
+    "endless": (returns(iter(int, 1)), "must return one value for each of 6 completions; got more than 6"),
+    "scalar": (returns(np.float32(0.5)), "must return a list with a float or None for each of 6 completions; got 0.5"),
+    "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "must return a list .*; got {0"),
     "broken array": (returns(Promise()), "raised ArithmeticError: too late"),
 }
 
 ELEMENTS = {
-    "nan": (float("nan"), "returned nan; return None for 'not scored'"),
-    "inf in float32": (1e39, r"returned 1e\+39; rewards are finite, in the range of float32"),
-    "huge int": (10**400, "returned inf; rewards are finite"),
-    "text": ("1.0", "returned '1.0', a str; rewards are numbers, or None for 'not scored'"),
-    "array": (np.ones(1), r"returned array\(\[1.\]\), a ndarray; rewards are numbers"),
+    "nan": (float("nan"), "returned nan; use None for 'not scored'"),
+    "inf in float32": (1e39, r"returned 1e\+39; a reward must be finite in float32"),
+    "huge int": (10**400, "returned inf; a reward must be finite"),
+    "text": ("1.0", "returned '1.0' of type str; a reward must be a number, or None for 'not scored'"),
+    "array": (np.ones(1), r"returned array\(\[1.\]\) of type ndarray; a reward must be a number"),
 }
 
 
@@ -216,7 +216,9 @@ ELEMENTS = {
 def test_a_failing_function_can_be_scored_as_missing(case):
     """Or stops the run; with `on_error="none"` the other functions keep their scores."""
     fn, message = WHOLE[case]
-    with pytest.raises(RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' \(on_reward_error"):
+    with pytest.raises(
+        RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' \(GRPOConfig: on_reward_error"
+    ):
         score([length, fn])
     with pytest.warns(
         RuntimeWarning, match=f"6 of 6 completions scored as missing: reward function 'reward' {message}"

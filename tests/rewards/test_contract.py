@@ -30,9 +30,9 @@ def test_metrics_and_columns_of_a_batch():
     rewards = compute_rewards(by_the_book, trainer_state=state, **INPUTS)
     assert rewards.metrics == {"at": [3.0, 10.0]}
     assert rewards.columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], "as they were when logged"
-    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) has 1 values for 2 completions"):
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\): got 1 values for 2 completions"):
         compute_rewards(lambda completions, log_extra: log_extra("length", [1]), **INPUTS)
-    with pytest.raises(ValueError, match="fn is 'by_the_book', which takes log_metric: workers cannot log"):
+    with pytest.raises(ValueError, match="fn='by_the_book' takes log_metric, but workers cannot log"):
         isolated(by_the_book, timeout=1.0)
 
 
@@ -49,8 +49,8 @@ async def keeps(completions, log_extra, name):
 @pytest.mark.quick
 @pytest.mark.parametrize("on_error", ["raise", "none"])
 def test_names_that_the_run_uses_are_refused(on_error):
-    metrics = [(logs, name, "the run has a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")]
-    columns = [(keeps, name, "completions.jsonl has this column") for name in RUN_COLUMNS]
+    metrics = [(logs, name, "the run logs a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")]
+    columns = [(keeps, name, "the run writes a column") for name in RUN_COLUMNS]
     for fn, name, message in metrics + columns:
         with pytest.raises(SetupError, match=rf"log_\w+\('{name}', ...\): {message}"):
             compute_rewards(functools.partial(fn, name=name), on_error=on_error, **INPUTS)

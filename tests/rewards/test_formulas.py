@@ -41,7 +41,7 @@ def test_where_number_and_formula_rewards_agree(truth, completion, right, formul
     assert judge(completions=[completion], answer=[truth]) == [formula]
     assert judge.check_rows([{"answer": truth}]) is None
     if number is None:
-        with pytest.raises(ValueError, match="not a single number"):
+        with pytest.raises(ValueError, match="must be a single number"):
             number_reward()(completions=[completion], answer=[truth])
     else:
         assert number_reward()(completions=[completion], answer=[truth]) == [number]
@@ -67,10 +67,10 @@ def test_truths_that_cannot_be_read_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
     with pytest.raises(
         ValueError,
-        match=r"1 of 2 rows of data have no formula that math-verify can read in the column 'answer': row 1 has ''",
+        match=r"1 of 2 rows of data have no formula that math-verify can parse in the column 'answer': row 1 has ''",
     ):
         check_rows([judge], [{"answer": "18"}, {"answer": ""}], argument="data")
-    with pytest.raises(PartialRewards, match="completion 0 cannot compare with ''") as caught:
+    with pytest.raises(PartialRewards, match="completion 0 cannot parse '' with math-verify") as caught:
         judge(completions=["1", "2"], answer=["", "2"])
     assert caught.value.values == [None, 1.0]
 

@@ -15,7 +15,7 @@ INPUTS = {
     "completion_ids": [[1, 2, 3], [4, 5], [6], [7, 8, 9, 9]],
     "num_generations": 2,
 }
-NUMBERS = "rewards are numbers, or None for 'not scored'"
+NUMBERS = "a reward must be a number, or None for 'not scored'"
 
 
 def returned(*values):
@@ -41,12 +41,12 @@ def test_lists_are_rewards_of_turns_and_arrays_of_tokens():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1, 2, 3], f"returned [1, 2, 3], a list; {NUMBERS}, or a list with one for each turn (2)"),
-        (np.zeros(2), f"returned array([0., 0.]), a ndarray; {NUMBERS}, or an array with one for each token (3)"),
-        ([1, None], "returned [1, None], whose number for turn 1 is not finite"),
-        (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]), whose number for token 1 is not finite"),
-        ([3e38, 3e38], "returned 6e+38; rewards are finite, in the range of float32"),
-        ("12", f"returned '12', a str; {NUMBERS}"),
+        ([1, 2, 3], f"returned [1, 2, 3] of type list; {NUMBERS}, or a list with one per turn (2)"),
+        (np.zeros(2), f"returned array([0., 0.]) of type ndarray; {NUMBERS}, or an array with one per token (3)"),
+        ([1, None], "returned [1, None]; the reward of turn 1 must be finite"),
+        (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]); the reward of token 1 must be finite"),
+        ([3e38, 3e38], "returned 6e+38; a reward must be finite in float32"),
+        ("12", f"returned '12' of type str; {NUMBERS}"),
     ],
 )  # fmt: skip
 def test_other_values_and_lengths_are_faults(value, message):

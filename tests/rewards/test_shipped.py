@@ -123,7 +123,11 @@ def combined(fn):
 
 @pytest.mark.parametrize("outcome", [None, [1.0], [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]])
 def test_no_combinator_hides_a_bad_value_or_list(outcome):
-    message = "for prompt 1 of the batch" if isinstance(outcome, list) and len(outcome) == 3 else "'lambda' returned "
+    message = (
+        "for prompt 1 of the batch"
+        if isinstance(outcome, list) and len(outcome) == 3
+        else "'lambda' (must return|returned) "
+    )
     for reward in combined(lambda completions: outcome):
         with pytest.raises(RewardError, match=message):
             score(reward, ["x"] * 3)
@@ -171,10 +175,10 @@ def test_combinators_of_async_functions_are_async():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: clipped(length, 2, 1), "low is 2 and high is 1: give low ≤ high"),
-        (lambda: accuracy_reward(extract="("), r"extract is '\(', which is not a regular expression: missing \)"),
-        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache is 11 and max_completion_len is 10"),
-        (lambda: get_repetition_penalty_reward(0), "ngram_size is 0: give 1 or more"),
+        (lambda: clipped(length, 2, 1), "low=2 must not exceed high=1"),
+        (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
+        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..max_completion_len=10; got 11"),
+        (lambda: get_repetition_penalty_reward(0), "ngram_size must be at least 1; got 0"),
     ],
 )
 def test_factories_refuse(make, message):

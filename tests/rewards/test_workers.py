@@ -63,14 +63,14 @@ OF_ALL = {
     "hang in C": LATE,
     "hang deaf": LATE,
     "slow async": LATE,
-    "huge text": "returned 'xxxxxxxxxx.*, a str; a list with one float or None",
+    "huge text": "must return a list with a float or None .* got 'xxxxxxxxxx",
     "message without end": "raised ValueError: yyyyyyyyyy",
     "memory": "ran out of memory: more than its memory_mb of 400",
     "exit": r"ended its worker process \(exit code 3\)",
     "kill": r"ended its worker process \(signal 9\)",
     "crash": r"ended its worker process \(signal 11\)",
 }
-OF_ONE = {"nan": r"returned nan; return None for 'not scored' for prompt 0 of the batch, completion 0"}
+OF_ONE = {"nan": r"returned nan; use None for 'not scored' for prompt 0 of the batch, completion 0"}
 
 
 @pytest.fixture(scope="module")
@@ -207,19 +207,14 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
 # What a worker sends --------------------------------------------------------------------------------------------------
 
 
-def test_replies_belong_to_their_call_and_are_not_unpickled(tmp_path):
+def test_a_reply_belongs_to_its_call():
     """A reply repeats the random number of its call: one that was written for another call is not a score of it."""
     fn = isolated(functions.forges, timeout=5, completions_per_call=1)
     refused = "'forges' sent a reply that does not belong to this call"
     with pytest.warns(RuntimeWarning, match=refused):
-        scores, _ = score(fn, completions=["the next reply", "bb"], path="", on_error="none")
+        scores, _ = score(fn, completions=["the next reply", "bb"], on_error="none")
     np.testing.assert_array_equal(scores, [14, np.nan])
-    assert score(fn, completions=["bb", "cc"], path="")[0].tolist() == [2, 2]
-    for how in ("a pickle", "noise"):
-        with pytest.raises(RewardError, match=refused):
-            score(fn, completions=[how, how], path=str(tmp_path / "made"))
-        assert not (tmp_path / "made").exists()
-        assert score(fn, completions=["bb", "cc"], path="")[0].tolist() == [2, 2]
+    assert score(fn, completions=["bb", "cc"])[0].tolist() == [2, 2]
     fn.close()
 
 
@@ -264,12 +259,12 @@ def decorated(fn):
 @pytest.mark.parametrize(
     ("fn", "keywords", "message"),
     [
-        (lambda completions: 0, {}, "fn is 'lambda', which cannot be sent .*: define it at the top level of a module"),
-        (decorated(functions.length), {}, "fn is 'length', which cannot be sent .* not as a decorator"),
-        (functions.Bomb, {}, "fn is the class 'Bomb': give a reward function"),
-        (functions.length, {"timeout": 0}, "timeout is 0: give a positive number of seconds"),
-        (functions.length, {"memory_mb": -1}, "memory_mb is -1: give a positive whole number"),
-        (functions.length, {"completions_per_call": 0.5}, "completions_per_call is 0.5: give"),
+        (lambda completions: 0, {}, "fn='lambda' cannot be sent .*; define it at the top level"),
+        (decorated(functions.length), {}, "fn='length' cannot be sent .* without a decorator"),
+        (dict, {}, "fn must be a reward function; got the class 'dict'"),
+        (functions.length, {"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
+        (functions.length, {"memory_mb": -1}, "memory_mb must be a positive integer; got -1"),
+        (functions.length, {"completions_per_call": 0.5}, "completions_per_call must be a positive integer; got 0.5"),
     ],
 )
 def test_isolated_refuses(fn, keywords, message):
@@ -295,4 +290,4 @@ def test_a_function_that_workers_cannot_import_ends_the_run_whatever_on_error_is
 def test_a_function_of_the_running_script_is_refused():
     code = "from grpo_jax.rewards import isolated\ndef reward(completions): ...\nisolated(reward, timeout=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "fn is 'reward', defined in the running script or notebook" in done.stderr
+    assert "fn='reward' is defined in the running script or notebook" in done.stderr

@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -72,31 +71,16 @@ def writes_its_pid_and_hangs(completions, pid_file):
         pass
 
 
-class Bomb:
-    """Writes a file where it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-def forges(completions, path):
-    """Write to the connection that carries the replies, before the reply to this call."""
+def forges(completions):
+    """Write a reply to the next call to the pipe of the replies."""
     from pebble.common import Result, ResultStatus
     from pebble.pool.process import TaskResult, WorkerChannel, WorkerTask
 
-    how = completions[0]
     (channel,) = (one for one in gc.get_objects() if isinstance(one, WorkerChannel))
     task = max(one.id for one in gc.get_objects() if isinstance(one, WorkerTask))
-    if how == "the next reply":
+    if completions[0] == "the next reply":
         reply = json.dumps({"nonce": "0" * 16, "loaded": True, "scores": [100.0]})
         channel.send(TaskResult(task + 1, Result(ResultStatus.SUCCESS, reply)))
-    if how == "a pickle":
-        channel.writer.send_bytes(pickle.dumps(TaskResult(task, Result(ResultStatus.SUCCESS, Bomb(path[0])))))
-    if how == "noise":
-        channel.writer.send_bytes(b"no pickle")
     return length(completions)
 
 

@@ -437,7 +437,7 @@ class Untold(Sums):
         ),
         (
             {"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
-            "writes no tool calls in a known form|without tool support",
+            "writes no tool calls in a known form|with tool support",
         ),
     ],
 )

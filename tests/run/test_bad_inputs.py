@@ -63,50 +63,52 @@ def no_eos():
     return policy.replace(tokenizer=tokenizer, config=config, generation_config={})
 
 
-WANTED = "give a list of dicts, a datasets.Dataset, an iterator of dicts, a file (.jsonl, .json, .csv, .parquet) or"
-TEXT = 'give text, or a list of messages [{"role": "user", "content": ...}]'
+WANTED = "must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file (.jsonl, .json, .csv, .parquet)"
+TEXT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 GIVEN = "(columns: answer; also available: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
 
 # What is handed in; what the message says.
 BAD = [
-    (dict(dataset=None), f"dataset is None: {WANTED}"),
-    (dict(dataset=[]), "dataset is empty: give at least one row with a 'prompt'"),
+    (dict(dataset=None), f"dataset {WANTED}"),
+    (dict(dataset=[]), "dataset is empty; pass at least one row with a 'prompt'"),
     (dict(dataset="rows.jsonl"),
-        "dataset is 'rows.jsonl', which is not a file: give a file (.jsonl, .json, .csv, .parquet)"),
-    (dict(dataset="."), "dataset is '.', which is a directory: give a file (.jsonl, .json, .csv, .parquet)"),
-    (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys ['prompt']: give a list of rows, each a dict"),
-    (dict(dataset={"train": ROWS}), "(of a dataset with splits, choose one: dataset['train'])"),
-    (dict(dataset=Frame()), "dataset is of type Frame, which does not support indexing (KeyError: 0): give a list"),
-    (dict(dataset=["a"]), "dataset row 0 is 'a': each row is a dict with a 'prompt' and any other columns"),
-    (dict(dataset=[{"question": "a"}]), "dataset row 0 has no 'prompt'; its columns are ['question']: rename or add"),
-    (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "rename or add one (2 more of the 3 rows have faults)"),
+        "dataset='rows.jsonl': file not found; pass the path of a file (.jsonl, .json, .csv, .parquet)"),
+    (dict(dataset="."), "dataset='.': is a directory; pass the path of a file (.jsonl, .json, .csv, .parquet)"),
+    (dict(dataset={"prompt": ["a"]}), "dataset must be a list of dicts; got a dict with keys ['prompt']"),
+    (dict(dataset={"train": ROWS}), "(of a DatasetDict, select a split: dataset['train'])"),
+    (dict(dataset=Frame()), "dataset of type Frame does not support indexing (KeyError: 0); pass a list"),
+    (dict(dataset=["a"]), "dataset row 0 must be a dict with a 'prompt'; got 'a'"),
+    (dict(dataset=[{"question": "a"}]),
+        "dataset row 0 has no 'prompt'; rename one of its columns ['question'] or add it"),
+    (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "or add it (2 more of the 3 rows are invalid)"),
     (dict(dataset=[*ROWS, {"prompt": "a"}]),
-        "row 2 differs from row 0 in its columns (missing: ['answer'], only here"),
-    (dict(dataset=[{"prompt": "a", 3: "b"}]), "row 0 has a column 3: names of columns are text"),
+        "row 2 and row 0 have different columns (missing: ['answer'], extra"),
+    (dict(dataset=[{"prompt": "a", 3: "b"}]), "row 0 has a column 3; column names must be strings"),
     (dict(dataset=[{"prompt": "a", "completions": "b"}]),
-        "dataset has a column 'completions', which the trainer itself"),
+        "dataset has a column 'completions', the name of a built-in"),
     (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
         r"2 of 3 rows of the dataset have no single number in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
-    (dict(dataset=[{"prompt": None}]), f"dataset row 0 has the 'prompt' None, of type NoneType: {TEXT}"),
-    (dict(dataset=[{"prompt": ""}]), "row 0: the tokenizer encodes the prompt '' to no tokens: check that the"),
-    (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as its 'prompt': give at least one message"),
-    (dict(dataset=[{"prompt": ["a"]}]), "row 0 has 'a' as message 0 of its 'prompt': a message is a dict with"),
+    (dict(dataset=[{"prompt": None}]), f"dataset row 0 has 'prompt' None of type NoneType; {TEXT}"),
+    (dict(dataset=[{"prompt": ""}]), "row 0: the prompt '' encodes to no tokens; check that it is not"),
+    (dict(dataset=[{"prompt": []}]), "dataset row 0 has an empty list as 'prompt'; use at least one message"),
+    (dict(dataset=[{"prompt": ["a"]}]), "row 0 has 'a' as message 0 of 'prompt'; a message must be a dict with"),
     (dict(dataset=[{"prompt": [{"role": None, "content": "a"}]}]),
-        "as message 0 of its 'prompt': its 'role' is text, such as \"user\""),
-    (dict(dataset=[{"prompt": [{"role": "user", "content": None}]}]), "its 'content' is text, or a list of parts"),
-    (dict(dataset=[{"prompt": "a"}, {"prompt": MESSAGES}]), "row 1 and row 0 differ in kind, one prompt is text and"),
-    (dict(dataset=[{"prompt": MESSAGES}]), "but the tokenizer has no chat template: set tokenizer.chat_template, use"),
+        "as message 0 of 'prompt'; its 'role' must be a string, such as \"user\""),
+    (dict(dataset=[{"prompt": [{"role": "user", "content": None}]}]),
+        "its 'content' must be a string or a list of parts"),
+    (dict(dataset=[{"prompt": "a"}, {"prompt": MESSAGES}]), "row 1 and row 0 differ: one prompt is a string and"),
+    (dict(dataset=[{"prompt": MESSAGES}]), "but the tokenizer has no chat template; set tokenizer.chat_template, use"),
     (dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
-        "dataset row 0: the chat template refused the messages (TemplateError: roles must alternate); they are"),
+        "'content': 'a'}] (TemplateError: roles must alternate)"),
     (dict(max_prompt_length=2),
-        "max_prompt_length is 2, but 1 of 2 prompts are longer; the longest, of dataset row 1,"),
-    (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs has 'tokenize', which encode_prompts sets"),
+        "1 of 2 prompts are longer than max_prompt_length=2; the longest, dataset row 1,"),
+    (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs must not contain 'tokenize', which"),
     (dict(reward_fns=None), "reward_fns is None: give a function, or a list of functions"),
-    (dict(reward_fns=[]), "reward_fns is empty: give at least one reward function"),
-    (dict(reward_fns=[right, 3]), "reward_fns contains 3, which is not callable: give functions"),
+    (dict(reward_fns=[]), "reward_fns is empty; pass at least one reward function"),
+    (dict(reward_fns=[right, 3]), "reward_fns must contain functions; got 3"),
     (dict(reward_fns=lambda completions, anwser: 0), f"is not a column of the dataset {GIVEN}; did you mean 'answer'?"),
-    (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only arguments, but"),
-    (dict(reward_fns=lambda of="answer": 0), "if it returns a reward function, call it first: lambda(...)"),
+    (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only parameters"),
+    (dict(reward_fns=lambda of="answer": 0), "if it is a factory, pass its result: lambda(...)"),
     (dict(reward_weights=[0.0]),
         "reward_weights = (0.0,): no reward would count; give at least one weight that is not"),
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be what from_pretrained returns, a Policy; got str."),
@@ -131,12 +133,12 @@ BAD = [
 ]  # fmt: skip
 
 FILES = [
-    ("", "dataset is empty: give at least one row with a 'prompt'"),
+    ("", "dataset is empty; pass at least one row with a 'prompt'"),
     ('{"prompt": "a"}\n\n{"prompt": "b"\n',
-        "line 3 of '{}' is not JSON (Expecting ',' delimiter at column 15): a JSONL"),
-    (json.dumps(ROWS), "'{}' holds a JSON list: write one object on each line, or give json.load of the file"),
-    ('"a"\n', "line 1 of '{}' is 'a': a JSONL file has one object on each line"),
-    (b"PAR1\xff\xfe", "line 1 of '{}' is not UTF-8 (byte 4 is 0xff): write the file in UTF-8"),
+        "line 3 of '{}' is not valid JSON (Expecting ',' delimiter at column 15); write"),
+    (json.dumps(ROWS), "'{}' is a JSON list; write one object per line, or pass json.load of the file"),
+    ('"a"\n', "line 1 of '{}' must be a JSON object; got 'a'"),
+    (b"PAR1\xff\xfe", "line 1 of '{}' is not UTF-8 (byte 4 is 0xff); convert the file"),
 ]  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def test_all_faults_of_a_run_are_listed_at_once():
     starts = [
         "policy has no tokenizer",
         "optimizer is 'adam': give an optax transformation",
-        "eval_dataset is 'held_out.jsonl'",
+        "eval_dataset='held_out.jsonl': f",
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
     starts += [

@@ -56,7 +56,7 @@ def test_what_is_learned_of_text_and_of_tokens():
     assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
         [71, EOS]
     )
-    with pytest.raises(ValueError, match="row 0 has another token in its 'labels' at 1 than in its 'input_ids'"):
+    with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at 1"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
 
 
@@ -75,10 +75,12 @@ def test_masks_of_tokens_say_what_is_learned():
         (found,) = encode_examples(load_examples([row]), tiny_tokenizer(), SFTConfig(**settings)).masks
         assert [x for x, learned in zip(row["input_ids"], found, strict=True) if learned] == wanted, settings
     for setting, name in (("assistant_only_loss", "assistant_masks"), ("completion_only_loss", "completion_mask")):
-        with pytest.raises(ValueError, match=f"{setting} = True: dataset row 0 has 'input_ids' without '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"{setting}=True needs '{name}' or 'labels' next to 'input_ids' in dataset row 0"
+        ):
             learned([{name: x for name, x in MASKED.items() if name == "input_ids"}], **{setting: True})
     for name in ("labels", "completion_mask"):
-        with pytest.raises(ValueError, match=f"row 0 has 2 'input_ids' and 1 '{name}'"):
+        with pytest.raises(ValueError, match=f"row 0 has 2 'input_ids' but 1 '{name}'"):
             load_examples([{"input_ids": [1, 2], name: [1]}])
 
 
@@ -97,13 +99,15 @@ def test_what_is_learned_of_messages():
 def test_what_the_template_or_the_rows_do_not_allow_is_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently than in the whole .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
-    with pytest.raises(ValueError, match="dataset row 0 has no token of the assistant"):
+    with pytest.raises(ValueError, match="dataset row 0 has no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
-    with pytest.raises(ValueError, match="assistant_only_loss = True: dataset row 0 has no messages, only text"):
+    with pytest.raises(ValueError, match="assistant_only_loss=True needs messages in dataset row 0"):
         learned([{"text": "a"}], assistant_only_loss=True)
-    with pytest.raises(ValueError, match="completion_only_loss = True: dataset row 0 has no 'prompt' and 'completion'"):
+    with pytest.raises(
+        ValueError, match="completion_only_loss=True needs a 'prompt' and a 'completion' in dataset row 0"
+    ):
         learned([{"text": "a"}], completion_only_loss=True)
-    with pytest.raises(ValueError, match="dataset row 0 is made of messages, but the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="dataset row 0 consists of messages, but the tokenizer has no chat template"):
         learned([{"messages": TALK}])
 
 
@@ -113,15 +117,18 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]}, "message 0, .* 'human'"),
-        ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1, .* 'function'"),
+        (
+            {"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]},
+            "message 0 with role 'human'",
+        ),
+        ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
         ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call of the tool 'add' in message 1"),
     ],
 )
 def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
-    """SFT refuses a message, of whatever role, and a call of a tool that the chat template leaves out."""
+    """SFT refuses a message, of whatever role, and a call of a tool that the chat template omits."""
     known = chatting(CHAT.replace("in messages %}", "in messages if m['role'] in ('user', 'assistant') %}"))
-    with pytest.raises(ValueError, match=f"dataset row 0: the chat template leaves out .*{said}"):
+    with pytest.raises(ValueError, match=f"dataset row 0: the chat template omits .*{said}"):
         learned([row], known)
 
 
@@ -157,12 +164,12 @@ def test_a_turn_is_learned_with_the_token_that_ends_it():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; its columns are"),
-        ({"prompt": "a", "completion": TALK[1:2]}, "has text and messages as its 'prompt' and 'completion'"),
-        ({"messages": "a"}, "has the text 'a' as its 'messages': call the column 'text'"),
-        ({"text": TALK}, "has messages as its 'text': call the column 'messages'"),
-        ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of its 'messages'"),
-        ("abc", "is 'abc': each row is a dict"),
+        ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; rename one of"),
+        ({"prompt": "a", "completion": TALK[1:2]}, "has a string and messages in 'prompt' and 'completion'"),
+        ({"messages": "a"}, "has a string in 'messages'; rename the column to 'text'"),
+        ({"text": TALK}, "has messages in 'text'; rename the column to 'messages'"),
+        ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),
+        ("abc", "must be a dict with .*; got 'abc'"),
     ],
 )
 def test_bad_rows(row, said):
@@ -172,9 +179,11 @@ def test_bad_rows(row, said):
 
 def test_long_examples_are_cut_and_those_with_nothing_left_go():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
-    with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length = 4 .*, and 1 have nothing"):
+    with pytest.warns(
+        UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without a loss were"
+    ):
         assert learned(rows, max_length=4) == [("abcd", "bcd")]
-    with pytest.raises(ValueError, match="none of its 1 rows has a token to learn; max_length = 4 cuts"):
+    with pytest.raises(ValueError, match="none of the 1 rows has a token with a loss; increase max_length=4"):
         learned(rows[:1], max_length=4)
 
 

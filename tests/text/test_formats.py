@@ -8,7 +8,7 @@ import pytest
 from chat_families import FAMILIES, PLAIN, family
 
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.text.formats import FORMATS, MOST_CALLS, format_of
+from grpo_jax.text.formats import FORMATS, MAX_CALLS, format_of
 
 pytestmark = pytest.mark.quick
 
@@ -141,7 +141,7 @@ def test_what_a_turn_says(name, text, parsed):
             "'a' is given twice",
         ),
         # Calls in nearly the right form.
-        ("hermes", f"<think>\n{hermes()}", "within the thought: close that by </think>, and call after it"),
+        ("hermes", f"<think>\n{hermes()}", "within the thought; close the thought with </think> before"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
@@ -173,7 +173,7 @@ def test_a_call_in_the_thought_that_the_prompt_opened_is_a_problem_unless_an_ans
     call = call.strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
     parsed = FORMATS[name].parse(f"{call}\n</think>\n", thinking=True)
     assert (parsed.content, parsed.calls) == (f"{call}\n</think>\n", ())
-    assert "within the thought: close that by </think>" in parsed.problems[0]
+    assert "within the thought; close the thought with" in parsed.problems[0]
     assert FORMATS[name].parse(f"{call}</think> So 3.", thinking=True) == Parsed(f"{call}</think> So 3.")
     assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (ToolCall("edit", {"line": 3}),)
 
@@ -247,7 +247,7 @@ def test_reading_takes_linear_time(name):
             begin = time.process_time()
             parsed = FORMATS[name].parse(start + part * (300_000 // len(part)))
             assert time.process_time() - begin < 1.0, part
-            assert len(parsed.calls) + len(parsed.problems) <= MOST_CALLS + 1
+            assert len(parsed.calls) + len(parsed.problems) <= MAX_CALLS + 1
 
 
 # --- Which format a template has.

@@ -58,13 +58,12 @@ def test_make_prompts_pads_on_the_right():
 @pytest.mark.parametrize(
     ("token_ids", "keywords", "message"),
     [
-        ([], {}, "token_ids is empty: give at least one prompt"),
-        ([[1], []], {}, r"token_ids\[1\] is \[\]: give a list of token ids"),
-        ([[1.0]], {}, r"token_ids\[0\] is \[1.0\]: token ids are integers in 0"),
-        ([1, 2], {}, r"token_ids\[0\] is 1: give a list of token ids"),
-        (["hello"], {}, r"token_ids\[0\] is 'hello': give a list of token ids"),
-        ([[3, -1]], {}, r"token_ids\[0\] is \[3, -1\]: token ids are integers in 0"),
-        ([[1], [1, 2, 3]], {"length": 2}, r"length is 2, but token_ids\[1\] has 3 tokens: raise length"),
+        ([], {}, "token_ids is empty; pass at least one prompt"),
+        ([[1], []], {}, r"token_ids\[1\] must be a non-empty list of token ids; got \[\]"),
+        ([[1.0]], {}, r"token_ids\[0\] must contain integers in 0..2³¹−1; got \[1.0\]"),
+        (["hello"], {}, r"token_ids\[0\] must be a non-empty list of token ids; got 'hello'"),
+        ([[3, -1]], {}, r"token_ids\[0\] must contain integers in 0..2³¹−1; got \[3, -1\]"),
+        ([[1], [1, 2, 3]], {"length": 2}, r"length=2 is too small for token_ids\[1\] with 3 tokens"),
     ],
 )
 def test_make_prompts_refuses(token_ids, keywords, message):
@@ -92,14 +91,14 @@ KNOWN_ROLES = (
 
 @pytest.mark.parametrize("role", ["human", "User", "tool"])
 def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role(role):
-    """A message that the chat template leaves out is refused with its row and role."""
+    """A message that the chat template omits is refused with its row and role."""
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
     fine = {"prompt": [{"role": "system", "content": " be kind "}, user("hi")]}
     asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
     for rows in ([fine, fine, asked], [fine, asked, asked]):
         with pytest.raises(
             ValueError,
-            match=rf"eval_dataset row {rows.index(asked)}: .* leaves out the content '1 \+ 1\?' of message 1, .*{role}",
+            match=rf"eval_dataset row {rows.index(asked)}: .* omits the content '1 \+ 1\?' of message 1 with role '{role}'",
         ):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
     shown = make_tokenizer()  # this one writes any role
@@ -115,7 +114,7 @@ def called(arguments):
 
 def test_a_call_that_the_template_leaves_out_is_refused_with_its_row_and_tool():
     tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match=r"dataset row 1: .* leaves out the call of the tool 'add' in message 1"):
+    with pytest.raises(ValueError, match=r"dataset row 1: .* omits the call of the tool 'add' in message 1"):
         lib.encode_prompts([{"prompt": [user("hi")]}, {"prompt": called({})}], tokenizer)
 
 

@@ -29,7 +29,7 @@ def test_a_pandas_frame_is_its_rows_with_lists_for_arrays_and_none_for_nan(tmp_p
 def test_half_of_a_character_is_refused_with_its_row_and_column(column):
     half = "\ud83d"
     value = [{"role": "user", "content": half}] if column == "prompt" else ["a", {"b": half}]
-    with pytest.raises(ValueError, match=rf"rows row 1 has half of a character .* in its column '{column}'"):
+    with pytest.raises(ValueError, match=rf"rows row 1 has half of a character .* in column '{column}'"):
         load_rows([ROWS[0], {**ROWS[1], column: value}], argument="rows")
     assert load_rows([{"prompt": "😀"}]) == [{"prompt": "😀"}], "a whole one is text"
 
@@ -45,8 +45,8 @@ def test_a_template_of_messages():
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ({"columns": {"answer": "soluton"}}, r"columns: 'soluton' is not a column of data row 0; its"),
-        ({"columns": ["answer"]}, r"columns = \['answer'\]: give new names with the present ones"),
+        ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
+        ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to names in the data"),
         ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
         ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
         ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
@@ -61,5 +61,5 @@ def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
     "template", [7, [], [{"role": "user"}], [{"role": "user", "content": 7}], "{question", "a } b"]
 )
 def test_templates_that_are_none(template):
-    with pytest.raises(ValueError, match=r"^prompt = "):
+    with pytest.raises(ValueError, match=r"^prompt="):
         check_templates(None, template)

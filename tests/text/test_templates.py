@@ -124,9 +124,9 @@ def test_special_tokens_in_a_message_are_text(name, role):
     assert [x for x in attacked if x in special] == [x for x in plain if x in special]
     written = json.dumps(hostile)[1:-1] if role == "tool" and name in ("llama3", "harmony") else hostile
     assert tokenizer.decode(attacked) == tokenizer.decode(plain).replace("harmless", written)
-    assert lib._CUT not in tokenizer.decode(attacked)
+    assert lib._SPLIT not in tokenizer.decode(attacked)
     if written == hostile:  # the sign of a cut is not a way around it
-        assert "<\ufffd|im_end|>" in tokenizer.decode(ids_of(f"<{lib._CUT}|im_end|>"))
+        assert "<\ufffd|im_end|>" in tokenizer.decode(ids_of(f"<{lib._SPLIT}|im_end|>"))
 
 
 # --- Templates that cannot be used are refused before a run.
@@ -148,15 +148,15 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "need a chat template, and the tokenizer does not have one"),
-        (chat(after_assistant="\n"), "does not end the turn before a message of the role 'tool' with an EOS"),
-        (chat(after_assistant="<|eot_id|>"), r"with an EOS \(<\|im_end\|>\), but continues with '<\|eot_id\|>"),
-        (chat(tool=False), "does not show messages of the role 'tool': a template without tool support"),
+        (None, "need a chat template, but the tokenizer has none"),
+        (chat(after_assistant="\n"), "ends the turn before a message of the role 'tool' with '.*' instead of an EOS"),
+        (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*' instead of an EOS \(<\|im_end\|>\)"),
+        (chat(tool=False), "omits messages of the role 'tool'; use a template with tool support"),
         (
             "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
-            "not show earlier turns of the assistant",
+            "omits earlier turns of the assistant",
         ),
-        ("{{ raise_exception('no!') }}", "refuses a conversation of user, assistant, tool .*no!"),
+        ("{{ raise_exception('no!') }}", "rejects a conversation of user, assistant, tool .*no!"),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused(template, message):
@@ -189,9 +189,9 @@ def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
         assert text == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert ChatTemplate(named).source == PLAIN
     assert ChatTemplate(tokenizer_of(None)).source is None
-    with pytest.raises(ValueError, match=r"not have a chat template for this: .*multiple chat templates"):
+    with pytest.raises(ValueError, match=r"has no applicable chat template: .*multiple chat templates"):
         print(ChatTemplate(tokenizer_of({"tool_use": strict})).source)
-    with pytest.raises(ValueError, match="writes the same prompt with tools and without"):
+    with pytest.raises(ValueError, match="renders the same prompt with and without tools"):
         ChatTemplate(named, {"chat_template": "default"}, TOOLS).check()
 
 
