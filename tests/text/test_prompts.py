@@ -98,7 +98,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role
     for rows in ([fine, fine, asked], [fine, asked, asked]):
         with pytest.raises(
             ValueError,
-            match=rf"eval_dataset row {rows.index(asked)}: .* omits the content '1 \+ 1\?' of message 1 with role '{role}'",
+            match=rf"eval_dataset row {rows.index(asked)}: .* the content '1 \+ 1\?' of message 1 with role '{role}'",
         ):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
     shown = make_tokenizer()  # this one writes any role
