@@ -1,11 +1,10 @@
 """Attention with memory linear in the length: scores exist for one tile at a time.
 
-`attention` stores all scores [queries, keys], which is fastest while they are small. Here a tile of queries iterates
-over its visible tiles of keys and keeps the running maximum and sum of the scores (Milakov & Gimelshein 2018; Dao et
-al. 2022). The backward pass recomputes the scores from the log-sum-exp.
+The module `attention` stores all scores [queries, keys], which is fastest while they are small. Here a tile of queries
+iterates over its visible tiles of keys and keeps the running maximum and sum of the scores (Milakov & Gimelshein 2018;
+Dao et al. 2022). The backward pass recomputes the scores from the log-sum-exp.
 
-There are two implementations: "tiles", plain JAX for any platform, and "triton", a kernel for NVIDIA GPUs from Ampere
-on.
+The implementation "tiles" is plain JAX for any platform, and "triton" is a kernel for NVIDIA GPUs from Ampere on.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from grpo_jax.models.tiles import (
 )
 
 MOST_PARTS, LEAST_PART = 8, 64
-"""Largest number of programs that share the queries of a tile of prompt keys, and least tiles of queries for each."""
+"""Largest number of programs that share a tile of prompt keys, and the smallest number of query tiles for each."""
 
 
 class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d], their ids, and the tiles; all padded to whole tiles."""
+    """Queries [A, H, N, d], keys and values [A, H, S, d], ids and tiles, padded to whole tiles."""
 
     q: jax.Array
     k: jax.Array
@@ -55,25 +54,17 @@ class Inputs(NamedTuple):
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Return the softmax of the visible scores times the values. Forward-mode differentiation raises.
+    """Return the softmax of the visible scores times the values, [A, H_kv, N, R, d]; no visible keys give zeros.
 
-    Args:
-      q: [A, H_kv, N, R, d]; R query heads share a key head.
-      k: [A, H_kv, S, d].
-      v: [A, H_kv, S, d].
-      tile_mask: ids of N queries and S keys, and the tiles of `kernel.window`.
-      kernel: with the tile sizes of the mask.
-      sinks: [H_kv, R] float32, each head's score of a key without a value, or None.
-
-    Returns:
-      [A, H_kv, N, R, d] in the dtype of v; zeros for queries without visible keys.
+    q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks`, [H_kv, R]
+    float32, are each head's score of a key without a value. Forward-mode differentiation raises.
     """
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
     chex.assert_shape(tile_mask.queries.number, (a, n))
     rows, keys = padded(repeated(tile_mask.queries, r), kernel.rows), padded(tile_mask.keys, kernel.columns)
     kernel = kernel._replace(shared=tile_mask.keys.number.shape[1] - n)
-    # Triton's arrays are powers of two, and products have at least 16 channels.
+    # The sides of Triton's arrays are powers of two, and its products need at least 16 channels.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:
@@ -87,11 +78,11 @@ def fused_attention(
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
-# In plain JAX: all A and H together, tile by tile.
+# The implementation in plain JAX, which maps over A and H.
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
-    """Map a function of one head's tile over arrays [A, H, ...]; the last one is [A, ...] if it is shared."""
+    """Map a function of one head's tile over arrays [A, H, ...]; a shared last array is [A, ...]."""
 
     def mapped(*arrays: Any) -> Any:
         axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
@@ -107,7 +98,7 @@ def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
 
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return what each query of tiles `row` [A] sees of tiles `column` [A] of keys, [A, rows, columns]."""
+    """Return which keys of tiles `column` [A] are visible to queries of tiles `row` [A], [A, rows, columns]."""
     rows = [_take(ids, row, kernel.rows) for ids in (x.rows.number, x.rows.prompt, x.rows.position)]
     keys = [_take(ids, column, kernel.columns) for ids in (x.keys.number, x.keys.position)]
     return jax.vmap(lambda rows, keys: visible(rows, keys, kernel))(rows, keys) & valid[:, None, None]
@@ -177,8 +168,8 @@ def _plain_backward(
     return merge(dq, x.q), merge(dk, x.k), merge(dv, x.v)
 
 
-# As kernels for NVIDIA GPUs: one program per tile, which iterates over its tiles of the other kind. The first arguments
-# are `_kernel_inputs`.
+# Kernels for NVIDIA GPUs. A program has one tile of queries (or keys) and iterates over its tiles of keys (or queries).
+# The first arguments are `_kernel_inputs`.
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
@@ -245,9 +236,9 @@ def _call(
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel over `count` (None: all) tiles of queries, or of keys, from the `first` on.
+    """Run a kernel over `count` (None: all) tiles of queries or keys, starting with tile `first`.
 
-    With several `parts`, as many programs share a tile; each has its own output, [parts, ...].
+    If `parts` > 1, that many programs share a tile, and the outputs are [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
@@ -255,7 +246,7 @@ def _call(
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], cut: str, shared: bool) -> pl.BlockSpec:
-        # An array along the tiles of this kernel: one tile, or its line of a list. Others: all of it.
+        # A program reads its own tile or its line of a list, and other arrays whole.
         mine = cut in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
@@ -319,8 +310,8 @@ def _kernel_backward(
 def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Array]:
     """Return the gradients of keys and values.
 
-    All queries of a group see its prompt's keys; a completion's keys are seen by its own later queries only. Several
-    programs share the queries of a tile of prompt keys, or a GPU would wait for these.
+    A prompt's keys are visible to all queries of its group, a completion's keys only to its own later queries. Several
+    programs share a tile of prompt keys, since otherwise the GPU would wait for these tiles.
     """
     (k, *_), (v, *_) = inputs[1:3]
     whole, shared = k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
@@ -338,8 +329,8 @@ def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Ar
     return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
-# A sink adds a term to the softmax's sum but needs no tile: given the log-sum-exp with the sink, the tiles have
-# the gradients of a softmax over more keys.
+# A sink adds a term to the softmax's sum but does not need a tile: with the sink in the log-sum-exp, the gradients of
+# the tiles are those of a softmax with one more key.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,7 +1,7 @@
-"""Attention of one decode step as a kernel: each completion's new token over its prompt and its own keys.
+"""A kernel for attention in a decode step: each completion's new token attends to its prompt and its own keys.
 
-XLA stores a decode step's scores, their maxima, weights and sums, in a dozen programs per layer, and reads all slots of
-the cache. Here one program per completion and key head iterates over the tiles of filled slots:
+XLA runs a dozen programs per layer, stores scores, maxima, weights and sums in memory, and reads all slots of the
+cache. Here one program per completion and key head iterates over the tiles of filled slots:
 
 ```
     keys of the prompt    own keys, in a ring of slots
@@ -26,16 +26,16 @@ from grpo_jax.models.attention import axes_that_cut
 from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
 
 TILE_BYTES = 8192
-"""Bytes of a tile of keys: four programs with their prefetched tiles fit a multiprocessor."""
+"""Bytes of a tile of keys, so that four programs with their prefetched tiles fit a multiprocessor."""
 
 FEWEST_PROGRAMS = 96
-"""Smallest number of completions times key heads on a device: each is one program, and fewer leave a GPU idle."""
+"""Smallest number of programs (completions times key heads on a device); fewer leave a GPU idle."""
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
     """Return whether the implementation has a kernel for a decode step.
 
-    `keys` are the slots of the cache and of the prompts, `programs` the completions times key heads on a device.
+    `keys` are the numbers of slots of the cache and of the prompts.
     """
     if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
         return False
@@ -55,19 +55,11 @@ def step_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`attention.group_attention` of one token of each completion, without a gradient.
+    """Return `attention.group_attention` of one token per completion; it has no gradient.
 
-    Args:
-      q: [B, H_kv, G, 1, R, d].
-      k: [B, H_kv, G, d, S].
-      v: [B, H_kv, G, S, d].
-      prefix: keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B].
-      index, start, sinks: as in `group_attention`.
-      kernel: "triton" or "interpreted", with scale, window and soft cap; the tile sizes are chosen here.
-      mesh: over whose devices the first two axes are cut, as in `attention.tiled_attention`; None: one device.
-
-    Returns:
-      The shape of q, in the dtype of v.
+    q is [B, H_kv, G, 1, R, d], k [B, H_kv, G, d, S], v [B, H_kv, G, S, d], and `prefix` keys [B, H_kv, d, P], values
+    [B, H_kv, P, d] and lengths [B]. `kernel` gives the implementation, scale, window and soft cap, but not the tiles.
+    A mesh splits the first two axes over its devices, as in `attention.tiled_attention`.
     """
     b, h, g, _, r, d = q.shape
     pk, pv, lengths = prefix
@@ -97,7 +89,7 @@ def _of_device(
     *,
     kernel: Kernel,
 ) -> jax.Array:
-    """`step_attention` on one device; slot and first slot [B, G]."""
+    """Return `step_attention` on one device; `slot` and `first` are [B, G]."""
     (b, h, g, _, r, d), (pk, pv, lengths) = q.shape, prefix
     slots, p = v.shape[3], pv.shape[2]
     rows = max(LEAST_SIDE, 1 << (r - 1).bit_length())
@@ -106,14 +98,14 @@ def _of_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # The tiles [begin, end) of own keys and of prompt keys, and the query's position.
-    whole = slot >= slots  # the ring is full: all slots are read
+    # The tiles [begin, end) of own keys and of prompt keys.
+    whole = slot >= slots  # the ring is full, and all slots are read
     oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
     prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
     ends = -(-length // sizes[1])
-    # Eight numbers, the last one unused: a kernel's arrays are powers of two.
+    # The last one of the eight numbers is unused, since the sides of a kernel's arrays are powers of two.
     place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, ends], axis=-1).astype(jnp.int32)
 
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
@@ -127,7 +119,7 @@ def _of_device(
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        # Programs of a group run at about the same time, so the prompt's keys are in the GPU's cache.
+        # Programs of a group run at about the same time, so that the GPU caches the keys of their prompt.
         grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],
@@ -176,12 +168,12 @@ def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, size
 
 
 def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first slot of tile j, and the slots of its keys: the last tile ends with the last slot."""
+    """Return the first slot of tile j and the slots of its keys; the last tile ends with the last slot."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 
 
 def _tile(slots: int, most: int) -> int:
-    """Return the keys of a tile: a power of two, if possible one that divides the slots."""
+    """Return the number of keys of a tile, a power of two that divides the number of slots if possible."""
     divisor = min(most, slots & -slots)
     return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)

@@ -1,7 +1,7 @@
-"""Matrix products whose gradients are fast on CPUs too.
+"""Matrix products with gradients that are fast on CPUs too.
 
-Each is defined by its value and its tangent, from which JAX derives the gradient by transposition, so they can be
-differentiated forwards, backwards and both, and mapped.
+Each product defines its value and its tangent. JAX derives the gradient by transposition, so that the products support
+forward and reverse mode, both combined, and `jax.vmap`.
 """
 
 from __future__ import annotations
@@ -19,40 +19,31 @@ from jax.typing import DTypeLike
 Tangents = tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False) -> jax.Array:
-    """x w, for x [N, I] and w [I, O].
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def matmul(
+    x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False, transposed: bool = False
+) -> jax.Array:
+    """Return x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
-    The result is accumulated and returned in `dtype`; None: in the dtype of x and w, which gradients always have. With
-    `float32_sums` all sums, also of the gradients, are requested in float32 and then rounded: see `dot_float32`.
+    The result is accumulated and returned in `dtype` (None: the dtype of x and w, which the gradients always have).
+    With `float32_sums` all sums, also those of the gradients, are computed in float32 and then rounded.
     """
     if float32_sums:
-        return dot_float32(x, w, (1, 0)).astype(dtype or x.dtype)
-    return jnp.matmul(x, w, preferred_element_type=dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def matmul_transposed(
-    x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False
-) -> jax.Array:
-    """x wᵀ, for x [N, I] and w [O, I]; `dtype` and `float32_sums` as in `matmul`."""
-    if float32_sums:
-        return dot_float32(x, w, (1, 1)).astype(dtype or x.dtype)
-    return jnp.matmul(x, w.T, preferred_element_type=dtype)
+        return dot_float32(x, w, (1, int(transposed))).astype(dtype or x.dtype)
+    return jnp.matmul(x, w.T if transposed else w, preferred_element_type=dtype)
 
 
 def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Σ over one axis of each of two matrices, in float32: the product of two tiles, also inside kernels."""
+    """Return the float32 sum over one axis of each of two tiles, at full precision; also inside kernels."""
     return dot_float32(x, y, contract, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def matmul_by_columns(
     x: jax.Array, columns: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """x w, for x [N, I] and columns = wᵀ [O, I], as (wᵀ xᵀ)ᵀ: for few rows on a CPU. The rest as in `matmul`.
+    """Return x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on a CPU.
 
-    The barriers keep XLA from merging the product and its transposes into x by the rows of wᵀ, which takes about as
-    long as x w.
+    The barriers keep XLA from merging the product and its transposes into one that is about as slow as x w.
     """
     barrier = jax.lax.optimization_barrier
     if float32_sums:
@@ -62,15 +53,15 @@ def matmul_by_columns(
 
 @jax.custom_jvp
 def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x · scale, for x [N, I] and scale [I]."""
+    """Return x · scale for x [N, I] and scale [I]."""
     return x * scale[None]
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Return an identity on [N, M] that writes the transpose to memory on a CPU, for wide inputs.
+    """Return an identity on [N, M] that writes the transpose to memory on a CPU, for w [I, O] with I ≥ O.
 
-    It is applied before and after the part of a tangent that is linear in the weights: XLA's CPU backend multiplies a
-    transposed left operand, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed once both transposes are stored.
+    XLA's CPU backend multiplies a transposed left operand, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed if both
+    transposes are stored. So tangents apply this identity before and after the part that is linear in the weights.
     """
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
@@ -79,8 +70,8 @@ def _stored(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-# A primitive, because it is used twice in every product of a model: `jax.lax.platform_dependent` would be a conditional
-# each time, which is traced, linearized and transposed.
+# A primitive, because every product of a model uses it twice. `jax.lax.platform_dependent` would add a conditional each
+# time, which is traced, linearized and transposed.
 _stored_p = Primitive("written_out")
 _stored_p.def_impl(lambda x: x)
 _stored_p.def_abstract_eval(lambda x: x)
@@ -96,35 +87,27 @@ def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.A
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
 
-def _float32_jvp(
-    x: jax.Array, w: jax.Array, tangents: Tangents, contract: Axes, dtype: DTypeLike | None
-) -> tuple[jax.Array, jax.Array]:
-    y, (dx, dw) = dot_float32(x, w, contract).astype(dtype or x.dtype), tangents
-    return y, _tangent(y, (lambda dx: dot_rounded(dx, w, contract), dx), (lambda dw: dot_rounded(x, dw, contract), dw))
-
-
 @functools.partial(matmul.defjvp, symbolic_zeros=True)
 def _matmul_jvp(
-    dtype: DTypeLike | None, float32_sums: bool, primals: tuple[jax.Array, jax.Array], tangents: Tangents
+    dtype: DTypeLike | None,
+    float32_sums: bool,
+    transposed: bool,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: Tangents,
 ) -> tuple[jax.Array, jax.Array]:
     (x, w), (dx, dw) = primals, tangents
     if float32_sums:
-        return _float32_jvp(x, w, tangents, (1, 0), dtype)
-    y = jnp.matmul(x, w, preferred_element_type=dtype)  # a product that policies of `jax.checkpoint` recognize
+        axes = 1, int(transposed)
+        y = dot_float32(x, w, axes).astype(dtype or x.dtype)
+        return y, _tangent(y, (lambda dx: dot_rounded(dx, w, axes), dx), (lambda dw: dot_rounded(x, dw, axes), dw))
+    matrix = w.T if transposed else w
+    y = jnp.matmul(x, matrix, preferred_element_type=dtype)  # a product that policies of `jax.checkpoint` recognize
     store = _store_transpose(w)
-    return y, _tangent(y, (lambda dx: dx @ w, dx), (lambda dw: store(x @ store(dw)), dw))
 
+    def by_weights(dw: jax.Array) -> jax.Array:
+        return store(x) @ store(dw).T if transposed else store(x @ store(dw))
 
-@functools.partial(matmul_transposed.defjvp, symbolic_zeros=True)
-def _matmul_transposed_jvp(
-    dtype: DTypeLike | None, float32_sums: bool, primals: tuple[jax.Array, jax.Array], tangents: Tangents
-) -> tuple[jax.Array, jax.Array]:
-    (x, w), (dx, dw) = primals, tangents
-    if float32_sums:
-        return _float32_jvp(x, w, tangents, (1, 1), dtype)
-    y = jnp.matmul(x, w.T, preferred_element_type=dtype)
-    store = _store_transpose(w)
-    return y, _tangent(y, (lambda dx: dx @ w.T, dx), (lambda dw: store(x) @ store(dw).T, dw))
+    return y, _tangent(y, (lambda dx: dx @ matrix, dx), (by_weights, dw))
 
 
 @functools.partial(scale_columns.defjvp, symbolic_zeros=True)
@@ -133,8 +116,7 @@ def _scale_columns_jvp(primals: tuple[jax.Array, jax.Array], tangents: Tangents)
     y = x * scale[None]
 
     def spread(ds: jax.Array) -> jax.Array:
-        # Broadcast by a product with ones, whose gradient is a product too: a sum of columns is ten times slower on a
-        # CPU.
+        # A product with ones, since its gradient is a product too: a sum over rows is ten times slower on a CPU.
         return jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
 
     return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))
@@ -144,22 +126,20 @@ Axes = tuple[int, int]
 
 
 def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """Σ over one axis of each of two matrices, in float32; `precision` as in `jax.lax.dot_general`.
+    """Return the float32 sum over one axis of each of two matrices.
 
-    XLA's CPU backend multiplies bfloat16 matrices with the processor's matrix units (Intel's AMX) if the result is
-    float32, no operand is a transpose, and the left one is summed over its last axis. Otherwise it converts both
-    operands to float32 first.
+    XLA's CPU backend uses matrix units (Intel's AMX) for bfloat16 matrices if the result is float32, no operand is a
+    transpose, and the left one is summed over its last axis. Otherwise it converts both operands to float32 first.
     """
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
-    """Σ over one axis of each of two matrices of one dtype, computed in float32 and rounded to that dtype.
+    """Return the sum over one axis of each of two matrices, computed in float32 and rounded to their dtype.
 
-    So are its derivatives: cotangents are multiplied in that dtype. Differentiating `dot_float32` and a conversion, JAX
-    would convert the cotangent first and multiply in float32.
-    The axes `contract`: (1, 0) is x y, (1, 1) is x yᵀ, (0, 0) is xᵀ y.
+    The axes `contract` (1, 0) give x y, (1, 1) x yᵀ, and (0, 0) xᵀ y. Cotangents are multiplied in that dtype too; the
+    derivative of `dot_float32` and a conversion would multiply them in float32.
     """
     return _dot_p.bind(x, y, contract=contract)
 
@@ -167,7 +147,7 @@ def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
 def _dot(x: jax.Array, y: jax.Array, *, contract: Axes) -> jax.Array:
     dtype = x.dtype
     if contract == (0, 0):
-        # Through a vector and a barrier: XLA would undo a plain transpose.
+        # A reshape and a barrier, since XLA would undo a plain transpose.
         x, contract = jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1]), (1, 0)
     return dot_float32(x, y, contract).astype(dtype)
 

@@ -1,7 +1,7 @@
 """Completions of different lengths laid end to end, so that little is computed for padding.
 
-A batch [B, G, T] whose completions end early is mostly padding. Here they are cut to their lengths and laid into packed
-sequences of N tokens each, all of one shape: one compiled program serves every batch, however long its completions are.
+A batch [B, G, T] of short completions is mostly padding. Here completions are cut to their lengths and laid end to end
+in packed sequences of N tokens. All packed sequences have one shape, so that one compiled program serves every batch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from grpo_jax.models.context import Segments
 
 BLOCK = 64
-"""Tokens of a block: queries of one of attention's matrix products, and the unit to which a group is padded."""
+"""Tokens per block: the queries of one matrix product of attention. A group is padded to whole blocks."""
 
 
 class PackedSequence(flax.struct.PyTreeNode):
-    """Some completions of a batch [B, G, T], end to end: S segments in N tokens, on each of A devices.
+    """Some completions of a batch [B, G, T] laid end to end: S segments in N tokens, on each of A devices.
 
-    The batch's prompts are cut over the devices, B / A to each, and each has its own.
+    Each device has the completions of its own B / A prompts.
 
     Attributes:
-      tokens: [A, N] int32; 0 where there is no segment.
-      segments: which segment each token belongs to.
-      completions: [A, S] int32, which completion b·G + g of the device's part of the batch each segment is.
-      starts: [A, S] int32, where it starts.
-      lengths: [A, S] int32, its tokens; 0 for one that only fills the shape.
+      tokens: [A, N] int32; 0 in padding.
+      segments: the segment of each token.
+      completions: [A, S] int32, the index b·G + g of each segment's completion in the device's part of the batch.
+      starts: [A, S] int32, first token of each segment.
+      lengths: [A, S] int32, tokens of each segment; 0 for unused segments.
     """
 
     tokens: jax.Array
@@ -43,24 +43,24 @@ class PackedSequence(flax.struct.PyTreeNode):
     lengths: jax.Array
 
     def by_segment(self, x: jax.Array) -> jax.Array:
-        """Values [A, N] of tokens as [A, S, T]; those beyond a segment's end are another's."""
+        """Return values [A, N] of tokens as [A, S, T]. Values beyond a segment's end belong to other segments."""
         at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """The inverse of `by_segment`: values [A, S, T, ...] as [A, N, ...], 0 where there is no segment."""
+        """Return values [A, S, T, ...] of segments as [A, N, ...], 0 in padding; the inverse of `by_segment`."""
         number, position = self.segments.number, self.segments.position
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The segments' part of an array [B, G] or [B, G, T, ...]: [A, S], or [A, S, T, ...] up to the longest."""
+        """Return the segments' part of an array [B, G] or [B, G, T, ...]: [A, S], or [A, S, longest, ...]."""
         devices = self.tokens.shape[0]
-        own = jax.vmap(lambda x, at: x[at])(x.reshape(devices, -1, *x.shape[2:]), self.completions)
+        own = jax.vmap(lambda x, at: x[at])(x.reshape((devices, -1, *x.shape[2:])), self.completions)
         return own if x.ndim == 2 else own[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """The array `whole` [B, G, T] with values [A, S, T] of the segments added to it; the inverse of `take`."""
+        """Return `whole` [B, G, T] plus the values [A, S, T] of the segments; the inverse of `take`."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
         added = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))(parts, self.completions, x)
@@ -73,30 +73,24 @@ class PackedSequence(flax.struct.PyTreeNode):
 
 
 HALF = 256
-"""Tokens of half a sequence, at least, for which there are such: in fewer, what each sequence costs weighs more."""
+"""Smallest number of tokens of a half-size sequence. The fixed cost of shorter sequences outweighs their gain."""
 
 FEW = 8
-"""A batch of so many sequences at most may be packed in halves: that saves half of one at best."""
+"""Largest number of sequences of a batch that may be packed in half-size ones, which save half a sequence at best."""
 
 OPEN = (1, 2, 4)
-"""Sequences that a completion is tried in before a new one is begun: as few of them as need no more sequences than the
-most. With few, the prompts of a sequence are near each other, and an update keeps the activations of fewer prompts."""
+"""Numbers of open sequences in which a completion is tried before a new one starts. The smallest number that needs as
+few sequences as the largest is used: the prompts of a sequence are then near each other, and an update keeps the
+activations of fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
-    """N of packed sequences: at least `tokens`, and room for the longest completion, in whole blocks."""
+    """Return N: the smallest multiple of `block` that is at least `tokens` and the longest completion."""
     return -(-max(tokens, longest) // block) * block
 
 
 class SequenceShape(NamedTuple):
-    """The shape of all packed sequences of one compiled program, as `pack` takes it.
-
-    Attributes:
-      size: N.
-      block: tokens of a block.
-      longest: tokens of the longest segment that they hold.
-      whole: whether they are for completions that are all T long.
-    """
+    """The arguments of `pack` that determine the compiled program of its sequences."""
 
     size: int
     block: int
@@ -105,15 +99,17 @@ class SequenceShape(NamedTuple):
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
-    """The shapes that packed sequences of completions [B, G, T] may have: each is a program, so they are few.
+    """Return the shapes that packed sequences of completions [B, G, T] may have; few, since each is a program.
+
+    Fused attention has two sizes. Attention that stores the scores of whole blocks depends on the block and on the
+    number of earlier blocks it reads. It has shapes for completions of any length, for completions that are all T long,
+    for short ones, and for a batch of few sequences one of half the size in half blocks.
 
     Args:
-      tokens: of a packed sequence at most, if the longest completion leaves the choice.
+      tokens: largest number of tokens of a packed sequence, unless the longest completion needs more.
       t: T.
-      fused: whether attention is fused: then there are two sizes. One that writes out the scores of whole blocks has
-        to know the block and how far back it looks: there is one shape for completions of any length, one for such as
-        are all T long, and one for short ones; and for a batch of few sequences one of half the size, in half blocks.
-      batch_tokens: of the whole batch on a device, if all its completions are T long.
+      fused: whether attention is fused.
+      batch_tokens: tokens of a device's part of the batch if all completions are T long.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -133,15 +129,15 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 def best_shape(
     shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, neighbours: int | None = None
 ) -> SequenceShape:
-    """The shape with the fewest tokens for completions of these lengths [B, G]; of equals that for the shortest ones.
+    """Return the shape with the fewest tokens for lengths [B, G], at a tie the one for the shortest completions.
 
-    `neighbours` prompts of a device at a time fill sequences of their own; if None, all together.
+    Each `neighbours` consecutive prompts of a device are packed separately; None packs all of them together.
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
-        """Those of all sequences: each group takes whole blocks, and neighbours fill sequences of their own."""
+        """The tokens of all sequences; each group takes whole blocks."""
         blocks = np.add.reduceat(-(-groups // shape.block), begins, axis=1).max(axis=0)
         return int((-(-blocks * shape.block // shape.size)).sum()) * shape.size
 
@@ -161,31 +157,22 @@ def pack(
     devices: int = 1,
     whole: bool = True,
 ) -> list[PackedSequence]:
-    """Lay the completions of a batch end to end.
+    """Pack the completions of a batch into sequences of one shape; returns at least one.
 
-    They stay with their group where they can: group by group, long ones first, each into the first sequence with room
-    among the last few that were begun (`OPEN`).
+    Groups are packed in order, the long completions of a group first. Each completion goes into the first of the last
+    few sequences (`OPEN`) with enough free tokens.
 
     Args:
       tokens: [B, G, T] integer.
-      mask: [B, G, T] bool; a completion ends after its last True, and one without any is left out.
+      mask: [B, G, T] bool. A completion ends after its last True, and an empty one is left out.
       size: N, a multiple of `block`, at least the longest completion.
-      block: tokens of a block; where every completion is T long, blocks are as long as completions can be cut into.
-      longest: tokens of the longest segment that the sequences are made for; None: T.
+      block: tokens of a block.
+      longest: upper bound of the tokens of a segment; None: T.
       devices: A, a divisor of B.
-      whole: whether there is that special case of blocks for completions that are all T long.
-
-    Returns:
-      Packed sequences of one shape, at least one.
+      whole: whether completions that are all T long get larger blocks, gcd(N, T).
 
     Raises:
-      ValueError: a size that is no multiple of the block or cannot hold the longest completion.
-
-    Example:
-      >>> mask = np.arange(6) < np.array([[[2], [6]], [[1], [3]]])
-      >>> sequences = pack(np.ones((2, 2, 6), int), mask, size=8, block=2)
-      >>> [x.lengths[x.lengths > 0].tolist() for x in sequences]
-      [[6, 2], [3, 1]]
+      ValueError: if the size is not a multiple of the block or smaller than the longest completion.
     """
     b, g, t = mask.shape
     lengths = lengths_of(mask)
@@ -195,87 +182,75 @@ def pack(
         )
     longest = t if longest is None else longest
     if whole and longest == t and t % block == 0 and (lengths == t).all():
-        # If every completion is T long, as a young policy's may be, a block is gcd(N, T) tokens: where T divides N, a
-        # completion is one block and looks at none before it, so that no keys are copied.
+        # Where T divides N, a completion is one block and reads no earlier block, so that no keys are copied.
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # A bound on S, the segments, so that arrays [S, T] are of the order of N, beside logits [N, V] nothing. Completions
-    # of four tokens, which a policy may turn to, fill a sequence all the same.
+    # A bound of S keeps arrays [S, T] small compared with logits [N, V]. Completions of four tokens still fill a
+    # sequence.
     most = max(8, min(size // 4, 32 * size // longest))
     flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
     chosen = [_choose(part, size // block, block, most) for part in own]
-    members = [*itertools.zip_longest(*chosen, fillvalue={})]
+    members = list(itertools.zip_longest(*chosen, fillvalue={}))
     sequences = []
     for groups in members or [({},) * devices]:
         parts = map(lay_out, groups, flat, own.reshape(devices, -1))
-        arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]  # NumPy's until they reach the device
-        laid, number, position, prompt, *rest = arrays
-        sequences.append(PackedSequence(laid, Segments(number, position, prompt, longest, reach), *rest))
+        arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]
+        laid, number, position, prompt, completions, starts, counts = arrays
+        segments = Segments(number, position, prompt, longest, reach)
+        sequences.append(PackedSequence(laid, segments, completions, starts, counts))
     return sequences
 
 
 def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
-    """`pack` in that shape."""
+    """Return `pack` with the arguments of a shape."""
     return pack(tokens, mask, **shape._asdict(), devices=devices)
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
-    """Tokens [B, G] of completions up to the last True of mask [B, G, T]."""
+    """Return the lengths [B, G] of completions up to the last True of mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
 def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """An order of prompts with `tokens` [B] in which each device's part has about as many tokens as the others.
-
-    Example:
-      >>> evenly(np.array([9, 8, 1, 1]), 2).tolist()
-      [0, 3, 1, 2]
-    """
+    """Return an order of prompts with `tokens` [B] that gives each device about the same number of tokens."""
     parts: list[list[int]] = [[] for _ in range(devices)]
-    sums, room = np.zeros(devices), len(tokens) // devices
+    sums, share = np.zeros(devices), len(tokens) // devices
     for i in np.argsort(-tokens, kind="stable"):
-        least = min((part for part in range(devices) if len(parts[part]) < room), key=lambda part: sums[part])
+        least = min((part for part in range(devices) if len(parts[part]) < share), key=lambda part: sums[part])
         parts[least].append(int(i))
         sums[least] += tokens[i]
     return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
 
 
 def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
-    """The numbers of prompts in the order in which they fill cells of `each` prompts; -1 fills the last ones.
+    """Return prompt indices in the order in which they fill cells of `each` prompts; −1 marks an empty slot.
 
-    Prompts that learn come first, and `cells` at a time have about as much `work` [B].
-
-    Example:
-      >>> order_prompts(np.array([9, 8, 1, 1, 3]), np.ones(5, bool), cells=2, each=2).tolist()
-      [0, 3, 1, 2, 4, -1, -1, -1]
+    Prompts that learn come first. Cells that run together, `cells` at a time, have about the same `work` [B].
     """
     order = np.argsort(~learns, kind="stable")
     order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
     return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
 
 
-def _choose(lengths: np.ndarray, room: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """The completions of each sequence of `room` blocks, at most `most`, by their prompts; lengths [B, G].
-
-    No sequences for completions that have no token.
-    """
+def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
+    """Return the completions of each sequence by prompt; a sequence has `blocks` blocks and at most `most` segments."""
     *few, many = OPEN
-    full = _fill(lengths, room, block, most, tried=many)
+    full = _fill(lengths, blocks, block, most, tried=many)
     for tried in few:
-        members = _fill(lengths, room, block, most, tried=tried)
+        members = _fill(lengths, blocks, block, most, tried=tried)
         if len(members) <= len(full):
             return members
     return full
 
 
-def _fill(lengths: np.ndarray, room: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
-    """`_choose`, each completion into the first sequence with room of the last `tried`."""
+def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
+    """Return `_choose` for sequences filled first-fit among the last `tried`."""
     members: list[dict[int, list[int]]] = []
-    filled: list[dict[int, int]] = []  # of each sequence, tokens of each prompt's completions
-    used: list[int] = []  # and the blocks that all of them take
+    filled: list[dict[int, int]] = []  # tokens of each prompt in each sequence
+    used: list[int] = []  # blocks used in each sequence
     for prompt, own in enumerate(lengths):
         for i in np.argsort(-own, kind="stable"):
             n = int(own[i])
@@ -288,7 +263,7 @@ def _fill(lengths: np.ndarray, room: int, block: int, most: int, *, tried: int) 
                     used.append(0)
                 before = filled[at].get(prompt, 0)
                 more = math.ceil((before + n) / block) - math.ceil(before / block)
-                if used[at] + more <= room and sum(map(len, members[at].values())) < most:
+                if used[at] + more <= blocks and sum(map(len, members[at].values())) < most:
                     members[at].setdefault(prompt, []).append(prompt * lengths.shape[1] + int(i))
                     filled[at][prompt] = before + n
                     used[at] += more
@@ -299,7 +274,7 @@ def _fill(lengths: np.ndarray, room: int, block: int, most: int, *, tried: int) 
 def _lay_out(
     groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
 ) -> tuple[np.ndarray, ...]:
-    """One device's part of a sequence, of these completions of each prompt: the arrays of a `PackedSequence`."""
+    """Return the arrays of a `PackedSequence` for one device, from the indices of each prompt's completions."""
     flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
     prompt = np.zeros(size // block, np.int32)
@@ -321,5 +296,5 @@ def _lay_out(
 
 
 def padding_share(sequences: Sequence[PackedSequence]) -> float:
-    """Share of the tokens of some packed sequences that belong to no segment."""
+    """Return the fraction of padding among the tokens of packed sequences."""
     return 1 - sum(int(x.lengths.sum()) for x in sequences) / sum(x.tokens.size for x in sequences)

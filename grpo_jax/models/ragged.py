@@ -1,7 +1,7 @@
-"""Products of rows with the matrix of their group, for the experts of a mixture.
+"""Products of each row with the matrix of its group, for mixtures of experts.
 
-`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs XLA multiplies every row by every group's matrix: 128 times
-the operations with 128 experts, and an array of all rows for each expert. So GPUs have kernels here.
+`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs XLA multiplies every row by every group's matrix: with 128
+experts it does 128 times the work and stores all rows for each expert. This module has kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -21,38 +21,23 @@ from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params
 def ragged_dot(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Return each row times the matrix of its group, x_n w_e(n); rows are ordered by group.
+    """Return x_n w_e(n) [N, O], each row of x [N, I] times the matrix of its group in w [E, I, O], summed in float32.
 
-    Forward-mode differentiation of the kernels raises.
-
-    Args:
-      x: [N, I].
-      w: [E, I, O], in the dtype of x.
-      sizes: [E] int32, rows of each group, which sum to N; may be 0.
-      implementation: "triton" for the kernels on NVIDIA GPUs from Ampere on, "interpreted" for the same kernels
-        interpreted on any platform, others for `jax.lax.ragged_dot`, which is also used if I or O is not a multiple of
-        16, or an array has 2³¹ elements or more.
-      dtype: of the result; None: the dtype of x.
-
-    Returns:
-      [N, O], summed in float32.
-
-    Example:
-      >>> x, w = jnp.ones((3, 16)), jnp.stack([jnp.eye(16), 2 * jnp.eye(16)])
-      >>> ragged_dot(x, w, jnp.array([1, 2]), "interpreted")[:, 0].tolist()
-      [1.0, 2.0, 2.0]
+    Rows are ordered by group, and `sizes` [E] int32 are the rows of each group. "triton" uses the kernels for NVIDIA
+    GPUs from Ampere on, "interpreted" the same kernels on any platform; both raise in forward-mode differentiation.
+    `jax.lax.ragged_dot` is used otherwise, and if I or O is not a multiple of 16 or an array has 2³¹ elements or more.
     """
-    e, *sides = w.shape
-    chex.assert_shape([x, sizes], [(None, sides[0]), (e,)])
+    e, inner, outer = w.shape
+    chex.assert_shape([x, sizes], [(None, inner), (e,)])
     # Kernels have 32-bit offsets.
-    large = max(w.size, len(x) * max(sides)) >= 2**31
-    if large or not has_kernel(implementation, *sides):
+    large = max(w.size, len(x) * max(inner, outer)) >= 2**31
+    if large or not has_kernel(implementation, inner, outer):
         return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
     return _ragged_dot(implementation, jnp.dtype(dtype or x.dtype), x, w, sizes)
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
-    """Return whether an implementation of `ragged_dot` has a kernel for matrices with these sides."""
+    """Return whether `ragged_dot` has a kernel for matrices with these sides."""
     return implementation in ("triton", "interpreted") and not any(side % LEAST_SIDE for side in sides)
 
 
@@ -85,9 +70,9 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Return rows [N, I] times w [E, I, O], or if `transposed` [N, O] times its transposes: one program per tile.
+    """Return rows [N, I] times w [E, I, O], or rows [N, O] times its transposes if `transposed`; one program per tile.
 
-    A tile may have rows of several consecutive groups; each is multiplied by its own matrix.
+    A tile may have rows of several consecutive groups, each of which is multiplied by its own matrix.
     """
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
@@ -101,7 +86,7 @@ def _by_rows(
         return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
 
     first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
-    # The matrix of a group without rows is not read.
+    # A group without rows has no parts, so that its matrix is not read.
     parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
 
     def kernel(first: Ref, last: Ref, starts: Ref, parts: Ref, x: Ref, w: Ref, out: Ref) -> None:
@@ -142,7 +127,7 @@ def _by_rows(
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return [E, I, O], the sum of x_n g_nᵀ over the rows of each group: one program per tile of a matrix."""
+    """Return the sum of x_n g_nᵀ over the rows of each group, [E, I, O]; one program per tile of a matrix."""
     (n, inner), outer = x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
@@ -166,10 +151,7 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
         kernel,
         grid=(len(sizes), inner // height, outer // width),
         in_specs=[
-            of_group,
-            of_group,
-            of_group,
-            of_group,
+            *[of_group] * 4,
             pl.BlockSpec((len(x), height), lambda e, i, j: (0, i)),
             pl.BlockSpec((len(x), width), lambda e, i, j: (0, j)),
         ],
@@ -183,12 +165,12 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """Return [E + 1] int32: the first row of each group, and the number of rows."""
+    """Return the first row of each group and the number of rows, [E + 1] int32."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
 
 
 def _longest_side(x: jax.Array) -> int:
-    """Return the largest side of a tile that fits a program's shared memory: 128 in bfloat16, 64 in float32."""
+    """Return the largest side of a tile that fits in shared memory: 128 in bfloat16, 64 in float32."""
     return 256 // x.dtype.itemsize
 
 
@@ -198,5 +180,5 @@ def _tile(size: int, most: int) -> int:
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows of a tile, about as many as of a group, so that a decode step has many programs."""
+    """Return the rows of a tile, about the rows of a group, so that a decode step has many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)

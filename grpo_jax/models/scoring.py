@@ -1,10 +1,10 @@
-"""Log-probs of completions, without ever holding logits [B, G, T, V].
+"""Log-probs of completions, without logits [B, G, T, V] in memory.
 
-Logits are made for one chunk of tokens at a time and made again in the backward pass. The prompt is read once a group,
-and the head runs on completion positions only:
+Logits exist for one chunk of tokens at a time, and the backward pass recomputes them. Each prompt is read once for its
+whole group, and the head runs on completion positions only:
 
 ```
-reads         p3(last)   c0    c1    c2          hidden states: the prompt's last, then those of the completion
+reads         p3(last)   c0    c1    c2          hidden states: the prompt's last one, then the completion's
 predicts         c0      c1    c2    c3
 ```
 """
@@ -12,7 +12,7 @@ predicts         c0      c1    c2    c3
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -27,35 +27,23 @@ from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
 
 CHUNK = 1024
-"""Tokens whose logits are held at a time: enough to fill a matrix product, little beside the activations."""
+"""Tokens per chunk: enough for an efficient matrix product, with logits that are small next to the activations."""
 
 
 class Scores(NamedTuple):
-    """Log-probs and entropies of completion tokens, the router's loss on them, and how they compare with others.
-
-    Attributes:
-      log_probs: [..., T] float32, 0 where the mask is 0.
-      entropies: [..., T] float32 nats, of the distributions that the tokens were drawn from; 0 where the mask is 0.
-      router_loss: [] float32, `experts.router_loss` of these tokens; None where it was not asked for.
-      compared: [..., T] float32, as a `Comparison` says it of each token; None where there is nothing to compare with.
-    """
+    """Scores [..., T] float32 of completion tokens, 0 where the mask is 0."""
 
     log_probs: jax.Array
-    entropies: jax.Array
-    router_loss: jax.Array | None = None
-    compared: jax.Array | None = None
+    entropies: jax.Array  # nats, of the distributions that the tokens were drawn from
+    router_loss: jax.Array | None = None  # [], `experts.router_loss` of the tokens
+    compared: jax.Array | None = None  # values of a `Comparison`
 
 
 class Comparison(NamedTuple):
-    """A comparison of the policy's distributions with others, or with tokens, wherever their logits are made.
+    """A function of each token's logits, evaluated chunk by chunk while the logits exist."""
 
-    Attributes:
-      function: the logits [..., V] of a chunk of tokens, and what `beside` has of these tokens → [...] float32.
-      beside: arrays [..., T, X] that belong to the tokens.
-    """
-
-    function: Callable[..., jax.Array]
-    beside: tuple[jax.Array, ...]
+    function: Callable[..., jax.Array]  # logits [..., V] and the chunk's part of each array → [...] float32
+    arrays: tuple[jax.Array, ...]  # further arguments of the function, [..., T, X]
 
 
 def chunked(
@@ -68,46 +56,46 @@ def chunked(
     with_entropy: bool,
     chunk: int | None = None,
     compared: Comparison | None = None,
-) -> tuple[jax.Array, ...]:
-    """Log-probs (and entropies, else zeros) [B, N] of tokens [B, N] from states [B, N, D], chunk by chunk.
+) -> Scores:
+    """Return the scores [B, N] of tokens [B, N] from states [B, N, D], `chunk` (None: `CHUNK`) tokens at a time.
 
-    A chunk, of `CHUNK` tokens unless another number is given, has some of the N tokens of every prompt: where prompts
-    are cut over devices, each computes its own. With a comparison, its arrays [B, N, X], its results [B, N] come third.
+    A chunk has the same number of tokens of each prompt, so that each device computes its own prompts' logits. The
+    arrays of the comparison are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
 
-    def one(params: Params, hidden: jax.Array, tokens: jax.Array, *beside: jax.Array) -> tuple[jax.Array, ...]:
+    def score(params: Params, chunk: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]) -> Scores:
+        hidden, tokens, arrays = chunk
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
-        return _score_logits(logits, tokens, with_entropy, compared, beside)
+        return _score_logits(logits, tokens, with_entropy, compared, arrays)
 
     b, n = tokens.shape
-    beside = () if compared is None else compared.beside
+    inputs = hidden, tokens, () if compared is None else compared.arrays
     if b * n <= chunk:
-        # The backward pass of a single chunk comes right after it: nothing to wait for, nothing to make again.
-        return one(params, hidden, tokens, *beside)
+        # The backward pass of a single chunk follows at once, so that recomputing its logits would save no memory.
+        return score(params, inputs)
     chunks = -(-n // max(1, chunk // b))
-    size = -(-n // chunks)  # equal chunks: the last one is not mostly padding
-    pad = chunks * size - n
-    states = [
-        jnp.pad(x, ((0, 0), (0, pad), (0, 0))).reshape(b, chunks, size, -1).swapaxes(0, 1) for x in (hidden, *beside)
-    ]
-    tokens = jnp.pad(tokens, ((0, 0), (0, pad))).reshape(b, chunks, size).swapaxes(0, 1)
-    again = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
-    results = jax.lax.map(lambda x: again(params, *x), (states[0], tokens, *states[1:]))
-    return tuple(x.swapaxes(0, 1).reshape(b, -1)[:, :n] for x in results)
+    size = -(-n // chunks)  # equal chunks, so that the last one is not mostly padding
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape((b, chunks, size, *x.shape[2:])).swapaxes(0, 1)
+
+    recomputed = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
+    scores = jax.lax.map(functools.partial(recomputed, params), jax.tree.map(split, inputs))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(b, -1)[:, :n], scores)
 
 
 def _score_logits(
-    logits: jax.Array, tokens: jax.Array, with_entropy: bool, compared: Comparison | None, beside: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Log-probs of tokens by their logits, entropies or zeros, and what they are compared with."""
+    logits: jax.Array, tokens: jax.Array, with_entropy: bool, compared: Comparison | None, arrays: tuple[jax.Array, ...]
+) -> Scores:
     if with_entropy:
-        log_probs, entropy = log_probs_and_entropy(logits, tokens)
+        log_probs, entropies = log_probs_and_entropy(logits, tokens)
     else:
         log_probs = log_probs_of(logits, tokens)
-        entropy = jnp.zeros_like(log_probs)
-    return (log_probs, entropy) if compared is None else (log_probs, entropy, compared.function(logits, *beside))
+        entropies = jnp.zeros_like(log_probs)
+    return Scores(log_probs, entropies, compared=None if compared is None else compared.function(logits, *arrays))
 
 
 def score_completions(
@@ -123,36 +111,39 @@ def score_completions(
     rngs: dict[str, jax.Array] | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """Log-probs [B, G, T] of completion tokens, and the entropies of the distributions they were drawn from.
+    """Return the scores [B, G, T] of completion tokens under the distributions that the sampler draws from.
 
-    The distribution is the one that the sampler drew from: the same settings give the sampler's log-probs back. A drawn
-    token is never cut, so its log-prob stays finite while the params move.
+    With the sampler's settings and params the result is the sampler's log-probs. A drawn token is never cut by top_k,
+    top_p or min_p, so its log-prob stays finite when the params change.
 
-    Args:
-      tokens: [B, G, T] int32.
-      mask: [B, G, T] bool.
-      sampling: as the sampler had it.
-      with_entropy: False leaves the entropies zero and saves their pass over the vocabulary.
-      with_router: whether the load-balancing loss of the masked-in tokens is wanted, for a mixture of experts.
-      rngs: keys for `apply`, `{"dropout": key}` in training; None for none.
-      compared: with what the distributions are compared, by arrays [B, G, T, X]; None: with nothing.
-
-    Returns:
-      `Scores` of [B, G, T].
+    Without `with_entropy` the entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
+    router loss of the masked-in tokens. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays of
+    the comparison are [B, G, T, X].
     """
     b, g, t = tokens.shape
     states, balance = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
     if is_cached(model):
         if compared is not None:
-            compared = compared._replace(beside=tuple(x.reshape(b, g * t, -1) for x in compared.beside))
-        flat = (states.reshape(b, g * t, -1), tokens.reshape(b, -1))
-        scored = chunked(unembed_of(model), params, *flat, sampling, with_entropy=with_entropy, compared=compared)
-        scored = tuple(x.reshape(b, g, t) for x in scored)
+            compared = compared._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in compared.arrays))
+        scores = chunked(
+            unembed_of(model),
+            params,
+            states.reshape(b, g * t, -1),
+            tokens.reshape(b, -1),
+            sampling,
+            with_entropy=with_entropy,
+            compared=compared,
+        )
+        scores = jax.tree.map(lambda x: x.reshape(b, g, t), scores)
     else:
         logits = process_logits(states, sampling, keep=tokens)
-        scored = _score_logits(logits, tokens, True, compared, () if compared is None else compared.beside)
-    log_probs, entropy, *far = (jnp.where(mask, x, 0.0) for x in scored)
-    return Scores(log_probs, entropy, balance, *far)
+        scores = _score_logits(logits, tokens, True, compared, () if compared is None else compared.arrays)
+    return _masked(scores, mask, balance)
+
+
+def _masked(scores: Scores, mask: jax.Array, balance: jax.Array | None) -> Scores:
+    scores = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), scores)
+    return scores._replace(router_loss=balance)
 
 
 def predicting_states(
@@ -164,20 +155,17 @@ def predicting_states(
     *,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """States [B, G, T, D] by which completion tokens are predicted: of a model without a cache its logits [B, G, T, V].
+    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the `counted` ones or None.
 
-    Args:
-      tokens: [B, G, T] int32.
-      counted: [B, G, T] bool, the tokens whose load-balancing loss is wanted, which comes second; None: it isn't.
-      rngs: as in `score_completions`.
+    `counted` is [B, G, T] bool. For a model without a cache the states are its logits [B, G, T, V].
     """
     b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
         hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or counted is not None:
-            # The last token's state predicts nothing; it comes along so that T keeps the round number it has.
-            rest, balance = _read_on(model, params, tokens, prefix, counted, rngs=rngs)
+            # The last token's state predicts nothing, but T is usually a rounder number than T − 1.
+            rest, balance = _hidden(model, params, tokens, prefix, counted, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         return hidden, balance
     whole, start = join_rows(prompts, tokens)
@@ -186,7 +174,7 @@ def predicting_states(
     return jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1), None
 
 
-def _read_on(
+def _hidden(
     model: CachedModel,
     params: Params,
     tokens: jax.Array,
@@ -196,31 +184,26 @@ def _read_on(
     rngs: dict[str, jax.Array] | None,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Hidden states of tokens behind their prompts; with a mask of those that count, also `router_loss`."""
-    read = functools.partial(
+    """Return hidden states of tokens after their prompts, and the router loss of the `counted` ones or None."""
+    apply = functools.partial(
         model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
     )
     if counted is None:
-        return read()[0], None
-    (hidden, _), written = read(mutable=["router"])
+        return apply()[0], None
+    (hidden, _), written = apply(mutable=["router"])
     chosen = model.config.num_experts_per_token
     return hidden, router_loss(written, counted, num_experts_per_token=chosen)
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """The way from params and `predicting_states` to logits."""
+    """Return the function from params and `predicting_states` to logits."""
     if not is_cached(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
 class ReadPrompts(NamedTuple):
-    """Prompts as their completions see them.
-
-    Attributes:
-      last: [B, D] hidden state of each prompt's last token.
-      layers: those of a `Prefix`: keys and values [B, ...], or a recurrent layer's state.
-    """
+    """The last hidden state of each prompt, [B, D], and the `layers` of a `Prefix`."""
 
     last: jax.Array
     layers: tuple[Any, ...]
@@ -229,7 +212,7 @@ class ReadPrompts(NamedTuple):
 def read_prompts(
     model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> ReadPrompts:
-    """Read prompts once, for `score_packed` of all of their completions."""
+    """Run the model on prompts once, for `score_packed` of all their completions."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
     return ReadPrompts(last, prefix.layers)
 
@@ -247,20 +230,13 @@ def score_packed(
     rngs: dict[str, jax.Array] | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """`score_completions` for the segments of a `packing.PackedSequence`.
+    """Return the scores [A, S, T] of the segments of a packed sequence, 0 beyond the ends of the segments.
 
-    Args:
-      read: from `read_prompts`, for all prompts of the batch.
-      sequence: some completions of the batch.
-      counted: [A, S, T] bool, the tokens of the segments whose load-balancing loss is wanted; None: it isn't.
-      sampling, with_entropy, rngs: as in `score_completions`.
-      compared: likewise, by arrays [A, N, X].
-
-    Returns:
-      `Scores` of [A, S, T], 0 beyond the ends of the segments.
+    `read` and `lengths` [B] are those of all prompts of the batch. `counted`, [A, S, T] bool, are the tokens of the
+    router loss; None disables it. The arrays of the comparison are [A, N, X]. The rest is as in `score_completions`.
     """
     before, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
-    scored = chunked(
+    scores = chunked(
         unembed_of(model),
         params,
         before,
@@ -270,9 +246,7 @@ def score_packed(
         chunk=before.shape[0] * CHUNK,  # each device holds the logits of a chunk
         compared=compared,
     )
-    mask = sequence.mask
-    log_probs, entropies, *far = (jnp.where(mask, sequence.by_segment(x), 0.0) for x in scored)
-    return Scores(log_probs, entropies, balance, *far)
+    return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, balance)
 
 
 def packed_states(
@@ -285,19 +259,15 @@ def packed_states(
     counted: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`predicting_states` [A, N, D] of the tokens of a packed sequence, and the load-balancing loss of some of them.
-
-    The arguments are those of `score_packed`.
-    """
+    """Return `predicting_states` [A, N, D] of a packed sequence; the arguments are as in `score_packed`."""
     chex.assert_equal_shape_prefix((read.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     counted = None if counted is None else sequence.by_token(counted)
-    hidden, balance = _read_on(
-        model, params, tokens, Prefix(read.layers, lengths), counted, segments=segments, rngs=rngs
-    )
+    prefix = Prefix(read.layers, lengths)
+    hidden, balance = _hidden(model, params, tokens, prefix, counted, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
-    # A token is predicted by the state before it: the first of a completion by that of the prompt's last token.
+    # The state before a token predicts it. A completion's first token is predicted by the last state of its prompt.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     first = jax.vmap(lambda last, prompt: last[prompt])(read.last.reshape(a, -1, read.last.shape[-1]), prompt)
@@ -315,20 +285,20 @@ def completion_log_probs(
     top_p: float = 1.0,
     min_p: float | None = None,
 ) -> jax.Array:
-    """Log-prob of each completion token given its prompt and the tokens before it.
+    """Compute the log-prob of each completion token given its prompt and the tokens before it.
 
-    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), π the distribution that the sampler draws from
-    with the same settings.
+    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), with π the sampler's distribution at the same
+    settings.
 
     Args:
-      model: a model of this package, or any `apply` by `types.Model`.
-      params: its parameters; the gradient flows to them.
+      model: a model of this package, or any `types.Model`.
+      params: the model's parameters; differentiable.
       prompts: tokens [B, P] int32.
       completions: tokens and mask [B, G, T].
       temperature: > 0, unitless.
       top_k: as in `sampling.Sampling`.
-      top_p: likewise.
-      min_p: likewise.
+      top_p: as in `sampling.Sampling`.
+      min_p: as in `sampling.Sampling`.
 
     Returns:
       [B, G, T] float32; 0 where mask is 0.
@@ -337,17 +307,12 @@ def completion_log_probs(
       ValueError: shapes that do not match, or a temperature that is not positive.
 
     Example:
-      >>> import jax
-      >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.config import TransformerConfig
-      >>> from grpo_jax.rollout.generate import generate
-      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
-      >>> prompts = Prompts(jax.numpy.ones((2, 3), "int32"), jax.numpy.array([3, 2]))
-      >>> params = model.init(jax.random.key(0), prompts.tokens)["params"]
-      >>> completions = generate(model, params, prompts, jax.random.key(1), num_generations=2, max_completion_length=4)
-      >>> log_probs = completion_log_probs(model, params, prompts, completions)
-      >>> bool(abs(log_probs - completions.log_probs).max() < 1e-5)
-      True
+      >>> from flax import linen
+      >>> model, params = linen.Embed(4, 4), {"embedding": jnp.zeros((4, 4))}  # logits by the last token only
+      >>> prompts, mask = Prompts(jnp.ones((1, 3), int), jnp.array([3])), jnp.ones((1, 2, 5), bool)
+      >>> completions = Completions(1 * mask, mask, 0.0 * mask, mask[..., 0])
+      >>> round(float(completion_log_probs(model, params, prompts, completions)[0, 1, 4]), 4)  # log(1 / 4)
+      -1.3863
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0; got {temperature!r} (score greedy completions at temperature 1).")

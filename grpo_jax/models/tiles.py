@@ -1,4 +1,4 @@
-"""Tiles of fused attention: ids of tokens, the tiles with visible keys, and the sums over one tile.
+"""Parts of fused attention: ids of tokens, lists of tiles with visible keys, and the computation of one tile.
 
 ```
                      keys of the prompts │ own keys, in the order of the queries
@@ -8,8 +8,8 @@
                p2, c3   ·    ·    ■      │  ·    ·    ·    ■
 ```
 
-A query sees the keys of its own segment up to its position, and the keys of its prompt. `SegmentIds` define that
-instead of a mask [queries, keys], so no prompt is copied for its completions and memory is linear in the length.
+A query attends to the keys of its own segment up to its position and to the keys of its prompt. `SegmentIds` replace a
+mask [queries, keys], so that no prompt is copied for its completions and memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -28,23 +28,23 @@ from grpo_jax.models.devices import platform_of
 from grpo_jax.models.matmul import tile_product
 
 LEAST_SIDE = 16
-"""Smallest side of a kernel's tile, of a tensor core's product."""
+"""Smallest side of a kernel's tile: tensor cores multiply 16 × 16."""
 
 NO_SEGMENT = -1
-"""Id of padding, which sees nothing and is not seen."""
+"""Id of padding, which attends to nothing and is not attended to."""
 
 MASKED = -1e30
 """Score of an invisible key, finite so that a query without visible keys stays finite."""
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
-"""Of queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
+"""Running sums of queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Return the implementation of attention for whole sequences; "auto" is the fastest one on the devices.
+    """Return the implementation of attention for whole sequences; "auto" selects the fastest one on the devices.
 
-    That is "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
-    "einsum" on CPUs. `devices` are of one kind; without any, the default device is used.
+    It selects "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
+    "einsum" on CPUs. Without `devices`, the default device decides.
     """
     if name != "auto":
         return name
@@ -56,12 +56,12 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Whether this jax has Pallas's Triton backend, which is deprecated since jax 0.11."""
+    """Return whether this jax has Pallas's Triton backend, deprecated since jax 0.11."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
-    """Return Triton's settings of a kernel; None if it is interpreted."""
+    """Return Triton's settings of a kernel, or None for an interpreted one."""
     if implementation == "interpreted":
         return None
     from jax.experimental.pallas import triton
@@ -69,85 +69,50 @@ def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.Compi
     return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
-class Ref(Protocol):
-    """An argument of a Pallas kernel."""
-
-    @property
-    def dtype(self) -> jnp.dtype: ...
-
-    def __getitem__(self, index: object) -> jax.Array: ...
-
-    def __setitem__(self, index: object, value: jax.Array) -> None: ...
+Ref = Any
+"""An argument of a Pallas kernel."""
 
 
 class SegmentIds(flax.struct.PyTreeNode):
-    """Segment, prompt and position of each of N tokens of completions and prompts.
+    """Segment, prompt and position of N tokens of completions and prompts; arrays [A, N] int32."""
 
-    Attributes:
-      number: [A, N] int32: a completion's segment; −2 − i for tokens of prompt i; `NO_SEGMENT` for padding.
-      prompt: [A, N] int32: −2 − i for a completion of prompt i; unused in keys.
-      position: [A, N] int32, counted from the first token of the prompt.
-      index: [A, N] int32: index among the tokens of completions; −1 in a prompt.
-    """
-
-    number: jax.Array
-    prompt: jax.Array
-    position: jax.Array
-    index: jax.Array
+    number: jax.Array  # a completion's segment; −2 − i for tokens of prompt i; `NO_SEGMENT` for padding
+    prompt: jax.Array  # −2 − i for a completion of prompt i; unused in keys
+    position: jax.Array  # from the first token of the prompt
+    index: jax.Array  # among the tokens of completions; −1 in a prompt
 
 
 class Tiles(flax.struct.PyTreeNode):
-    """Lists of the tiles of keys for each tile of queries, and of the tiles of queries for each tile of keys.
+    """Which of Y tiles of keys each of X tiles of queries reads, and the reverse; arrays of int32."""
 
-    Attributes:
-      keys: [A, X, Y] int32, for each tile of queries the tiles of keys, the visible ones first.
-      key_count: [A, X] int32, number of visible ones.
-      queries: [A, Y, X] int32, for each tile of keys the tiles of queries, those that see it first.
-      query_count: [A, Y] int32, number of tiles that see it.
-    """
-
-    keys: jax.Array
-    key_count: jax.Array
-    queries: jax.Array
-    query_count: jax.Array
+    keys: jax.Array  # [A, X, Y], the tiles of keys, visible ones first
+    key_count: jax.Array  # [A, X], number of visible ones
+    queries: jax.Array  # [A, Y, X], the tiles of queries, those that read the tile of keys first
+    query_count: jax.Array  # [A, Y], number of tiles that read it
 
 
 class TileMask(flax.struct.PyTreeNode):
-    """Ids of the tokens of a forward pass, and the tiles that its queries see in layers of each window.
+    """Ids of the tokens of a forward pass, and the tiles of the layers with each window."""
 
-    Attributes:
-      queries: [A, N].
-      keys: [A, S], of the prompts first.
-      tiles: by window.
-    """
-
-    queries: SegmentIds
-    keys: SegmentIds
-    tiles: dict[str, Tiles]
+    queries: SegmentIds  # [A, N]
+    keys: SegmentIds  # [A, S], the prompts' keys first
+    tiles: dict[str, Tiles]  # by str(window)
 
 
 class Kernel(NamedTuple):
-    """Static part of a fused attention: the implementation, its tiles, and the scale, window and cap of scores.
+    """Static arguments of fused attention; scale, window and soft cap as in `attention.group_attention`."""
 
-    Attributes:
-      implementation: "tiles", "triton", or "interpreted": the kernels of "triton", step by step on any platform.
-      rows: queries of a tile; the R heads that share a key head are R queries.
-      columns: keys of a tile.
-      scale, window, soft_cap: as in `attention.group_attention`.
-      shared: number of prompt keys, which come first.
-    """
-
-    implementation: str
-    rows: int
-    columns: int
+    implementation: str  # "tiles", "triton", or "interpreted" for the kernels of "triton" on any platform
+    rows: int  # queries of a tile; the R heads that share a key head count as R queries
+    columns: int  # keys of a tile
     scale: float = 1.0
     window: int | None = None
     soft_cap: float | None = None
-    shared: int = 0
+    shared: int = 0  # number of prompt keys, which come first
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel whose tiles fit the implementation, on a GPU the registers of a program."""
+        """Return a kernel with suitable tiles; on a GPU they fit the registers of a program."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         if jnp.dtype(dtype).itemsize > 2:  # no tensor cores: larger tiles take long to compile
@@ -158,12 +123,12 @@ class Kernel(NamedTuple):
 
 
 def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: int | None) -> Tiles:
-    """Return a superset of the tiles in which some query sees some key; the scores are masked too."""
+    """Return the tiles that may have visible keys, a superset; scores inside of a tile are masked too."""
     rows, columns = kernel.rows, kernel.columns
     far = jnp.iinfo(jnp.int32).max
 
     def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """The smallest and the largest x of each tile."""
+        """Return the smallest and the largest x of each tile."""
         tiles = (x.shape[0], -1, size)
         low = jnp.where(where, x, far).reshape(tiles).min(axis=-1)
         return low, jnp.where(where, x, -far).reshape(tiles).max(axis=-1)
@@ -191,12 +156,12 @@ def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: in
 
 
 def repeated(ids: SegmentIds, group: int) -> SegmentIds:
-    """Return each token's ids R times, for its R query heads."""
+    """Repeat each token's ids for the `group` query heads that share a key head."""
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), ids)
 
 
 def padded(ids: SegmentIds, size: int) -> SegmentIds:
-    """Return ids padded to a whole number of tiles of this size."""
+    """Pad ids to a multiple of `size` tokens."""
 
     def pad(x: jax.Array, value: int) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=value)
@@ -206,7 +171,7 @@ def padded(ids: SegmentIds, size: int) -> SegmentIds:
 
 
 def visible(rows: Sequence[jax.Array], keys: Sequence[jax.Array], kernel: Kernel) -> jax.Array:
-    """Return which of some keys (segment, position) each of some queries (segment, prompt, position) sees."""
+    """Return the mask [queries, keys] for queries (segment, prompt, position) and keys (segment, position)."""
     (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
     distance = position - key_position
     seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NO_SEGMENT)
@@ -221,7 +186,7 @@ def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_ax
 
 
 def start_of_sums(shape: tuple[int, ...]) -> Sums:
-    """Return the sums of queries [..., rows, d] before their first tile of keys."""
+    """Return the initial sums of queries [..., rows, d]."""
     return jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1])
 
 
@@ -239,7 +204,7 @@ def add_tile(
 
 
 def finish(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return outputs and log-sum-exps; without visible keys, zeros and a log-sum-exp that makes all weights zero."""
+    """Return outputs and log-sum-exps; without visible keys zeros, and a log-sum-exp that makes all weights zero."""
     values, top, total = sums
     some = total > 0
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED)
@@ -257,7 +222,7 @@ def tile_gradients(
     *,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weights of a tile, and the gradient of its products q kᵀ, both in float32."""
+    """Return the weights of a tile and the gradient of its products q kᵀ, both in float32."""
     scores = _scores(q, k, seen, kernel)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])

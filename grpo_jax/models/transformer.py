@@ -24,7 +24,7 @@ from grpo_jax.models.block import Layer, apply_alone
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
 from grpo_jax.models.layers import Linear, Quantized, RMSNorm, matmul_quantized, quantized_kernel, tokens_of
-from grpo_jax.models.matmul import dot_float32, matmul_transposed
+from grpo_jax.models.matmul import dot_float32, matmul
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.tiles import Kernel, TileMask, implementation
 from grpo_jax.types import Params
@@ -61,7 +61,7 @@ class Embedding(nn.Module):
         if self.held is not None:
             logits = matmul_quantized(rows, self.held, jnp.float32, sums)
         else:
-            logits = matmul_transposed(rows, self.embedding.astype(x.dtype), jnp.float32, sums)
+            logits = matmul(rows, self.embedding.astype(x.dtype), jnp.float32, sums, transposed=True)
         return logits.reshape((*x.shape[:-1], -1))
 
 

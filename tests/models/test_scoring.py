@@ -43,7 +43,7 @@ WEIGHTS = np.random.default_rng(5).standard_normal((3, 4, 6), np.float32)
 @pytest.mark.parametrize(("chunk", "temperature"), [(1024, 1.0), (7, 0.5)])
 def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
 
     def value_and_grad(log_probs):
         def weighted(params):
@@ -86,7 +86,7 @@ def test_log_probs_can_be_differentiated_forwards(monkeypatch):
 
 
 def test_entropy_is_that_of_the_distribution():
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     rows = completions()
     score = functools.partial(score_completions, sampling=Sampling(temperature=0.8))
     _, entropy, *_ = jax.jit(score, static_argnums=0)(model, params, PROMPTS, rows.tokens, rows.mask)
@@ -98,7 +98,7 @@ def test_entropy_is_that_of_the_distribution():
 
 
 def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
-    model, params = tiny_model()
+    model, params = tiny_model(layers=1)
     rows = completions()
 
     def total(params):
