@@ -1,9 +1,8 @@
-"""The maths of GRPO: arrays in, arrays out. Pure: jax and chex alone.
+"""The maths of GRPO: pure functions of arrays, which depend on jax and chex only.
 
 Read in this order: `advantages` (rewards to advantages), `credit` (rewards of turns and tokens to advantages),
 `sampling` (logits to tokens), `log_probs`, `kl`, `surrogates` (ratio, per-token loss, reduction), `losses` (the
-objective), `supervised` (SFT and distillation), `reference` (the slowly updated reference policy), `stops` (stop
-strings).
+objective), `supervised` (SFT and distillation), `reference` (the reference policy), `stops` (stop strings).
 """
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups

@@ -1,4 +1,4 @@
-"""Rewards → advantages. The group is axis 1: no statistic mixes prompts, except where "batch" says so."""
+"""Rewards to advantages. The group is axis 1: only the statistics named "batch" mix prompts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def _centre(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """values − mean (0 where not scored), and the standard deviation with Bessel's correction, keepdims."""
+    """Return values − mean (0 where not scored) and the standard deviation with Bessel's correction, keepdims."""
     count = jnp.sum(scored, axis=axis, keepdims=True)
-    # Measured from the smallest value, so that equal rewards give 0 and 0 exactly: the mean of three times 1000.1 is
-    # off by 6e-5 in float32, which the division by the std (also 6e-5) would blow up to an advantage of 0.4.
+    # Relative to the smallest value, so that equal rewards give exactly 0 and 0. Otherwise the float32 mean of three
+    # times 1000.1 is off by 6e-5, and dividing by the std (also 6e-5) gives an advantage of 0.4.
     smallest = jnp.min(values, axis=axis, keepdims=True, where=scored, initial=jnp.inf)
     shifted = jnp.where(scored, values - smallest, 0)
     mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)
     centred = jnp.where(scored, shifted - mean, 0)
-    # A single scored value has no spread to estimate: std 0, like a group of equal values.
+    # The std of a single scored value is 0, as of a group of equal values.
     std = jnp.sqrt(jnp.sum(centred**2, axis=axis, keepdims=True) / jnp.maximum(count - 1, 1))
     return centred, std
 
@@ -30,7 +30,7 @@ def _centre(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -
 def _rewards_and_weights(
     rewards: jax.Array, weights: Sequence[float] | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Checks, and returns rewards as [B, G, K] and weights as [K], both of at least float32."""
+    """Return rewards [B, G, K] and weights [K] of at least float32; raise a ValueError for wrong shapes."""
     rewards = jnp.asarray(rewards)
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards has shape {rewards.shape}; pass [B, G] or [B, G, K], the group on axis 1.")
@@ -45,26 +45,26 @@ def _rewards_and_weights(
 
 
 def _weighted_sum(values: jax.Array, weights: jax.Array, scored: jax.Array) -> jax.Array:
-    """Σ_k w_k values_k over the scored k: [B, G, K] → [B, G]."""
+    """Return Σ_k w_k values_k over the scored k: [B, G, K] → [B, G]."""
     return jnp.sum(jnp.where(scored, values * weights[None, None, :], 0), axis=2)
 
 
 def _rloo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
-    """r_i − mean of the others of its group."""
+    """Return r_i minus the mean of the others in its group."""
     centred, _ = _centre(r, scored, axis=1)
     count = jnp.sum(scored, axis=1, keepdims=True)
     return centred * count / jnp.maximum(count - 1, 1)
 
 
 def _maxrl(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
-    """(r − mean_G r) / mean_G r; 0 in a group whose mean is not above 0."""
+    """Return (r − mean_G r) / mean_G r, or 0 in a group whose mean is not above 0."""
     centred, _ = _centre(r, scored, axis=1)
     mean = jnp.mean(r, axis=1, keepdims=True, where=scored)
     return centred / jnp.where(mean > 0, mean, jnp.inf)
 
 
 def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
-    """r − Σ_G length·r / Σ_G length."""
+    """Return r − Σ_G length·r / Σ_G length."""
     if lengths is None or jnp.shape(lengths) != r.shape:
         came = None if lengths is None else jnp.shape(lengths)
         raise ValueError(f'lengths has shape {came}; estimator="opo" needs {r.shape}, the tokens of each completion.')
@@ -75,7 +75,7 @@ def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: fl
 
 
 def _reinforce_pp(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
-    """(r − mean_G r) / (std_BG of these + epsilon); their mean over the batch is 0."""
+    """Return c / (std_BG c + epsilon), c = r − mean_G r, whose mean over the batch is 0."""
     centred, _ = _centre(r, scored, axis=1)
     _, std = _centre(centred, scored, axis=(0, 1))
     return centred / (std + epsilon)
@@ -87,11 +87,11 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
     "opo": _opo,
     "reinforce_pp": _reinforce_pp,
 }
-"""Advantages [B, G] from rewards [B, G], where they were scored [B, G], lengths [B, G] and epsilon."""
+"""Estimators of advantages [B, G], given rewards, which of them are scored, lengths (all [B, G]) and epsilon."""
 
 
 def scale_of(scale_rewards: str | None, estimator: str) -> str:
-    """The scale of advantages; None selects the estimator's own."""
+    """Return the scale of advantages; None selects the estimator's own."""
     own = "group" if estimator == "grpo" else "none"
     return own if scale_rewards is None else scale_rewards
 
@@ -106,13 +106,13 @@ def compute_advantages(
     estimator: str = "grpo",
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """Turns the rewards of each group into group-relative advantages.
+    """Compute group-relative advantages.
 
         sum_then_normalize:   r = Σ_k w_k R_k              A = (r − mean_G r) / (std r + epsilon)
         normalize_then_sum:   z_k = (R_k − mean_G R_k) / (std_G R_k + epsilon)
                               r = Σ_k w_k z_k              A = (r − mean_BG r) / (std_BG r + epsilon)
 
-    Other estimators, all with r = Σ_k w_k R_k, n = scored completions of the group and L = lengths:
+    Other estimators, with r = Σ_k w_k R_k, n scored completions in the group and lengths L:
 
     | estimator | A |
     |---|---|
@@ -121,21 +121,19 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A NaN reward means "not scored by this function" and is left out of sums, means and stds; a completion without any
-    score gets A = 0. A group of equal rewards gets exactly 0.
+    NaN means "not scored by this function" and is left out of sums, means and stds. A completion without a score gets
+    A = 0, and all completions of a group with equal rewards get exactly 0.
 
     Args:
-      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked for: refuse
-        them where the reward functions are called.
-      weights: [K] float, weight of each reward function; None means all 1.
-      scale_rewards: the std that divides in sum_then_normalize: "group", "batch" (all completions), or "none" for no
-        division. normalize_then_sum does not use it. None: the estimator's own, "group" for grpo and "none" for the
-        others.
+      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked.
+      weights: [K] float, weight of each reward function; None: all 1.
+      scale_rewards: the std that divides in sum_then_normalize: "group", "batch" (all completions), or "none". None:
+        "group" for grpo, "none" for the other estimators. normalize_then_sum does not use it.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: ≥ 0, added to each std, in units of the reward.
-      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo fix their scale, and do
-        not accept another scale_rewards or "normalize_then_sum".
-      lengths: [B, G] tokens of each completion; for opo only.
+      estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All but grpo require their own scale
+        and "sum_then_normalize".
+      lengths: [B, G], tokens of each completion; for opo only.
 
     Returns:
       [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
@@ -144,21 +142,21 @@ def compute_advantages(
       ValueError: wrong ranks or shapes, an unknown name, or a scale that contradicts the estimator.
 
     Gradient:
-      None: rewards are data. The gradient that (1/G) Σ_i A_i ∇log π(i) expects, over groups of G drawn from π:
+      None: rewards are data. The expected value of (1/G) Σ_i A_i ∇log π(i) over groups of G sampled from π is:
 
       | estimator | expected gradient |
       |---|---|
       | rloo | ∇E[r] |
       | grpo with scale_rewards="none" | (G − 1)/G · ∇E[r] |
-      | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, p the chance of 1: log p, truncated |
+      | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, which is log p truncated; p is the probability of 1 |
 
-      The rest is biased by amounts that depend on the group; all are enumerated in tests/maths/test_advantages.py.
+      The others are biased by amounts that depend on the group. tests/maths/test_advantages.py enumerates all of them.
 
     References:
       DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
       for normalize_then_sum. The std has ddof 1 and epsilon is 1e-4, added to the std, as in TRL; other libraries use
       ddof 0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++
-      with a group baseline (arXiv:2501.03262), here with the std over completions; some libraries use tokens.
+      with a group baseline (arXiv:2501.03262), with the std over completions; some libraries use tokens.
 
     Example:
       >>> import jax.numpy as jnp
@@ -204,25 +202,18 @@ def zero_signal_groups(
     weights: Sequence[float] | jax.Array | None = None,
     multi_objective_aggregation: str = "sum_then_normalize",
 ) -> jax.Array:
-    """Says which groups carry no signal: all their scored completions have equal rewards (or none is scored).
+    """Return which groups are zero-signal groups: all scored completions have equal rewards, or none is scored.
+
+    Dynamic sampling replaces these groups (DAPO, arXiv:2503.14476, section 3.2).
 
     Args:
       rewards: [B, G] or [B, G, K]; NaN = not scored.
-      weights: [K] float; None means all 1.
+      weights: [K] float; None: all 1.
       multi_objective_aggregation: with "sum_then_normalize" the weighted sums must be equal; with "normalize_then_sum"
         the scores of each reward function of non-zero weight.
 
     Returns:
-      [B] bool; True where a group pushes the policy nowhere. These are the groups that dynamic sampling refills.
-
-    Raises:
-      ValueError: as `compute_advantages`.
-
-    Gradient:
-      None.
-
-    References:
-      DAPO (arXiv:2503.14476), section 3.2, which drops the groups that are all right or all wrong.
+      [B] bool.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Argument checks of the pure functions, bounded exponents, stop_gradient."""
+"""Argument checks of the pure functions, and bounds of log-probs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import jax.numpy as jnp
 from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and much earlier the square of one
-gradient entry overflows in a global-norm clip."""
+"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and a global-norm clip overflows much
+earlier, by the square of a gradient entry."""
 
 MIN_LOG_PROB = -1e4
-"""Lower bound of log-probs. It replaces −inf (a token excluded from the distribution), so that differences of log-probs
-are finite."""
+"""Lower bound of log-probs. It replaces −inf (an excluded token), so that differences of log-probs are finite."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def bounded(x: jax.Array, low: float, high: float) -> jax.Array:
-    """clip(x, low, high) whose derivative is 1 outside the bounds too, so that the gradient does not vanish."""
+    """Return clip(x, low, high), with derivative 1 outside the bounds too, so that the gradient does not vanish."""
     return jnp.clip(x, low, high)
 
 
@@ -33,7 +32,7 @@ def _bounded_jvp(
 
 
 def choose(argument: str, value: str, known: Iterable[str]) -> str:
-    """Returns `value` if it is one of `known`; else raises a ValueError that names the nearest."""
+    """Return `value` if it is one of `known`; otherwise raise a ValueError that names the nearest."""
     known = list(known)
     if value in known:
         return value
@@ -43,7 +42,7 @@ def choose(argument: str, value: str, known: Iterable[str]) -> str:
 
 
 def floating(argument: str, value: jax.Array) -> jax.Array:
-    """Returns `value` as an array of at least float32; raises a ValueError if it does not hold floats."""
+    """Return `value` as an array of at least float32; raise a ValueError if its dtype is not floating."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{argument} has dtype {value.dtype}; pass a floating dtype.")
@@ -52,12 +51,11 @@ def floating(argument: str, value: jax.Array) -> jax.Array:
 
 sg = jax.lax.stop_gradient
 
-
 Scalar = float | jax.Array
 
 
 def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """An array of the shape of log_probs, in their dtype."""
+    """Return `value` in the dtype of log_probs; raise a ValueError if the shapes differ."""
     value = floating(name, value)
     if value.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, the shape of log_probs.")
@@ -65,7 +63,7 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
 
 
 def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """A constant of shape [..., 1] if given per row, [..., T] if per token."""
+    """Return `value` without gradient, [..., 1] if given per row and [..., T] if given per token."""
     value = floating(name, value)
     rows = log_probs.shape[:-1]
     if value.shape == rows:
@@ -76,7 +74,7 @@ def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array
 
 
 def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
-    """The mask as bool, of the shape of log_probs."""
+    """Return the mask as bool; raise a ValueError if its shape is not that of log_probs."""
     if log_probs.ndim == 0:
         raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
@@ -86,14 +84,13 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
 
 
 def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Log-probs with zeros where the mask is False, and without −inf.
+    """Return log-probs with 0 where the mask is False, and without −inf.
 
-    Masked values are replaced before anything is computed from them: a NaN masked later would still reach the gradient
-    as 0·NaN.
+    Masked values are replaced before they are used: a NaN that is masked later reaches the gradient as 0·NaN.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
 def is_off(coefficient: Scalar) -> bool:
-    """True if the coefficient is the number 0, so that its term can be omitted; False for traced values."""
+    """Return whether the coefficient is the Python number 0, so that its term is omitted; False if it is traced."""
     return isinstance(coefficient, int | float) and coefficient == 0

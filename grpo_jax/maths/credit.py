@@ -1,4 +1,4 @@
-"""Rewards of turns and tokens → advantages of tokens: each token is credited with what comes after it."""
+"""Rewards of turns and tokens to advantages of tokens: each token is credited with the rewards after it."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ def turn_advantages(
     epsilon: float = 1e-4,
     estimator: str = "grpo",
 ) -> jax.Array:
-    """Turns the rewards of turns or tokens into advantages of tokens, by the rewards that are still to come.
+    """Compute the advantages of tokens from the rewards that follow them (rewards to go).
 
         r_n = the rewards in turn n, from its first token to the last before the next turn
-        S_n = Σ_{m≥n} r_m                                  what is to go from turn n on
+        S_n = Σ_{m≥n} r_m
         A_n = `compute_advantages` of the S_n of the group's completions
         A_t = A_n − Σ_k w_k (the rewards in turn n before token t)
 
-    The second part of A_t is 0 where the reward of a turn stands at its last token. Rewards inside of a turn have the
-    unit of a reward, so it is added only where advantages have it too: with scale_rewards="none".
+    The second term of A_t is 0 if a turn has its reward at its last token. It is in units of the reward, so it applies
+    only if advantages are too: with scale_rewards="none" and the estimators "grpo" and "rloo".
 
     Args:
-      token_rewards: [B, G, T, K] float, each at the token that it was given for: a turn's reward at the turn's last
-        token, a completion's at its last. NaN at all tokens of a completion that a function has not scored.
-      turns: [B, G, T] int, the turn of a sampled token, from 0; −1 for tokens that were not sampled. A reward at one of
-        these belongs to the turn before it.
-      weights: [K], as in `compute_advantages`, like the following.
+      token_rewards: [B, G, T, K] float, each at its token: a turn's reward at the last token of the turn, a
+        completion's at its last token. NaN at all tokens of a completion that a function has not scored.
+      turns: [B, G, T] int, the turn of a sampled token, from 0; −1 for other tokens, whose rewards belong to the turn
+        before them.
+      weights: as in `compute_advantages`.
       scale_rewards: as in `compute_advantages`.
       multi_objective_aggregation: as in `compute_advantages`.
       epsilon: as in `compute_advantages`.
       estimator: as in `compute_advantages`, except "opo".
 
     Returns:
-      [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, the advantage
-      of `compute_advantages` at every token.
+      [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, every token
+      has the completion's advantage of `compute_advantages`.
 
     Raises:
-      ValueError: on wrong shapes or names, and as `compute_advantages`.
+      ValueError: for wrong shapes or names, and as `compute_advantages`.
 
     Gradient:
-      None: rewards are data. With scale_rewards="none", the gradient that (1/G) Σ_i Σ_t A_it ∇log π(t)
-      expects over groups of G drawn from π, R the sum of all rewards of a completion:
+      None: rewards are data. With scale_rewards="none", the expected value of (1/G) Σ_i Σ_t A_it ∇log π(t) over groups
+      of G sampled from π, with R the sum of all rewards of a completion, is:
 
       | turns, estimator | expected gradient |
       |---|---|
-      | every completion has as many, "rloo" | ∇E[R] |
-      | every completion has as many, "grpo" | (G − 1)/G · ∇E[R] |
-      | their number depends on what was drawn | biased: late turns are compared with few others |
+      | the same number in every completion, "rloo" | ∇E[R] |
+      | the same number in every completion, "grpo" | (G − 1)/G · ∇E[R] |
+      | the number depends on the sample | biased: late turns are compared with few others |
 
-      A turn that no other completion of its group reaches has A = 0. Rewards inside of a turn change none of this. The
-      credit of the whole episode, the sum at every token, is (G − 1)/G · ∇E[R] whatever the number of turns, and has in
-      it as noise what was earned before a turn. All are enumerated in tests/maths/test_credit.py.
+      A turn that no other completion of its group reaches has A = 0. Crediting every token with the whole episode's
+      reward gives (G − 1)/G · ∇E[R] for any number of turns, with the rewards before a turn as noise.
+      tests/maths/test_credit.py enumerates all of these.
 
     References:
       Rewards to go and baselines by state: Williams, "Simple statistical gradient-following algorithms" (1992), and
       Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
-      (arXiv:2402.03300), section 4.1.3, has another credit of steps, the sum of what follows, each step normalized over
-      all steps of the group. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
+      (arXiv:2402.03300), section 4.1.3, normalizes the reward of each step over all steps of the group, then sums over
+      the following steps. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
 
     Example:
-      Two completions of two turns each; the first one earns its reward in the first turn.
+      Two completions of two turns each; the first completion is rewarded in its first turn.
 
       >>> import jax.numpy as jnp
       >>> turns = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1]]])
@@ -89,7 +89,7 @@ def turn_advantages(
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]
     rewards = jnp.where(scored, rewards, 0)
-    # The turn of each token, of an observed one the turn before it. There are at most as many turns as tokens.
+    # The turn of each token; an observation belongs to the turn before it. There are at most as many turns as tokens.
     owner = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
     rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], owner
     earned = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
@@ -114,17 +114,12 @@ def turn_advantages(
 
 
 def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
-    """Whether advantages are differences of rewards, to which further rewards can be added.
-
-    Example:
-      >>> in_units_of_rewards("none", "rloo"), in_units_of_rewards("group", "grpo")
-      (True, False)
-    """
+    """Return whether advantages are differences of rewards, to which further rewards can be added."""
     return scale_rewards == "none" and estimator in ("grpo", "rloo")
 
 
 def _to_go(earned: jax.Array) -> jax.Array:
-    """Σ_{m≥n} r_m along axis 2."""
+    """Return Σ_{m≥n} r_m along axis 2."""
 
     def step(later: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
         to_go = now + later
@@ -136,7 +131,7 @@ def _to_go(earned: jax.Array) -> jax.Array:
 
 
 def _earlier_in_turn(rewards: jax.Array, owner: jax.Array) -> jax.Array:
-    """The rewards [B, G, T] of a turn before each of its tokens: exactly 0 where they all stand at its end."""
+    """Return the sum of the rewards in a token's turn before the token, [B, G, T]; exactly 0 if they are at the end."""
     begins = jnp.diff(owner, axis=2, prepend=-1) != 0
 
     def step(sum_so_far: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

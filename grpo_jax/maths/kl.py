@@ -11,19 +11,19 @@ from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, bounded, choose, 
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
-    """d: unbiased in value; its gradient has mean zero on-policy, whatever the reference is."""
+    """Return d: unbiased in value; on-policy its expected gradient is 0, whatever the reference is."""
     return log_ratio
 
 
 def k2(log_ratio: jax.Array) -> jax.Array:
-    """d²/2: biased in value; on-policy its gradient is that of KL(π‖π_ref)."""
+    """Return d²/2: biased in value; on-policy its expected gradient is ∇KL(π‖π_ref)."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """e^{−d} − 1 + d ≥ 0: unbiased in value; on-policy its gradient is that of KL(π_ref‖π), the other direction."""
+    """Return e^{−d} − 1 + d ≥ 0: unbiased in value; on-policy its expected gradient is ∇KL(π_ref‖π)."""
     d = bounded(log_ratio, -MAX_LOG_RATIO, jnp.inf)
-    # expm1: near d = 0 the sum e^{−d} − 1 + d loses every digit, and near 0 is where a KL usually lives.
+    # expm1, since the sum e^{−d} − 1 + d loses all digits near d = 0, where a KL usually is.
     return jnp.expm1(-d) + d
 
 
@@ -31,17 +31,17 @@ ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "
 
 
 def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: str = "k3") -> jax.Array:
-    """Estimates KL(π‖π_ref) token by token from the log-probs of tokens that π drew.
+    """Estimate KL(π‖π_ref) token by token from the log-probs of tokens sampled from π.
 
         d = log_probs − ref_log_probs
         k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
 
-    Half precision is computed in float32. Log-probs below −1e4 count as −1e4. In k3, d below −20 counts as −20 (the
-    exponential would overflow), while its derivative is the one at d = −20.
+    Half precision is computed in float32. Log-probs below −1e4 count as −1e4. In k3, d below −20 counts as −20 in value
+    and derivative, since the exponential would overflow.
 
     Args:
-      log_probs: [...] float, nats, ≤ 0; log-probs of the sampled tokens under the policy.
-      ref_log_probs: [...] float, nats, ≤ 0; log-probs of the same tokens under the reference.
+      log_probs: [...] float, nats ≤ 0, of the sampled tokens under the policy.
+      ref_log_probs: [...] float, nats ≤ 0, of the same tokens under the reference.
       estimator: "k1", "k2" or "k3".
 
     Returns:
@@ -51,10 +51,9 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
       ValueError: if the shapes differ, a dtype is not floating, or the estimator is not known.
 
     Gradient:
-      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is held constant. An
-      unbiased value does not imply an unbiased gradient: in expectation over tokens drawn from π, the gradient of k1 is
-      zero, k2's is ∇KL(π‖π_ref), and k3's is ∇KL(π_ref‖π), each for one token's distribution in a given state. See
-      `grpo_loss` for their products with the importance ratio, and for whole completions.
+      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is constant. An unbiased value does not imply an
+      unbiased gradient: over tokens sampled from π in a given state, the expected gradient of k1 is 0, of k2
+      ∇KL(π‖π_ref), and of k3 ∇KL(π_ref‖π). See `grpo_loss` for products with the ratio and for whole completions.
 
     References:
       Schulman, "Approximating KL Divergence" (2020): k1, k2, k3. DeepSeekMath (arXiv:2402.03300), equation 4: k3.

@@ -10,7 +10,7 @@ from grpo_jax.maths.sampling import Sampling, process_logits
 
 
 def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float = 1.0) -> jax.Array:
-    """Log-prob of each token: log softmax(logits / temperature)[token].
+    """Compute the log-prob of each token, log softmax(logits / temperature)[token].
 
     Args:
       logits: [..., V], any float dtype; computed in float32.
@@ -39,8 +39,8 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
 
 @jax.custom_jvp
 def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """logits[..., token]. Its gradient is a mask, which joins the rest of the logits' gradient; that of a gather is an
-    array of zeros as large as the logits, written to and added."""
+    """Return logits[..., token]. The gradient is a mask, which XLA fuses with the rest of the logits' gradient; the
+    gradient of a gather would be a separate array as large as the logits."""
     return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
 
 
@@ -50,16 +50,16 @@ def _logit_of_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
     here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
-    # A product, since XLA would read the zeros of a `where` from an array as large as the logits.
+    # A product, since XLA would store the zeros of a `where` as an array as large as the logits.
     return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
 
 
 NORMALIZER = ("logits_max", "logits_sum")
-"""Names of what `log_sum_exp` computes: kept under `jax.checkpoint`, they save the backward pass two passes over V."""
+"""Names of intermediate values of `log_sum_exp`. A `jax.checkpoint` that saves them avoids two passes over V."""
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """log Σ exp(logits [..., V]), as `jax.nn.logsumexp`; its maximum and its sum can be kept by name."""
+    """Return `jax.nn.logsumexp` over the last axis; checkpoint policies can save its maximum and its sum by name."""
     largest = jax.lax.stop_gradient(logits.max(axis=-1))
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     largest = checkpoint_name(largest, NORMALIZER[0])
@@ -69,12 +69,12 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Log-probs [...] of tokens [...] under softmax(logits [..., V])."""
+    """Return the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
     return _logit_of(logits, tokens) - log_sum_exp(logits)
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`log_probs_of`, and the entropies [...] of the distributions, in nats."""
+    """Return `log_probs_of` and the entropies [...] of the distributions in nats."""
     log_z = log_sum_exp(logits)[..., None]
     log_p = logits - log_z
     p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)

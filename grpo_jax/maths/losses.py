@@ -1,7 +1,7 @@
-"""The GRPO objective: ratio level → per-token surrogate → masks and weights → KL → reduction.
+"""The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
 Each variant is a function in one of three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
-Leading axes are free, [B, G, T] or [R, T]; a row is one completion.
+Leading axes are free, such as [B, G, T] or [R, T]; a row of T tokens is one completion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_jax.maths.surrogates import (
 def _check_terms(
     settings: LossSettings, ref_log_probs: jax.Array | None, entropies: jax.Array | None, entropy_coef: Scalar
 ) -> None:
-    """Raise a ValueError for a term without the array that it needs."""
+    """Raise a ValueError for a term without its array."""
     if ref_log_probs is None and not is_off(settings.beta):
         raise ValueError(
             f"beta={settings.beta} needs ref_log_probs, the log-probs under the reference; or pass beta=0.0."
@@ -73,19 +73,25 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """`grpo_loss` of a part of a minibatch, with metrics in a form that merges exactly.
+    """Compute `grpo_loss` of a part of a minibatch, with metrics that merge exactly.
 
-    With the counts of the whole batch (`batch_totals`) the losses of the parts add up to the loss of the batch, and
-    their gradients to its gradient, however it is cut along the leading axes:
+    With the counts of the whole minibatch, the losses of its parts add up to its loss, and their gradients to its
+    gradient, however it is split along the leading axes:
 
         totals = batch_totals(mask)
-        loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]    (with `selected`, if top_entropy_quantile < 1)
+        loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]
         metrics = finalize_metrics(merge_metrics(...))
 
-    Takes the arguments of `grpo_loss`; those that are fields of `LossSettings` are in `settings`.
+    Args:
+      settings: the arguments of `grpo_loss` that are fields of `LossSettings`; the others are passed directly.
+      num_rows: rows of the minibatch; None: of this call.
+      num_tokens: masked-in tokens of the minibatch; None: of this call.
+      num_selected_tokens: selected tokens of the minibatch; None: of this call.
+      selected: [..., T] bool or 0/1, this call's part of the minibatch's `top_entropy_mask`; None: computed from this
+        call's tokens.
 
     Returns:
-      ([] float32 loss to minimise, `MetricSums`).
+      The [] float32 loss and its `MetricSums`.
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
     surrogate, reduction = settings.functions
@@ -103,7 +109,7 @@ def grpo_loss_terms(
         max_completion_length=mask.shape[-1] if longest is None else longest,
     )
 
-    # Policy term: surrogate, then the masks and weights that apply to it only.
+    # Policy term: the surrogate, with the masks and weights that do not apply to the KL.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
     weights, log_weights = read_importance_weights(importance_weights, l, mask)
@@ -157,14 +163,14 @@ def _gather_metrics(
     sums: dict[str, jax.Array],
     token_sums: dict[str, jax.Array],
 ) -> MetricSums:
-    """Return the metrics of a call: scalars unchanged, arrays [..., T] summed over the masked-in tokens."""
+    """Return the metrics of a call; arrays [..., T] are summed over the masked-in tokens."""
     w, mask = tokens.ratio, tokens.mask
     clips = clip_events(surrogate, tokens, settings)
     token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
     sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
-    # Metrics have no gradient. Counts are floats too, so that they average over steps and devices.
+    # Counts are floats too, so that metrics can be averaged over steps and devices.
     sums, maxes = jax.tree.map(lambda x: sg(x.astype(loss.dtype)), (sums, maxes))
     return MetricSums(sums, maxes)
 
@@ -200,13 +206,9 @@ def grpo_loss(
     off_policy_mask_threshold: Scalar | None = None,
     kl_correction_level: str = "token",
     importance_weights: jax.Array | None = None,
-    num_rows: Scalar | None = None,
-    num_tokens: Scalar | None = None,
-    num_selected_tokens: Scalar | None = None,
-    selected: jax.Array | None = None,
     surrogate: Surrogate | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes the GRPO objective and its metrics.
+    """Compute the GRPO objective and its metrics.
 
         d = l − l_ref,   w = ratio of l to l_old at the importance sampling level,   p = surrogate(w, A) of `loss_type`
         loss = reduce(p · masks and weights) + reduce(beta · k) − entropy_coef · Σ m' H / max(Σ m', 1)
@@ -217,7 +219,7 @@ def grpo_loss(
     | bnpo | same | Σ m p / max(Σ m, 1) |
     | dr_grpo | same | Σ m p / (rows · max_completion_length) |
     | dapo | same | Σ m p / max(normalizer, 1) |
-    | luspo | same; meant for the sequence level, which has to be set | mean over rows of Σ m p |
+    | luspo | same; use it with importance_sampling_level="sequence" | mean over rows of Σ m p |
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ by the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
@@ -232,30 +234,27 @@ def grpo_loss(
     | trajectory | sg(exp(Σ m (l − l_old)))·exp(l − sg(l)): unbiased, high variance |
 
     Half precision is computed in float32. Values where `mask` is 0 are ignored, NaN and inf included. Log-probs below
-    −1e4 (−inf) count as −1e4, and log-ratios above 20 as 20 when they are exponentiated; only the values are bounded,
-    the gradients are not zeroed.
+    −1e4 (−inf) count as −1e4, and log-ratios above 20 count as 20 in exponentials. Bounds do not zero gradients.
 
     Args:
       log_probs: [..., T] float, nats; l, under the trained params. A row of T tokens is one completion.
-      old_log_probs: [..., T] float, nats, or None: sg(l), ratio 1 in value with the gradient of l.
-      ref_log_probs: [..., T] float, nats; may be None if beta is 0. If given, the metric `kl` is computed for any beta.
+      old_log_probs: [..., T] float, nats; None: sg(l), ratio 1 in value with the gradient of l.
+      ref_log_probs: [..., T] float, nats; may be None if beta is 0. The metric `kl` needs them for any beta.
       advantages: [...] or [..., T] float, unitless.
-      mask: [..., T] bool or 0/1; True on the completion tokens that count.
+      mask: [..., T] bool or 0/1, m.
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: ≥ 0, weight of the KL term. The number 0 leaves the term out.
       epsilon: ≥ 0, lower clip range.
-      epsilon_high: ≥ 0, upper clip range; None means epsilon. In cispo it is the cap itself (5.0 in the paper), not
-        1 + epsilon_high: left at None there, on-policy gradients are scaled by epsilon.
-      delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None means no cap.
+      epsilon_high: ≥ 0, upper clip range; None: epsilon. In cispo it is the cap itself (5.0 in the paper), and None
+        scales on-policy gradients by epsilon.
+      delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None: no cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: "k1", "k2" or "k3" of d.
-      use_bias_correction_kl: whether the estimator is multiplied by w (k1, k3) or by sg(w) (k2); only for placement
-        "loss". At the sequence level this w is what `kl_correction_level` says.
-      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which is the same as subtracting
-        beta·Σ_{s≥t} d_s from the normalised advantages at the current params, without clipping.
-      max_completion_length: tokens, constant of dr_grpo; None means T.
-      normalizer: tokens, denominator of dapo, cispo and vespo: the masked-in tokens of the whole minibatch. None:
-        num_tokens.
+      use_bias_correction_kl: for placement "loss", whether the estimator is multiplied by w (k1, k3) or sg(w) (k2).
+      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which subtracts beta·Σ_{s≥t} d_s,
+        at the current params, from the normalised advantages of an unclipped loss.
+      max_completion_length: tokens, constant of dr_grpo; None: T.
+      normalizer: denominator of dapo, cispo and vespo, the masked-in tokens of the whole minibatch; None: of this call.
       sapo_temperature_neg: τ > 0 where A ≤ 0.
       sapo_temperature_pos: τ > 0 where A > 0.
       vespo_k_pos: k where A ≥ 0.
@@ -263,58 +262,47 @@ def grpo_loss(
       vespo_k_neg: k where A < 0.
       vespo_lambda_neg: λ where A < 0.
       entropies: [..., T] float, nats, of the next-token distributions; differentiable.
-      entropy_coef: weight of the entropy bonus, per mean nat; may be traced. m' is the mask after the next line.
-      top_entropy_quantile: ρ in [0, 1]; below 1 only tokens with entropy ≥ the linear (1−ρ)-quantile enter p.
-      sampling_log_probs: [..., T] float, nats, of the sampler; for the off-policy mask only. None means old_log_probs;
-        NaN means "not scored".
+      entropy_coef: weight of the entropy bonus; may be traced.
+      top_entropy_quantile: ρ in [0, 1]; below 1 only tokens with entropy ≥ the linear (1−ρ)-quantile (m') enter p.
+      sampling_log_probs: [..., T] float, nats, of the sampler, for the off-policy mask only; NaN: not scored. None:
+        old_log_probs.
       off_policy_mask_threshold: nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None keeps all.
       kl_correction_level: the w of the KL correction at the sequence level: "token", exp(l − l_old), or
-        "importance_sampling_level", the ratio of the policy term (TRL's value). The other two levels always correct by
-        their own ratio.
-      importance_weights: [...] or [..., T] float ≥ 0, weights for sampler against trainer; multiply p (in vespo they
-        enter s). None means 1.
-      num_rows: rows of the whole minibatch, if this call sees a part of it; None: of this call. `batch_totals` computes
-        this and the next two.
-      num_tokens: masked-in tokens of the whole minibatch, the denominator of bnpo and of the bonus; None: of this call.
-      num_selected_tokens: Σ m' of the whole minibatch; None: of this call.
-      selected: [..., T] bool or 0/1, this call's part of the `top_entropy_mask` of the whole minibatch. None: computed
-        from the tokens of this call.
-      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T] and replaces the p of `loss_type`,
+        "importance_sampling_level", the ratio of the policy term (TRL's value). Other levels use their own ratio.
+      importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler, which multiply p (in vespo they enter
+        s); None: 1.
+      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T] instead of the p of `loss_type`,
         which still determines the reduction. Its clips are not counted in the metrics.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimised.
-      metrics: dict of [] floats without gradient. `loss` = `policy_loss` + `kl_in_loss` − `entropy_bonus` (as they
-        enter the loss). Means over masked-in tokens: `kl` (plain k3 whatever enters the loss; 0 without reference),
-        `entropy`, `ratio_mean`, `approx_kl_old` (k3 estimate of KL(old‖new) by the token log-ratios), `clip_fraction`
-        = `clip_fraction_low` (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high),
-        `clip_fraction_delta` (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others:
-        `ratio_max`, `kl_bounded_tokens` (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens`
-        (Σ m') and `selected_entropy` (mean over m').
-        To merge the metrics of parts of a batch, use `grpo_loss_terms` and `merge_metrics`.
+      metrics: dict of [] floats without gradient. `loss` = `policy_loss` + `kl_in_loss` − `entropy_bonus`. Means over
+        masked-in tokens: `kl` (plain k3 whatever enters the loss; 0 without reference), `entropy`, `ratio_mean`,
+        `approx_kl_old` (k3 estimate of KL(old‖new) by the token log-ratios), `clip_fraction` = `clip_fraction_low`
+        (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high), `clip_fraction_delta`
+        (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others: `ratio_max`, `kl_bounded_tokens`
+        (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens` (Σ m') and `selected_entropy` (mean
+        over m'). For parts of a minibatch use `grpo_loss_terms`.
 
     Raises:
-      ValueError: wrong shapes or dtypes, an unknown name, or a term without the array that it needs.
+      ValueError: wrong shapes or dtypes, an unknown name, or a term without its array.
 
     Gradient:
-      With respect to `log_probs` and `entropies` only. Expected gradient of the KL term for one token drawn from π_old,
-      in a given state:
+      With respect to `log_probs` and `entropies` only. For one token sampled from π_old in a given state, the expected
+      gradient of the KL term is:
 
       | in the loss | gradient |
       |---|---|
       | k1 | 0 on-policy |
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
-      | k3 | ∇KL(π_ref‖π) on-policy, the other direction, at the first update already; biased off-policy |
+      | k3 | ∇KL(π_ref‖π) on-policy, the other direction; biased off-policy |
       | w·k3, w·k1, sg(w)·k2 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
 
       Only the last line is about whole completions. The terms in the loss omit the effect of a token on later states,
-      on-policy too: 4 to 47 % of the gradient's norm in four draws of a problem of two tokens, enumerated in
-      tests/maths/test_enumeration.py. The last line is exact there, and has more variance.
-
-      At the sequence level the correction's w is the token's own ratio. With
-      `kl_correction_level="importance_sampling_level"` it is the sequence's, as in TRL, and the correction is biased
-      for completions of more than one token.
+      on-policy too: 4 to 47 % of the gradient's norm in four problems of two tokens, enumerated in
+      tests/maths/test_enumeration.py. The last line is exact there, with more variance. At the sequence level,
+      `kl_correction_level="importance_sampling_level"` is biased for completions of more than one token.
 
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
@@ -332,8 +320,19 @@ def grpo_loss(
       >>> round(float(metrics["clip_fraction_high"]), 4), float(metrics["ratio_max"])
       (0.3333, 1.25)
     """
-    terms = locals()
-    fields = [field.name for field in dataclasses.fields(LossSettings)]
-    settings = LossSettings(**{name: terms.pop(name) for name in fields})
-    loss, metrics = grpo_loss_terms(settings=settings, **terms)
+    arguments = locals()
+    settings = LossSettings(**{field.name: arguments[field.name] for field in dataclasses.fields(LossSettings)})
+    loss, metrics = grpo_loss_terms(
+        log_probs,
+        old_log_probs,
+        ref_log_probs,
+        advantages,
+        mask,
+        settings,
+        entropies=entropies,
+        entropy_coef=entropy_coef,
+        sampling_log_probs=sampling_log_probs,
+        importance_weights=importance_weights,
+        normalizer=normalizer,
+    )
     return loss, finalize_metrics(metrics)

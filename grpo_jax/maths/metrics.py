@@ -1,4 +1,4 @@
-"""Metrics of the objective as sums that merge exactly over the parts of a batch, and the entropy's bookkeeping."""
+"""Metrics of the objective as sums that merge exactly over the parts of a batch; selection of tokens by entropy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from grpo_jax.maths.checks import Scalar, sg
 
 
 class MetricSums(NamedTuple):
-    """Metrics of a part of a batch in a form that merges exactly: `sums` add up, of `maxes` the largest counts."""
+    """Metrics of a part of a batch; parts merge by the sum of `sums` and the maximum of `maxes`."""
 
     sums: dict[str, jax.Array]
     maxes: dict[str, jax.Array]
 
 
 def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    """Σ m·x over all tokens for each metric [..., T], without gradient.
+    """Return Σ m·x over all tokens for each metric [..., T], without gradient.
 
-    The tokens of a row are added pair by pair: a CPU may add number after number, which in float32 costs a sum of
-    thousands its last digits. (Two sums in a row would not help, XLA makes one of them; and a barrier between them lets
-    the devices of a mesh wait for one another for ever, on CPUs.)
+    The tokens of a row are added in pairs, since a sequential float32 sum of thousands loses its last digits on a CPU.
+    XLA would merge two sums in a row into one, and a barrier between them deadlocks the devices of a mesh on CPUs.
     """
     values = jnp.where(mask[None], sg(jnp.stack(list(metrics.values()))), 0)
     while (length := values.shape[-1]) > 1:
@@ -35,23 +34,22 @@ def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str,
 
 
 def top_entropy_threshold(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """The linear (1 − quantile)-quantile of the entropies where `mask` is True, []."""
+    """Return the linear (1 − quantile)-quantile of the entropies where `mask` is True, []."""
     largest = jnp.finfo(entropies.dtype).max
     ordered = jnp.sort(jnp.where(mask, entropies, largest), axis=None)
     last = jnp.maximum(jnp.sum(mask), 1) - 1
     position = (1 - quantile) * last
     below = jnp.floor(position).astype(int)
     above = jnp.minimum(below + 1, last)
-    # Rounding must not lift it above the value that it ends at, or no token would reach it.
+    # Bounded by the upper value: rounded above it, the threshold would exclude all tokens.
     return sg(jnp.minimum(ordered[below] + (position - below) * (ordered[above] - ordered[below]), ordered[above]))
 
 
 def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """The tokens of `mask` whose entropy is at least the linear (1 − quantile)-quantile, [..., T] bool.
+    """Return the tokens of `mask` whose entropy is at least the linear (1 − quantile)-quantile, [..., T] bool.
 
-    It is made once for a whole minibatch and handed on (`selected`). Tokens in the same state share their entropy, and
-    two programs that compute it may differ in the last bit: selecting in one of them by a threshold from the other can
-    drop all of these tokens.
+    Compute the mask once per minibatch and pass it on as `selected`. Two programs may differ in the last bit of an
+    entropy that many tokens share, so a threshold from the other program could drop all of these tokens.
     """
     return mask & (entropies >= top_entropy_threshold(entropies, mask, quantile))
 
@@ -59,36 +57,29 @@ def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) ->
 def update_entropy_coef(
     coef: Scalar, entropy: Scalar, *, target: float, delta: float, minimum: float = 0.0, maximum: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Moves the adaptive entropy coefficient by one step, once an optimizer step.
+    """Update the adaptive entropy coefficient after an optimizer step.
 
         coef ← clip(coef + delta, minimum, maximum)   if entropy ≤ target,   else clip(coef − delta, minimum, maximum)
         applied = coef if entropy ≤ target, else 0
 
     Args:
-      coef: [] float, the coefficient so far (`entropy_coef` of the config at the start).
-      entropy: [] float, nats; the metric `selected_entropy` of the minibatch just done.
-      target: nats; at or below it the bonus is on.
-      delta: > 0, size of a step of the coefficient.
+      coef: [] float, the current coefficient; the config's `entropy_coef` at the start.
+      entropy: [] float, nats; the metric `selected_entropy` of the last minibatch.
+      target: nats; the bonus acts at and below it.
+      delta: > 0, step of the coefficient.
       minimum: lower bound of the coefficient.
       maximum: upper bound of the coefficient.
 
     Returns:
-      ([] float32, [] float32): the new coefficient (to be kept), and the one to pass as `entropy_coef` in the next
-      step. Before the first step nothing has been measured: pass 0.
-
-    Gradient:
-      None.
+      The new coefficient and `applied`, the `entropy_coef` of the next step, both [] float32 without gradient. In the
+      first step, before any entropy is measured, `entropy_coef` is 0.
 
     References:
       Skywork-OR1 (arXiv:2505.22312), section 4; TRL's `use_adaptive_entropy`.
 
     Example:
-      >>> coef, applied = update_entropy_coef(0.01, 0.1, target=0.2, delta=0.005)
-      >>> round(float(coef), 3), round(float(applied), 3)
-      (0.015, 0.015)
-      >>> coef, applied = update_entropy_coef(0.01, 0.3, target=0.2, delta=0.005)
-      >>> round(float(coef), 3), round(float(applied), 3)
-      (0.005, 0.0)
+      >>> [round(float(x), 3) for x in update_entropy_coef(0.01, 0.3, target=0.2, delta=0.005)]
+      [0.005, 0.0]
     """
     low = entropy <= target
     coef = jnp.clip(coef + jnp.where(low, delta, -delta), minimum, maximum)
@@ -96,15 +87,10 @@ def update_entropy_coef(
 
 
 def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Counts a whole minibatch, for calls of `grpo_loss` that see a part of it: `grpo_loss(..., **totals)`.
+    """Return the counts of a whole minibatch, for calls of `grpo_loss_terms` with a part of it.
 
-    Args:
-      mask: [..., T], of the whole batch.
-      selected: [..., T], the `top_entropy_mask` of the whole batch where top_entropy_quantile < 1, of which each call
-        is given its part.
-
-    Returns:
-      `num_rows` and `num_tokens`; with `selected` also `num_selected_tokens`.
+    They are `num_rows`, `num_tokens`, and with `selected`, the `top_entropy_mask` of the minibatch,
+    `num_selected_tokens`. Both masks are [..., T].
     """
     mask = jnp.asarray(mask) != 0
     totals = {"num_rows": jnp.asarray(math.prod(mask.shape[:-1])), "num_tokens": jnp.sum(mask)}
@@ -114,14 +100,14 @@ def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str
 
 
 def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
-    """The metrics of two parts of a batch as those of both together: sums add, maxes take the larger."""
+    """Return the metrics of two parts of a batch together."""
     return MetricSums(
         sums=jax.tree.map(jnp.add, first.sums, second.sums), maxes=jax.tree.map(jnp.maximum, first.maxes, second.maxes)
     )
 
 
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
-    """Sums → metrics: `x_sum` becomes `x`, the mean over the masked-in tokens; everything else stays as it is."""
+    """Return the metrics of merged sums: `x_sum` becomes `x`, the mean over masked-in tokens; the rest is unchanged."""
     sums = dict(metrics.sums)
     result = dict(metrics.maxes)
     if "selected_entropy_sum" in sums:

@@ -1,4 +1,4 @@
-"""Moving the reference policy towards the policy (TR-DPO)."""
+"""Updates of the reference policy (TR-DPO)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from grpo_jax.types import Params
 
 
 def _check_alpha(alpha: float | jax.Array) -> None:
-    """A number outside [0, 1] is an error; a traced value cannot be looked at."""
+    """Raise a ValueError for a Python number outside [0, 1]; traced values are not checked."""
     if isinstance(alpha, int | float) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} must lie in [0, 1]: it is the weight of the new params.")
 
 
 def _check_trees(ref_params: Params, params: Params) -> None:
-    """Same structure, same shapes, floats only."""
+    """Raise a ValueError unless both trees have the same structure and shapes and only floating leaves."""
     ref_leaves, leaves = (
         {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (ref_params, params)
@@ -36,13 +36,12 @@ def _check_trees(ref_params: Params, params: Params) -> None:
 
 
 def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Params:
-    """Mixes params into the reference params.
+    """Mix params into the reference params.
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 
-    The arithmetic is float32 (float64 for float64 leaves): in bfloat16 a small alpha would round to no change at all.
-    Leaf by leaf: where the weights are products of leaves, as A B of adapters, other weights come out than their mean
-    (`models.lora.sync_adapters` mixes those).
+    The arithmetic is float32 (float64 for float64 leaves), since a small alpha would change nothing in bfloat16. Leaves
+    are mixed one by one: for adapters, whose weights are products A B, use `models.lora.sync_adapters`.
 
     Args:
       ref_params: pytree of float leaves of any shape; `None` leaves stay `None`.
@@ -50,18 +49,15 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
       alpha: [] float in [0, 1], the weight of the *new* params (1 copies them, 0 keeps the reference).
 
     Returns:
-      A pytree like `ref_params`, with the dtype of each of its leaves, in new buffers. It still approaches bfloat16
-      params only to bfloat16's resolution: keep the reference in float32 if alpha is small.
+      A pytree like `ref_params` with the same dtypes, in new buffers. A bfloat16 reference approaches the params only
+      to bfloat16's resolution: keep the reference in float32 if alpha is small.
 
     Raises:
       ValueError: if the trees differ in structure or shapes, a leaf is not floating, or alpha lies outside [0, 1].
 
-    Gradient:
-      Not meant to be differentiated; nothing is held constant.
-
     References:
       TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and optax's `step_size` have the
-      same direction; `optax.incremental_update` computes in the leaves' own dtype, this in float32.
+      same direction; `optax.incremental_update` computes in the leaves' own dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,27 +79,24 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
 def sync_reference(
     ref_params: Params, params: Params, step: int | jax.Array, *, every: int, alpha: float | jax.Array
 ) -> Params:
-    """Mixes params into the reference every so many steps.
+    """Apply `mixup` to the reference at every `every`-th step.
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref   if step % every == 0,   else θ_ref
 
-    With fixed params, n syncs shrink the distance between the two by (1 − alpha)ⁿ.
+    With fixed params, n syncs multiply the distance between the two by (1 − alpha)ⁿ.
 
     Args:
-      ref_params: pytree of float leaves.
-      params: pytree of the same structure and shapes.
-      step: [] integer, number of optimizer steps done so far (1 after the first); may be traced.
+      ref_params: as in `mixup`.
+      params: as in `mixup`.
+      step: [] integer, number of optimizer steps so far (1 after the first); may be traced.
       every: integer ≥ 1, steps between two syncs (TRL's `ref_model_sync_steps`).
-      alpha: [] float in [0, 1], the weight of the new params.
+      alpha: as in `mixup`.
 
     Returns:
-      A pytree like `ref_params`, leaf dtypes kept.
+      A pytree like `ref_params` with the same dtypes.
 
     Raises:
       ValueError: as `mixup`, or if every < 1.
-
-    Gradient:
-      Not meant to be differentiated; nothing is held constant.
 
     References:
       TR-DPO (arXiv:2404.09656), section 3. Step 0 counts as a multiple of `every`.
@@ -118,7 +111,7 @@ def sync_reference(
         raise ValueError(f"every={every} must be at least 1 (optimizer steps between two syncs).")
     _check_alpha(alpha)
     _check_trees(ref_params, params)
-    # A branch and not a select: on the other steps the params are not read at all.
+    # A branch instead of a select, so that the params are not read at other steps.
     return jax.lax.cond(
         step % every == 0, lambda: mixup(ref_params, params, alpha), lambda: jax.tree.map(jnp.asarray, ref_params)
     )

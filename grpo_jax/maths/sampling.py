@@ -1,8 +1,8 @@
-"""Logits to tokens: the processed distribution, and an exact draw from it by the inverse of its cumulative sum.
+"""Logits to tokens: the sampling distribution, and exact draws from it by inverting its cumulative sum.
 
-A Gumbel draw needs one random number for each entry of the vocabulary and is the dearest part of a decode step on a
-CPU. The inverse CDF needs two for each draw: one picks a block of the vocabulary by the blocks' masses, the other picks
-a token inside the block. Two levels keep it exact for rare tokens (each level resolves 2^-23) and cheap.
+A Gumbel draw needs a random number for each entry of the vocabulary and is the most expensive part of a decode step on
+a CPU. The inverse CDF needs two per draw: one selects a block of the vocabulary by the blocks' masses, the other a
+token in the block. Each level resolves 2^-23, so that two levels are exact for rare tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,16 @@ import jax.numpy as jnp
 
 
 class Sampling(NamedTuple):
-    """The settings of the distribution that tokens are drawn from; hashable, so a static argument of programs.
+    """The settings of the distribution that tokens are drawn from; hashable, for use as a static argument."""
 
-    Attributes:
-      temperature: > 0, unitless. 0 stands for greedy decoding, whose log-probs are those at temperature 1.
-      top_k: tokens to keep, 0 for all.
-      top_p: mass to keep, in (0, 1].
-      min_p: in [0, 1], or None.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float | None = None
+    temperature: float = 1.0  # unitless; 0 is greedy decoding, with log-probs at temperature 1
+    top_k: int = 0  # number of tokens to keep; 0 keeps all
+    top_p: float = 1.0  # probability mass to keep, in (0, 1]
+    min_p: float | None = None  # smallest probability relative to the largest, in [0, 1]
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for a setting that names no distribution; the settings are Python numbers."""
+    """Raise a ValueError for a setting outside its range; the settings are Python numbers."""
     temperature, top_k, top_p, min_p = sampling
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(f"temperature must be a finite number ≥ 0 (0 is greedy); got {temperature!r}.")
@@ -46,28 +39,12 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | None = None) -> jax.Array:
-    """Logits of the distribution that tokens are drawn from: tempered, then cut to its head.
+    """Return the logits [..., V] float32 of the distribution that tokens are drawn from.
 
-    In this order, each on what the one before left (as transformers does): logits / temperature; the `top_k` largest;
-    the smallest set of most likely tokens whose mass reaches `top_p`; tokens at least `min_p` times as likely as the
-    likeliest. What is cut gets −inf. Tokens that tie with the last one kept are kept.
-
-    Args:
-      logits: [..., V], any float dtype.
-      sampling: the four settings.
-      keep: [...] int token ids that are never cut: the trainer scores a token that was drawn, and it must not vanish
-        when the params have moved a little since.
-
-    Returns:
-      [..., V] float32.
-
-    Raises:
-      ValueError: a setting outside its range.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> process_logits(jnp.array([2.0, 1.0, 0.0]), Sampling(temperature=0.5, top_k=2)).tolist()
-      [4.0, 2.0, -inf]
+    These steps apply in order, each to the result of the one before, as in transformers: divide by the temperature;
+    keep the `top_k` largest; keep the smallest set of most likely tokens whose mass reaches `top_p`; keep tokens at
+    least `min_p` times as likely as the likeliest. Other tokens get −inf. Tokens that tie with the last kept one are
+    kept. `keep`, [...] token ids, are never cut: the log-prob of a sampled token stays finite when the params change.
     """
     check_sampling(sampling)
     temperature, top_k, top_p, min_p = sampling
@@ -83,7 +60,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
     if top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        # A token stays if the mass of those before it has not reached top_p yet: the first always stays.
+        # A token stays if the mass before it has not reached top_p, so that the first always stays.
         stays = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= smallest, logits, -jnp.inf)
@@ -96,15 +73,15 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
-    """The two uniforms [..., 2] float32 in [0, 1) that a draw takes, for each of [...] typed keys."""
+    """Return the two uniforms of a draw, [..., 2] float32 in [0, 1), for each of [...] typed keys."""
     flat = keys.reshape(-1)
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape((*keys.shape, 2))
 
 
 def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
-    """First index along the axis at which the cumulative sum of weights passes u · total, for u in [0, 1).
+    """Return the first index along the axis where the cumulative sum of weights exceeds u · total, for u in [0, 1).
 
-    An entry of weight zero is never returned, however the sums were rounded, as long as one entry is positive.
+    Rounding never selects an entry of weight 0 if some entry is positive.
     """
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=axis), 0)
     total = cumulative.max(axis=axis)
@@ -113,11 +90,11 @@ def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
 
 
 def vocabulary_blocks(size: int) -> tuple[int, int]:
-    """How a vocabulary is cut into blocks for a draw, as (blocks, width): about as many as tokens of each.
+    """Return the number of blocks and their width for draws from a vocabulary; both are about the square root.
 
-    Where it can be, the blocks fill the vocabulary, and are divisible by a power of two: over so many devices a
-    vocabulary can be cut, and each has whole blocks. The cut decides which token a uniform gives, so it depends on
-    nothing but the vocabulary.
+    If possible, the blocks fill the vocabulary exactly and their number is a multiple of a power of two, so that whole
+    blocks fit on each of several devices. The blocks determine which token a uniform selects, so they depend on the
+    size of the vocabulary only.
 
     Example:
       >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)
@@ -133,17 +110,11 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 def draw_tokens(
     u: jax.Array, logits: jax.Array, *, axis: int = -1, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token from softmax(logits) for each row, given its two uniforms.
+    """Draw a token from softmax(logits) for each row, given its two uniforms u [..., 2] in [0, 1).
 
-    Args:
-      u: [..., 2] float32 in [0, 1).
-      logits: [..., V] float32; −inf is never drawn.
-      axis: the vocabulary's axis of `logits`.
-      together: for a vocabulary cut over devices, a function that gathers the parts of a small array. A block is then
-        selected by a masked sum over all blocks: an index would gather the logits.
-
-    Returns:
-      tokens [...] int32, and their log-probs [...] float32 under softmax(logits).
+    Returns tokens [...] int32 and their log-probs [...] float32. Entries of −inf are never drawn. The vocabulary is the
+    given axis of the logits. If it is split over devices, `together` gathers a small array, and blocks are selected by
+    a masked sum, since an index would gather the logits.
     """
     axis %= logits.ndim
     before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
@@ -177,7 +148,7 @@ def draw_tokens(
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The likeliest token of each row [...] int32, and its log-prob [...] float32."""
+    """Return the likeliest token of each row, [...] int32, and its log-prob [...] float32."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
@@ -191,12 +162,12 @@ def sample_tokens(
     top_p: float = 1.0,
     min_p: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token for each row of logits, and say with which log-prob it was drawn.
+    """Draw one token for each row of logits, and return it with its log-prob.
 
     token ~ softmax(process_logits(logits)), log-prob = log softmax(process_logits(logits))[token].
 
     Args:
-      key: one typed PRNG key, consumed; or [...] keys, one per draw.
+      key: a typed PRNG key, consumed; or [...] keys, one per draw.
       logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
       temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
       top_k: as in `Sampling`.
@@ -222,7 +193,7 @@ def sample_tokens(
         return greedy_tokens(processed)
     rows = logits.shape[:-1]
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)  # keys of the old kind, uint32 [..., 2]
+        key = jax.random.wrap_key_data(key)  # raw keys, uint32 [..., 2]
     if key.shape == ():
         return draw_tokens(jax.random.uniform(key, (*rows, 2)), processed)
     if key.shape != rows:

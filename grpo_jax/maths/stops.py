@@ -1,7 +1,7 @@
-"""Stop strings found token by token: an automaton over bytes, with one table look-up for each sampled token.
+"""Stop strings found token by token: an automaton over bytes, with one table look-up per sampled token.
 
-The state is the longest suffix of the text that is a prefix of a stop string. A token advances it through all of its
-bytes, so a string that starts and ends in the middle of tokens is found at the token that completes it:
+The state is the longest suffix of the text that is a prefix of a stop string. A token advances the state through all of
+its bytes, so that a string may start and end inside of tokens and is found at the token that completes it:
 
 ```
 stop "</a>"       tokens   x      </      a>       .
@@ -26,18 +26,18 @@ import numpy as np
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 _TEXTS = 1 << 13
-"""Texts of tokens that are processed at a time, to bound the memory."""
+"""Number of tokens processed at a time, to bound the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """The automaton of stop strings over a vocabulary; hashable, so it can be a static argument of `jit`.
+    """The automaton of stop strings over a vocabulary; hashable, for use as a static argument of `jit`.
 
     Attributes:
       strings: the stop strings.
-      digest: hash of the arrays, used for equality.
-      kinds: [N + 1] unsigned integers, the kind of each token; the last is the kind of ids ≥ N, which have no text.
-      table: [kinds, S + 1] int32, the state after a token of a kind; the last state, S, means found, and is final.
+      digest: hash of the arrays, for equality.
+      kinds: [N + 1] unsigned integers, the kind of each token; the last one is for ids ≥ N, which have no text.
+      table: [kinds, S + 1] int32, the state after a token of a kind. The last state, S, is final and means found.
     """
 
     strings: tuple[str, ...]
@@ -47,11 +47,11 @@ class Stops:
 
     @property
     def found(self) -> int:
-        """The state after a stop string."""
+        """The final state."""
         return int(self.table.shape[1] - 1)
 
     def after(self, state: Array, tokens: Array) -> Array:
-        """The states [...] int32 after tokens [...]; a turn starts in state 0."""
+        """Return the states [...] int32 after tokens [...]; a turn starts in state 0."""
         if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
             found: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
             return found
@@ -59,7 +59,7 @@ class Stops:
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """The number of tokens [n] of a turn up to the one that completes a stop string; None if none does."""
+        """Return the number of tokens of a turn up to the one that completes a stop string, or None."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])
@@ -69,14 +69,10 @@ class Stops:
 
 
 def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
-    """Makes the automaton of stop strings over a vocabulary.
+    """Return the automaton of non-empty stop strings over a vocabulary.
 
-    Args:
-      strings: at least one text, none of them empty; matched as UTF-8.
-      pieces: the bytes of each of the N tokens; b"" for a token without text, which changes no state.
-
-    Raises:
-      ValueError: a string that no sequence of these tokens spells.
+    `pieces` are the UTF-8 bytes of each of the N tokens; b"" is a token without text. A string that no sequence of
+    tokens spells raises a ValueError.
 
     Example:
       >>> stops = make_stops(["</a>"], [b"x", b"</", b"a>.", b"<", b"a"])
@@ -93,9 +89,9 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
 
 
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """`kinds` and `table` of the automaton of some strings."""
+    """Return `kinds` and `table` of the automaton."""
     steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Bytes outside of all strings become 255, which UTF-8 does not use, so that few different texts remain.
+    # Bytes that are in no string become 255, which UTF-8 does not use, so that few different texts remain.
     same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
     texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
     different = sorted(set(texts), key=len, reverse=True)
@@ -115,7 +111,7 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
 
 
 def _spelt(table: np.ndarray) -> bool:
-    """Whether tokens lead from state 0 to the last state."""
+    """Return whether tokens lead from state 0 to the final state."""
     reached, count = np.zeros(1, np.int64), 0
     while len(reached) > count:
         count, reached = len(reached), np.unique(np.append(table[:, reached], reached))
@@ -123,7 +119,7 @@ def _spelt(table: np.ndarray) -> bool:
 
 
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """[S + 1, 256] the state after a byte; states but the last are prefixes of a string, the shortest first."""
+    """Return the state after a byte, [S + 1, 256]. States but the final one are prefixes of strings by length."""
     states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
     number, found = {text: i for i, text in enumerate(states)}, len(states)
     steps = np.zeros((found + 1, 256), np.int64)

@@ -1,12 +1,12 @@
-"""Losses with a target: the likelihood of given tokens (SFT), and the divergence from a teacher (distillation).
+"""Supervised losses: the likelihood of given tokens (SFT) and the divergence from a teacher (distillation).
 
 ```
-both distributions  ── divergence ────────────┐
-k of the teacher's  ── top_k_divergence ──────┼──► [..., T] ── reduction of `loss_type` ──► loss
-the drawn token     ── sampled_divergence ────┘
+whole distributions        ── divergence ────────────┐
+k of the teacher's tokens  ── top_k_divergence ──────┼──► [..., T] ── reduction of `loss_type` ──► loss
+the sampled token          ── sampled_divergence ────┘
 ```
 
-In distillation the completions are sampled from the policy (on-policy), and only the policy has a gradient.
+In distillation the completions are sampled from the policy, and only the policy has a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 def likelihood_loss(
     log_probs: jax.Array, mask: jax.Array, *, loss_type: str = "nll", num_tokens: Scalar | None = None
 ) -> jax.Array:
-    """Computes the negative log-likelihood of given tokens, the loss of SFT.
+    """Compute the negative log-likelihood of given tokens, the loss of SFT.
 
         nll:  Σ m · (−l) / max(Σ m, 1)
         dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l)
@@ -42,15 +42,8 @@ def likelihood_loss(
     Returns:
       [] float32, nats per token.
 
-    Raises:
-      ValueError: an unknown `loss_type`.
-
     References:
       Dynamic Fine-Tuning (arXiv:2508.05629), equation 9; TRL's `SFTTrainer.compute_loss`.
-
-    Example:
-      >>> float(likelihood_loss(jnp.array([[-1.0, -3.0, -9.0]]), jnp.array([[1, 1, 0]])))
-      2.0
     """
     choose("loss_type", loss_type, ("nll", "dft"))
     log_probs = floating("log_probs", log_probs)
@@ -69,18 +62,10 @@ def likelihood_loss_terms(
     loss_type: str,
     num_tokens: Scalar,
 ) -> tuple[jax.Array, MetricSums]:
-    """`likelihood_loss` of a part of a minibatch, with metrics in a form that merges exactly.
+    """Compute `likelihood_loss` of a part of a minibatch, with metrics that merge exactly.
 
-    Args:
-      log_probs: [..., T] float.
-      entropies: [..., T] float, nats; only a metric.
-      likeliest: [..., T] float, 1 where the token is the likeliest one; only a metric.
-      mask: [..., T] bool.
-      loss_type: as in `likelihood_loss`.
-      num_tokens: [], Σ m of the whole minibatch.
-
-    Returns:
-      ([] float32 loss, `MetricSums` of `loss`, `entropy`, `mean_token_accuracy`, `tokens` and `rows`).
+    All arrays are [..., T]. Two of them enter the metrics only: `entropies` in nats, and `likeliest`, 1 where the token
+    is the likeliest one, which becomes `mean_token_accuracy`.
     """
     chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
@@ -91,20 +76,12 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound of the log of the mass of k tokens: the rest keeps about 1e-7, the resolution of float32."""
+"""Upper bound of the log of the mass of k tokens, so that the rest keeps about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    """Σ p (log p − log q) over the last axis."""
+    """Return Σ p (log p − log q) over the last axis."""
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-
-
-def _reverse_kl(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
-    return _kl(log_p, log_q)
-
-
-def _forward_kl(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
-    return _kl(log_q, log_p)
 
 
 def _jsd(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
@@ -113,8 +90,8 @@ def _jsd(log_p: jax.Array, log_q: jax.Array, alpha: Scalar) -> jax.Array:
 
 
 DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array, Scalar], jax.Array]] = {
-    "reverse_kl": _reverse_kl,
-    "forward_kl": _forward_kl,
+    "reverse_kl": lambda log_p, log_q, alpha: _kl(log_p, log_q),
+    "forward_kl": lambda log_p, log_q, alpha: _kl(log_q, log_p),
     "jsd": _jsd,
 }
 
@@ -122,7 +99,7 @@ DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array, Scalar], jax.Array]] = {
 def divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """Computes the divergence of two distributions over the vocabulary, the policy's p and the teacher's q.
+    """Compute the divergence between the policy's distribution p and the teacher's q.
 
         reverse_kl: KL(p‖q) = Σ p (log p − log q)          forward_kl: KL(q‖p)
         jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
@@ -131,28 +108,19 @@ def divergence(
     below −1e4 (−inf) count as −1e4.
 
     Args:
-      log_probs: [..., V] float, nats; log-softmax of the policy's logits.
-      teacher_log_probs: [..., V] float, nats; of the teacher's.
+      log_probs: [..., V] float, nats, normalized; the policy's.
+      teacher_log_probs: [..., V] float, nats, normalized; the teacher's.
       kind: "reverse_kl", "forward_kl" or "jsd".
       alpha: in (0, 1), weight of the teacher in jsd; unused by the others.
 
     Returns:
       [...] float32 (float64 for float64 input), nats ≥ 0.
 
-    Raises:
-      ValueError: shapes that differ, dtypes that are not floating, an unknown kind.
-
     Gradient:
-      With respect to `log_probs`; the teacher is constant. The state is given: the effect of a token on later states is
-      not included, on-policy or not.
+      With respect to `log_probs`, for a given state: the effect of a token on later states is not included.
 
     References:
-      GKD (arXiv:2306.13649), equation 1; there jsd's weight is beta.
-
-    Example:
-      >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.9, 0.1]))
-      >>> [round(float(divergence(p, q, kind=kind)), 3) for kind in ("reverse_kl", "forward_kl", "jsd")]
-      [0.511, 0.368, 0.102]
+      GKD (arXiv:2306.13649), equation 1, where the weight in jsd is beta.
     """
     choose("kind", kind, DIVERGENCES)
     log_probs = floating("log_probs", log_probs)
@@ -162,10 +130,7 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append the log-prob of all other tokens to the log-probs of k tokens: [..., k] to [..., k + 1].
-
-    It is log(1 − Σ exp(log_probs)), at least about log 1e-7.
-    """
+    """Append log(1 − Σ exp(log_probs)), at least about log 1e-7, to log-probs of k tokens: [..., k] to [..., k + 1]."""
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
 
@@ -173,15 +138,13 @@ def with_rest(log_probs: jax.Array) -> jax.Array:
 def top_k_divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """`divergence` of k tokens and the rest as one token, for a teacher with top-k log-probs only.
+    """Compute `divergence` with all tokens but k merged into one, for a teacher with top-k log-probs only.
 
-    With r and s the mass of the rest under p and q, it is less than the divergence D of the whole distributions by
+    With r and s the mass of the merged tokens under p and q, it is less than the divergence of whole distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
         jsd: at most ((1 − alpha)·r + alpha·s) · log 2
-
-    so it is at most D, and equal to D without a rest.
 
     Args:
       log_probs: [..., k] float, nats; the policy's, of k different tokens (usually the teacher's most probable).
@@ -189,19 +152,8 @@ def top_k_divergence(
       kind: as in `divergence`.
       alpha: as in `divergence`.
 
-    Returns:
-      [...] float, nats ≥ 0.
-
-    Gradient:
-      With respect to `log_probs`; the teacher is constant.
-
     References:
       SDPO (arXiv:2601.20802), the top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
-
-    Example:
-      >>> p, q = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.log(jnp.array([0.8, 0.1, 0.1]))
-      >>> round(float(top_k_divergence(p[:1], q[:1])), 4), round(float(divergence(p, q)), 4)
-      (0.2231, 0.2231)
     """
     log_probs = floating("log_probs", log_probs)
     teacher = like_log_probs("teacher_log_probs", teacher_log_probs, log_probs)
@@ -212,32 +164,27 @@ def top_k_divergence(
 def sampled_divergence(
     log_probs: jax.Array, old_log_probs: jax.Array | None, teacher_log_probs: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Estimates the reverse KL from the drawn tokens: w · sg(l − l_teacher), w = exp(l − l_old).
+    """Estimate the reverse KL from sampled tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    Its gradient is the policy gradient with the advantage −(l − l_teacher) for each token, at the current params and
+    Its gradient is the policy gradient with the advantage −(l − l_teacher) of each token, at the current params and
     without a clip.
 
     Args:
-      log_probs: [..., T] float, nats; l of the drawn tokens under the policy.
-      old_log_probs: [..., T] float, nats, under the policy that drew them; None: sg(l), w is 1 in value.
-      teacher_log_probs: [..., T] float, nats, under the teacher.
+      log_probs: [..., T] float, nats; l.
+      old_log_probs: [..., T] float, nats, under the policy that sampled; None: sg(l), w is 1 in value.
+      teacher_log_probs: [..., T] float, nats.
       mask: [..., T] bool or 0/1.
 
     Returns:
       [..., T] float, nats of either sign; 0 where the mask is 0.
 
     Gradient:
-      Over tokens drawn from the old policy, its expectation is the gradient of KL(p‖q) in each given state, however far
-      the policy has moved; the value estimates that KL. Its variance is larger than `divergence`'s.
+      Over tokens sampled from the old policy, the expected gradient is ∇KL(p‖q) in each given state, at any distance
+      from the old policy; the expected value is that KL. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), with −(l_old − l_teacher) as the advantage: the same at the
+      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher), which is equal in the
       first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
-
-    Example:
-      >>> l, teacher = jnp.log(jnp.array([[0.5, 0.25]])), jnp.log(jnp.array([[0.25, 0.5]]))
-      >>> [round(float(x), 3) for x in sampled_divergence(l, None, teacher, jnp.ones((1, 2)))[0]]
-      [0.693, -0.693]
     """
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
@@ -257,27 +204,10 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes coef · reduce(divergence), with the reduction of a `loss_type`, and its metrics as sums.
+    """Compute coef · reduce(per_token), with the reduction of `loss_type`, and the metrics as sums.
 
-    With the counts of a whole minibatch the losses of its parts add up, as in `losses.grpo_loss_terms`.
-
-    Args:
-      per_token: [..., T] float, nats: one of the divergences above.
-      mask: [..., T] bool or 0/1; other tokens are ignored.
-      coef: ≥ 0, unitless.
-      loss_type: as in `grpo_loss`; only its reduction is used.
-      max_completion_length: tokens, for dr_grpo; None: T.
-      num_rows: completions of the whole minibatch; None: of this call.
-      num_tokens: masked-in tokens of the whole minibatch; None: of this call.
-
-    Returns:
-      loss: [] float32, to be minimised.
-      sums: `distillation_loss` and `distillation_sum`.
-
-    Example:
-      >>> loss, _ = distillation_loss_terms(jnp.array([[0.2, 0.4, 9.0]]), jnp.array([[1, 1, 0]]), coef=2.0)
-      >>> round(float(loss), 3)
-      0.6
+    `per_token`, [..., T] nats, is one of the divergences above. With the counts of a whole minibatch the losses of its
+    parts add up, as in `losses.grpo_loss_terms`.
     """
     _, reduction = LOSS_TYPES[choose("loss_type", loss_type, LOSS_TYPES)]
     per_token = floating("per_token", per_token)

@@ -1,4 +1,4 @@
-"""The variants of the objective in one table each: importance ratios, per-token policy losses, reductions."""
+"""The variants of the objective, in one table each: importance ratios, per-token policy losses, reductions."""
 
 from __future__ import annotations
 
@@ -25,23 +25,14 @@ from grpo_jax.maths.kl import ESTIMATORS
 
 
 class Tokens(NamedTuple):
-    """The arguments of a surrogate. All arrays are [..., T], and harmless (0, ratio 1) where `mask` is False.
+    """The arguments of a surrogate, arrays [..., T]. Where `mask` is False, values are 0 and ratios 1."""
 
-    Attributes:
-      log_probs: l, the one array that carries a gradient, and by it `log_ratio` and `ratio`.
-      log_ratio: l − l_old.
-      ratio: w at the chosen importance sampling level.
-      advantages: A, constant.
-      mask: bool.
-      log_weights: [...] summed log of the sampler weights of each row (vespo only).
-    """
-
-    log_probs: jax.Array
-    log_ratio: jax.Array
-    ratio: jax.Array
-    advantages: jax.Array
-    mask: jax.Array
-    log_weights: jax.Array
+    log_probs: jax.Array  # l; only l, log_ratio and ratio have a gradient
+    log_ratio: jax.Array  # l − l_old
+    ratio: jax.Array  # w at the importance sampling level
+    advantages: jax.Array  # A
+    mask: jax.Array  # bool
+    log_weights: jax.Array  # [...], summed log of the sampler weights of each row (vespo only)
 
 
 class Counts(NamedTuple):
@@ -54,32 +45,32 @@ class Counts(NamedTuple):
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
-    """exp(log_ratio) without overflow: the log-ratio is bounded above, and its gradient is kept."""
+    """Return exp(log_ratio), with the log-ratio bounded above in value but not in gradient."""
     return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
 def row_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ m·x over the row, [..., T] → [..., 1]."""
+    """Return Σ m·x over the row, [..., T] → [..., 1]."""
     return jnp.sum(values, axis=-1, keepdims=True, where=mask)
 
 
 def row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ m·x / max(Σ m, 1) over the row, [..., T] → [..., 1]."""
+    """Return Σ m·x / max(Σ m, 1) over the row, [..., T] → [..., 1]."""
     return row_sum(values, mask) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
 def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """w_t = exp(l_t − l_old_t)."""
+    """Return w_t = exp(l_t − l_old_t)."""
     return _exp(log_ratio)
 
 
 def sequence_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """w_t = exp(Σ m (l − l_old) / Σ m), the same for every token of the row; gradient through the mean (GSPO)."""
+    """Return w_t = exp(Σ m (l − l_old) / Σ m), equal for all tokens of a row; gradient through the mean (GSPO)."""
     return jnp.broadcast_to(_exp(row_mean(log_ratio, mask)), log_ratio.shape)
 
 
 def trajectory_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): the weight of the whole completion, own token's gradient."""
+    """Return w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): the completion's weight, the token's own gradient."""
     return sg(_exp(row_sum(log_ratio, mask))) * jnp.exp(log_probs - sg(log_probs))
 
 
@@ -91,12 +82,12 @@ RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
-    """min, with the gradient of `first` at a tie (jnp.minimum would halve it)."""
+    """Return the minimum, with the gradient of `first` at a tie (jnp.minimum halves it)."""
     return jnp.where(first <= second, first, second)
 
 
 def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
+    """Return p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
     w, A = tokens.ratio, tokens.advantages
     first = w if settings.delta is None else _lesser(w, settings.delta)
     second = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_epsilon)
@@ -104,19 +95,19 @@ def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −sg(min(w, ε_high))·A·l: the weight is capped, the gradient never vanishes."""
+    """Return p = −sg(min(w, ε_high))·A·l: the weight is capped, and the gradient never vanishes."""
     return -sg(jnp.minimum(tokens.ratio, settings.upper_epsilon)) * tokens.advantages * tokens.log_probs
 
 
 def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate instead of the clip, slope 1 at w = 1."""
+    """Return p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate instead of the clip, slope 1 at w = 1."""
     w, A = tokens.ratio, tokens.advantages
     tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
     return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
 
 
 def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), s the log-weight of the whole completion, (k, λ) by the sign of A."""
+    """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), s the completion's log-weight, (k, λ) by the sign of A."""
     A = tokens.advantages
     s = row_sum(jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), tokens.mask) + tokens.log_weights[..., None]
     s = jnp.clip(s, math.log(1e-8), MAX_LOG_RATIO)
@@ -127,7 +118,7 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
-    """The term per token that beta multiplies, from d = l − l_ref."""
+    """Return the term per token that beta multiplies, from d = l − l_ref."""
     w = tokens.ratio
     if settings.kl_placement == "reward":
         # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params, on the unclipped ratio.
@@ -136,7 +127,7 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     if not settings.use_bias_correction_kl:
         return k
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
-        # The geometric mean of a completion's ratios is not an importance weight, of a token or of the completion.
+        # The geometric mean of a completion's ratios is not an importance weight.
         w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
     # k1 and k3 need w in the gradient: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 needs sg(w): w·k2 has
     # the gradient of E_π[d²/2], which is not a KL.
@@ -146,7 +137,7 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
 def near_the_sampler(
     tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
-    """DeepSeek-V3.2's off-policy mask: True where A ≥ 0, or mean_m(l_sampling − l) ≤ threshold."""
+    """Return DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
     l, l_sampling = tokens.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
@@ -158,7 +149,7 @@ def near_the_sampler(
 def read_importance_weights(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """The weights for sampler against trainer ([..., 1] or [..., T]; None for 1), and their summed logs [...]."""
+    """Return the sampler weights ([..., 1] or [..., T]; None if they are 1) and their summed logs [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
     weights = row_or_token("importance_weights", importance_weights, l)
@@ -167,7 +158,7 @@ def read_importance_weights(
 
 
 SAMPLER_WEIGHT_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""Per token or per completion; a weight outside of the bounds is clipped, or becomes 0."""
+"""Weights per token or per completion; outside of the bounds they are clipped or set to 0."""
 
 
 def sampler_weights(
@@ -179,7 +170,7 @@ def sampler_weights(
     clip_max: Scalar | None = 3.0,
     clip_min: Scalar | None = None,
 ) -> jax.Array:
-    """Importance weights of completions drawn from another engine's distribution μ instead of π_old.
+    """Compute importance weights of completions sampled from an engine's distribution μ instead of π_old.
 
         δ = log π_old − log μ per token
         token:     w_t = exp(δ_t)
@@ -191,9 +182,9 @@ def sampler_weights(
     −1e4 (−inf) count as −1e4, and |log w| above 20 as 20. For a token that the engine could not score (NaN), δ = 0.
 
     Args:
-      old_log_probs: [..., T] float, nats, under π_old, by the trainer's own scorer.
-      sampling_log_probs: [..., T] float, nats, under the engine's sampling distribution.
-      mask: [..., T] bool or 0/1; True on the tokens that count. A row of T tokens is one completion.
+      old_log_probs: [..., T] float, nats, under π_old, computed by the trainer.
+      sampling_log_probs: [..., T] float, nats, under μ.
+      mask: [..., T] bool or 0/1; a row of T tokens is one completion.
       mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
       clip_max: > 0, upper bound of the weights; None: no bound.
       clip_min: ≥ 0, lower bound; None: no bound.
@@ -206,8 +197,8 @@ def sampler_weights(
       ValueError: wrong shapes or dtypes, an unknown mode.
 
     Gradient:
-      None: the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] with sequence weights. Token weights omit
-      the weights of earlier tokens: they are exact for completions of one token. Bounds trade bias for variance.
+      None: the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
+      the weights of earlier tokens and are exact for completions of one token only. Bounds trade bias for variance.
 
     References:
       TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
@@ -227,7 +218,7 @@ def sampler_weights(
         if value.shape != old.shape or old.ndim == 0:
             raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, the shape of old_log_probs [..., T].")
     delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
-    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # no gradient passes here: one `where` is enough
+    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # one `where` is enough, since there is no gradient
     if mode.startswith("sequence"):
         delta = delta.sum(axis=-1)
     w = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -238,32 +229,31 @@ def sampler_weights(
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Σ_rows (Σ m·x / max(Σ m, 1)) / rows: every completion weighs the same, so the tokens of long ones weigh less."""
+    """Return Σ_rows (Σ m·x / max(Σ m, 1)) / rows: completions weigh the same, so tokens of long ones weigh less."""
     return jnp.sum(row_mean(values, mask)) / counts.rows
 
 
 def mean_of_row_sums(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Σ m·x / rows."""
+    """Return Σ m·x / rows."""
     return jnp.sum(values, where=mask) / counts.rows
 
 
 def mean_of_tokens(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Σ m·x / max(tokens, 1)."""
+    """Return Σ m·x / max(tokens, 1)."""
     return jnp.sum(values, where=mask) / jnp.maximum(counts.tokens, 1)
 
 
 def sum_over_normalizer(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Σ m·x / max(normalizer, 1)."""
+    """Return Σ m·x / max(normalizer, 1)."""
     return jnp.sum(values, where=mask) / jnp.maximum(counts.normalizer, 1)
 
 
 def sum_over_constant(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Σ m·x / (rows·max_completion_length): no denominator depends on what was sampled."""
+    """Return Σ m·x / (rows·max_completion_length): the denominator does not depend on the sample."""
     return jnp.sum(values, where=mask) / (counts.rows * counts.max_completion_length)
 
 
 Surrogate = Callable[[Tokens, "LossSettings"], jax.Array]
-
 
 Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
 
@@ -278,20 +268,18 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
 }
-"""To add a loss: a function and a row here, its name in `config.fields.LossType` and in the docstring of `grpo_loss`,
-its NumPy version in tests/maths/test_losses.py, and a setting in `experiments.estimators`.
+"""The surrogate and the reduction of each loss type.
 
-If it clips, extend `clip_events`; if it uses the sampler's weights itself, as `vespo` does, `losses.grpo_loss_terms`.
-Its settings are fields of `LossSettings`, `grpo_loss` and `GRPOConfig`; contradictions with other fields go into
-`config.contradictions`, and its relation to TRL's fields into `compat.trl_fields`.
+To add a loss, add a function and a row here, its name to `config.fields.LossType` and the docstring of `grpo_loss`, its
+NumPy version to tests/maths/test_losses.py, and a setting to `experiments.estimators`. If it clips, extend
+`clip_events`; if it applies the sampler's weights itself, as `vespo` does, extend `losses.grpo_loss_terms`. Add new
+settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their contradictions with other fields to
+`config.contradictions`, and their relation to TRL's fields to `compat.trl_fields`.
 """
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Where the ratio is outside of the range on the side on which the clip stops the gradient, [..., T] bool.
-
-    All False for a surrogate that is not named here.
-    """
+    """Return where the clip stops the gradient, [..., T] bool for each metric; all False for other surrogates."""
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
@@ -310,13 +298,9 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """The choices and numbers of the objective, fixed for a run; `grpo_loss` documents each field.
+    """The settings of the objective, as arguments of `grpo_loss` and fields of `GRPOConfig` with the same names.
 
-    `update.objective.loss_settings` reads them from the fields of `GRPOConfig` with the same names; `surrogate` is an
-    argument of `train`.
-
-    Raises:
-      ValueError: a name that is not in its table.
+    `surrogate` is an argument of `train`. Unknown names raise a ValueError.
     """
 
     loss_type: str = "dapo"
@@ -349,7 +333,7 @@ class LossSettings:
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:
-        """The surrogate and the reduction of `loss_type`, or the caller's own surrogate and that reduction."""
+        """The surrogate, which is the caller's own if given, and the reduction of `loss_type`."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 

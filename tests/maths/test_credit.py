@@ -1,5 +1,6 @@
-"""Credit of turns and tokens: by hand, against what is known in special cases, and expected over all groups."""
+"""Credit of turns and tokens: by hand, in special cases, and in expectation over all groups."""
 
+import functools
 import itertools
 
 import jax
@@ -45,8 +46,10 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     assert divided[0, 0, 0] == divided[0, 0, 1]
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize(
+    ("scale_rewards", "aggregation"),
+    [*((scale, "sum_then_normalize") for scale in ("group", "batch", "none")), ("group", "normalize_then_sum")],
+)
 def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation):
     """At every token, to the bit, also where a function has not scored."""
     rng = np.random.default_rng(0)
@@ -74,23 +77,24 @@ def log_pi(params, actions):
     return jnp.stack([first, jax.nn.log_softmax(params[2:].reshape(2, 2)[actions[0]])[actions[1]]])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def expected_gradient(ends_early, credit):
     """Σ over all groups of their chance times (1/G) Σ_i Σ_t A_it ∇log π(t); and ∇E[R], by the same list."""
     all_actions = list(itertools.product(range(2), repeat=2))
-    if ends_early:  # action 1 ends the completion: its second turn is nobody's choice
+    if ends_early:  # action 1 ends the completion, so that it has no second turn
         all_actions = [(0, 0), (0, 1), (1, None)]
     known = lambda actions: tuple(action or 0 for action in actions)
-    turns = jnp.array([[0, -1 if a[1] is None else 1] for a in all_actions])
-    earned = jnp.array([[EARNED[0][a[0], 0], 0 if a[1] is None else EARNED[1][a]] for a in all_actions])
-    there = (turns >= 0).astype(jnp.float32)
+    turns = np.array([[0, -1 if a[1] is None else 1] for a in all_actions])
+    earned = np.float32([[EARNED[0][a[0], 0], 0 if a[1] is None else EARNED[1][a]] for a in all_actions])
+    there = np.float32(turns >= 0)
     scores = jnp.stack([jax.jacobian(log_pi)(PARAMS, known(a)) for a in all_actions]) * there[..., None]
     l = jnp.stack([(log_pi(PARAMS, known(a)) * t).sum() for a, t in zip(all_actions, there, strict=True)])
-    groups = jnp.array(list(itertools.product(range(len(all_actions)), repeat=G)))
+    groups = np.array(list(itertools.product(range(len(all_actions)), repeat=G)))
     chance = jnp.exp(l[groups].sum(1))
     advantages = credit(earned[groups][..., None], turns[groups])
     found = jnp.einsum("n,ngt,ngtp->p", chance, advantages, scores[groups]) / G
     truth = jnp.einsum("n,n,np->p", jnp.exp(l), earned.sum(1), scores.sum(1))
-    return np.asarray(found), np.asarray(truth), np.asarray(chance.sum())
+    return found, truth, chance.sum()
 
 
 def to_go(**settings):
@@ -125,7 +129,7 @@ def test_what_each_credit_expects(ends_early, credit, factor):
 
 
 def test_rewards_inside_of_a_turn_expect_the_same():
-    """One turn of two tokens, each with its reward: what was earned before a token is not its merit."""
+    """One turn of two tokens, each with its reward: a token is not credited with the reward before it."""
 
     def inside(rewards, turns):
         return turn_advantages(rewards, jnp.zeros_like(turns), scale_rewards="none", estimator="rloo")

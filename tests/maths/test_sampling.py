@@ -1,4 +1,4 @@
-"""Sampling: the distribution is the one that was asked for, the log-prob is exact, and nothing impossible is drawn."""
+"""Sampling: the distribution is the requested one, log-probs are exact, and excluded tokens are never drawn."""
 
 import chex
 import jax
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=None):
-    """The processed distribution in NumPy float64, token by token, by the words of the definition."""
+    """The processed distribution in NumPy float64, token by token, by the definition."""
     probs = np.exp(logits.astype(np.float64) / temperature)
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")
@@ -43,7 +43,7 @@ def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=No
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("vocab", [7, 64, 100])
+@pytest.mark.parametrize("vocab", [7, 100])
 def test_processed_distribution_is_that_of_the_definition(name, vocab):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
     probs = jax.nn.softmax(process_logits(jnp.array(logits), Sampling(**SETTINGS[name])))
@@ -52,8 +52,8 @@ def test_processed_distribution_is_that_of_the_definition(name, vocab):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_pass_a_chi_square(name):
-    """200 000 draws of each setting against its distribution; the keys are fixed, so this passes always or never."""
-    vocab, draws = 50, 200_000
+    """50 000 draws of each setting against its distribution; the keys are fixed, so this passes always or never."""
+    vocab, draws = 50, 50_000
     logits = np.random.default_rng(3).normal(size=vocab) * 1.5
     expected = reference_distribution(logits, **SETTINGS[name])
     draw = jax.jit(lambda key, row: sample_tokens(key, jnp.broadcast_to(row, (draws, vocab)), **SETTINGS[name]))
@@ -66,13 +66,13 @@ def test_frequencies_pass_a_chi_square(name):
 
 def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
     """One likely token in front of 32767 that share 1e-3: the tail is uniform over its blocks and inside them."""
-    vocab, draws = 32768, 400_000
+    vocab, draws = 32768, 100_000
     logits = jnp.full((vocab,), jnp.log(1e-3 / (vocab - 1))).at[0].set(jnp.log(1 - 1e-3))
     u = jax.random.uniform(jax.random.key(0), (draws, 2))
     draw = jax.jit(lambda u, row: jax.lax.map(lambda v: draw_tokens(v, row)[0], u, batch_size=1000))
     tail = np.asarray(draw(u, logits))
     tail = tail[tail > 0]
-    assert abs(len(tail) - 400) < 5 * 20
+    assert abs(len(tail) - 100) < 5 * 10
     assert stats.kstest(tail / vocab, "uniform").pvalue > 1e-4
 
 
@@ -97,28 +97,28 @@ def test_log_prob_is_that_of_the_processed_distribution(name):
 @pytest.mark.quick
 def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
     logits = jax.random.normal(jax.random.key(0), (6, 9))
-    tokens, log_probs = sample_tokens(jax.random.key(1), logits, temperature=0)
+    sample = jax.jit(sample_tokens, static_argnames=("temperature", "top_k"))
+    tokens, log_probs = sample(jax.random.key(1), logits, temperature=0)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_allclose(log_probs, jax.nn.log_softmax(logits).max(-1), atol=1e-6)
-    np.testing.assert_array_equal(tokens, sample_tokens(jax.random.key(1), logits, top_k=1)[0])
+    np.testing.assert_array_equal(tokens, sample(jax.random.key(1), logits, top_k=1)[0])
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-24])
 def test_a_token_of_probability_zero_is_never_drawn_however_the_uniform_falls(u):
-    for alive in range(10):
-        logits = jnp.full((10,), -jnp.inf).at[alive].set(-3.0)
-        token, log_prob = draw_tokens(jnp.array([u, u]), logits)
-        assert int(token) == alive
-        assert float(log_prob) == pytest.approx(0, abs=1e-6)
+    tokens, log_probs = jax.jit(draw_tokens)(np.full((10, 2), u, np.float32), jnp.where(np.eye(10), -3.0, -jnp.inf))
+    np.testing.assert_array_equal(tokens, np.arange(10))
+    np.testing.assert_allclose(log_probs, 0, atol=1e-6)
 
 
 def test_extreme_logits_stay_finite_and_half_precision_is_computed_in_float32():
     logits = jnp.array([[1e30, -1e30, 0.0], [-1e30, -1e30, -1e30], [80.0, 88.0, -200.0]])
-    tokens, log_probs = sample_tokens(jax.random.key(0), logits)
+    sample = jax.jit(sample_tokens)
+    tokens, log_probs = sample(jax.random.key(0), logits)
     assert np.isfinite(log_probs).all()
     assert tokens[0] == 0
     logits = (jax.random.normal(jax.random.key(0), (5, 16)) * 2).astype(jnp.bfloat16)
-    tokens, log_probs = sample_tokens(jax.random.key(1), logits)
+    tokens, log_probs = sample(jax.random.key(1), logits)
     assert (tokens.dtype, log_probs.dtype) == (jnp.int32, jnp.float32)
     expected = jax.nn.log_softmax(logits.astype(jnp.float32))
     np.testing.assert_allclose(log_probs, jnp.take_along_axis(expected, tokens[:, None], 1)[:, 0], atol=1e-6)
@@ -137,7 +137,7 @@ class Variants(chex.TestCase, parameterized.TestCase):
         logits = jax.random.normal(jax.random.key(1), (3, 20))
         tokens, log_probs = self.variant(sample_tokens)(jax.random.split(jax.random.key(0), 3), logits)
         keys = jax.random.split(jax.random.key(0), 3)
-        alone = [sample_tokens(key, row) for key, row in zip(keys, logits, strict=True)]
+        alone = [jax.jit(sample_tokens)(key, row) for key, row in zip(keys, logits, strict=True)]
         np.testing.assert_array_equal(tokens, [int(t) for t, _ in alone])
         np.testing.assert_allclose(log_probs, [float(l) for _, l in alone], atol=1e-6)
         chex.assert_type([tokens, log_probs], [jnp.int32, jnp.float32])
