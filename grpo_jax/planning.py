@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.sft import Config, SFTConfig, stored_config
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -224,7 +224,7 @@ def plan(
 def _answer(text: str) -> str:
     """The plan that a request of `plan` asks for, both as JSON."""
     fields = json.loads(text)
-    target, config = Target.read(fields["device"]), stored_config(fields["config"])
+    target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
     found = _plan_on(
         target.devices(),
         fields["model"],

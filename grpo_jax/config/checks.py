@@ -21,18 +21,14 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return an error line for each setting that does not fit the run.
+    """Return an error line for each setting that does not fit the run; what is None is unknown and not checked.
 
-    Args:
-      num_rows: rows without the dropped long prompts.
-      num_eval_rows: None without an evaluation dataset.
-      longest_prompt: tokens; None: unknown, and `max_prompt_length` stands for it.
-      context_length: positions of the model; None: unknown.
-      num_experts: experts of each sparse layer, 0 for a dense model; None: unknown.
+    Rows are counted without dropped long prompts; `num_eval_rows` is None without an evaluation dataset. If the longest
+    prompt is unknown, `max_prompt_length` is used. A dense model has 0 experts.
     """
     problems = list(config.device_problems(num_devices))
     if num_rows < 1:
-        problems.append("dataset: there are 0 rows to train on; look at the rows, and at max_prompt_length if it drops")
+        problems.append("dataset: there are 0 rows to train on; check the rows, and max_prompt_length if it drops them")
     if num_reward_fns < 1:
         problems.append("reward_fns: the list is empty; give at least one function")
     elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
@@ -50,7 +46,7 @@ def run_problems(
 
 
 def position_problems(longest_prompt: int, max_completion_length: int, context_length: int) -> Iterator[str]:
-    """Yield the error line of prompts and completions that need more positions than the model has."""
+    """Yield the error line if prompts and completions need more positions than the model has."""
     left = context_length - longest_prompt
     if max_completion_length > left:
         fix = (
@@ -66,7 +62,7 @@ def position_problems(longest_prompt: int, max_completion_length: int, context_l
 
 
 def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
-    """Yield the error lines of an evaluation dataset that is missing, empty or does not fit the batch size."""
+    """Yield the error lines of an evaluation dataset and its batch size."""
     if num_rows is None:
         yield from missing_evaluation(config, "train")
         return
@@ -95,15 +91,15 @@ def sft_problems(
         problems += missing_evaluation(config, "sft")
     if context_length is not None and longest > context_length:
         problems.append(
-            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, and the model"
-            f" {context_length} positions; lower it to that"
+            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, and the model has"
+            f" {context_length} positions; use max_length={context_length} or less"
         )
     problems += router_problems(config, num_experts)
     return problems
 
 
 def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
-    """Yield the error line of a setting that needs an evaluation dataset, which `function` was not given."""
+    """Yield the error line of a setting that needs the `eval_dataset` of `train` or `sft` (`function`)."""
     missing = f"there is nothing to evaluate on; pass eval_dataset to {function}"
     if config.eval_steps is not None:
         yield f"{shown(config, 'eval_steps')}: {missing}"
@@ -114,7 +110,4 @@ def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
 def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:
     """Yield the error line of a router loss for a dense model."""
     if config.router_aux_loss_coef and num_experts == 0:
-        yield (
-            f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts, so there is not a"
-            " router to balance; leave it at None"
-        )
+        yield f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts; leave it at None"

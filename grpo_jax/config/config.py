@@ -29,9 +29,9 @@ from grpo_jax.messages import raise_all
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(Settings):
-    """Settings of a GRPO run, validated by the constructor. Fields shared with SFT are in `Settings`.
+    """Settings of a GRPO run. Fields shared with SFT are in `Settings`.
 
-    All errors are reported at once. Settings that depend on the data or the devices are checked when a run starts.
+    The constructor validates all fields. What depends on the data or the devices is checked when a run starts.
 
     Raises:
       ValueError: with one line per error: the field, its value, and the fix.
@@ -47,16 +47,16 @@ class GRPOConfig(Settings):
     """
 
     # Sampling.
-    num_generations: Annotated[int, In("[2, inf)", "a group of one has nothing to be compared with: use 2 or more")] = 8
+    num_generations: Annotated[int, In("[2, inf)", "a group of one completion has no baseline: use 2 or more")] = 8
     """G, completions of each prompt."""
     max_completion_length: Count = 512
     """T, tokens; a completion that reaches it without an EOS is truncated."""
     max_prompt_length: Count | None = None
-    """Tokens; None: bounded by the model's context only. Ours."""
+    """Tokens; None: the model's context is the only limit. Ours."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """A row whose prompt is longer than `max_prompt_length` is an error, or is dropped and counted. Ours."""
+    """Raise for a row with a longer prompt than `max_prompt_length`, or drop and count it. Ours."""
     temperature: Annotated[float, In("(0, inf)", "sampling needs more than 0 (greedy is for evaluation)")] = 1.0
-    """Divides the logits, in sampling and in every log-prob of the loss."""
+    """Divides the logits in sampling and in all log-probs of the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
     """Keep the most probable tokens up to this probability mass; 1.0: all."""
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
@@ -64,61 +64,58 @@ class GRPOConfig(Settings):
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Drop tokens less probable than this fraction of the most probable one; None: off."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
-    """Strings that end a turn, or a completion of one turn, such as ["</answer>"]; matched across token boundaries. The
-    tokens up to the one that completes a string are kept and trained on. None: only an EOS ends it. Ours."""
+    """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
+    tokens up to the end of the string are trained on. None: only an EOS ends a turn. Ours."""
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Further token ids that end a turn, as an EOS does. Ours."""
     max_turn_length: Count | None = None
-    """Largest number of tokens of one turn. A turn that reaches it goes to the environment unfinished and is counted in
-    `turns/cut_short`; without tools and environments the completion is truncated. None: bounded by
-    `max_completion_length` only. Ours."""
+    """Largest number of tokens of one turn; None: `max_completion_length`. A turn that reaches it is passed to the
+    environment and counted in `turns/cut_short`; without tools or environments the completion is truncated. Ours."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
-    """Micro-batches of one generation batch; None: `gradient_accumulation_steps`, which is one update per pass."""
+    """Micro-batches of one generation batch; None: `gradient_accumulation_steps`, one update per pass."""
     generation_batch_size: Count | None = setting(None, resume="rounding")
     """Completions of one iteration over all devices, instead of `steps_per_generation`; set one of the two."""
     num_iterations: Count = 1
     """μ, passes over the completions of one iteration."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions decoded at a time, over all devices, with further prompts filling slots as they become free; None:
-    all. On a mesh every device gets the same number of whole groups, at least one. Ours."""
+    """Completions decoded at a time over all devices, with new prompts in free slots; None: all. Each device of a mesh
+    has the same number of whole groups. Ours."""
     rollout_ahead: bool = False
-    """Sample the next iteration's completions while the reward functions run, with the policy before this iteration's
-    updates. Training data is then one iteration old, and the ratio corrects for it. A server samples during the updates
-    too. Ours."""
+    """Sample the next iteration's completions while the reward functions run, before this iteration's updates. Training
+    data is then one iteration old, and the ratio corrects for it. A server also samples during the updates. Ours."""
     environment_timeout: Positive | None = 300.0
     """Seconds that one call of an environment or a tool may take; None: no limit. Ours."""
     max_tool_calling_iterations: Count | None = None
-    """Largest number of turns of a completion that may call tools; None: no limit."""
+    """Largest number of turns with tool calls in a completion; None: no limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """A failing environment stops the run, or ("end") only its episode, which is counted and keeps its reward. Ours."""
+    """Whether a failing environment stops the run or ends its episode, which is counted and keeps its reward. Ours."""
     shuffle_dataset: bool = True
-    """Shuffle the prompts in every epoch."""
+    """Shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False
-    """Replace zero-signal groups by groups of further prompts, in at most 4 further rollouts (DAPO, arXiv 2503.14476).
-    Ours."""
+    """Replace zero-signal groups by new prompts in at most 4 further rollouts (DAPO, arXiv 2503.14476). Ours."""
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
     """One weight per reward function; None: 1.0 each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
-    """If a reward function raises: stop the run, or treat its scores as missing and count them. Ours."""
+    """If a reward function raises, stop the run or treat its scores as missing and count them. Ours."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale of advantages: see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
+    """Baseline and scale of advantages, see `compute_advantages`; all but "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
-    """Standard deviation that advantages are divided by; True and False stand for "group" and "none"."""
+    """Standard deviation that divides advantages; True and False mean "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Sum the weighted rewards, then normalize; or normalize each reward first (GDPO, arXiv 2601.05242)."""
     turn_credit: Literal["episode", "to_go"] = "episode"
-    """Rewards that a turn is credited with, see `turn_advantages`: all of its completion, or only from the turn on.
-    Rewards of turns are lists that reward functions return, or what `respond` returns with the text. Ours."""
+    """Whether a turn is credited with all rewards of its completion or those from the turn on, see `turn_advantages`.
+    Reward functions return rewards of turns as lists, and environments return them from `respond`. Ours."""
     mask_truncated_completions: bool = False
     """Leave completions without an EOS out of the loss (DAPO, arXiv 2503.14476)."""
 
     # The policy loss.
     loss_type: LossType = "dapo"
-    """Surrogate and reduction: a row of `LOSS_TYPES` in `maths.surrogates`."""
+    """Surrogate and reduction, see `maths.surrogates.LOSS_TYPES`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
     """Level of the ratio: the token's own, a completion's geometric mean (GSPO, arXiv 2507.18071) or product (ours)."""
     epsilon: Positive = 0.2
@@ -142,22 +139,21 @@ class GRPOConfig(Settings):
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
     """ρ, fraction of the tokens with the highest entropy that the policy loss keeps (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Nats per token. Completions with A < 0 and a larger mean of l_sampling − l are masked out (DeepSeek-V3.2); None:
-    off."""
+    """Mask out completions with A < 0 and mean l_sampling − l above this, in nats (DeepSeek-V3.2); None: off."""
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )
-    """Form of the importance weights π_old / π_sampler if `train` has a `sampler`; None: no weights. Ours."""
+    """Importance weights π_old / π_sampler of an external `sampler`, see `sampler_weights`; None: off. Ours."""
     sampler_correction_max: Positive | None = 3.0
-    """Upper bound of the weights, see `maths.sampler_weights`; None: no bound. Ours."""
+    """Upper bound of the weights; None: no bound. Ours."""
     sampler_correction_min: NotNegative | None = None
     """Lower bound of the weights; None: no bound. Ours."""
 
     # Entropy, KL and the reference.
     entropy_coef: NotNegative = 0.0
-    """Weight of the mean token entropy (nats), which is subtracted from the loss; the initial one if adaptive."""
+    """Weight of the entropy bonus, the mean token entropy in nats; the initial weight if adaptive."""
     use_adaptive_entropy: bool = False
-    """Move `entropy_coef` at every optimizer step towards `entropy_target` (Skywork-OR1, arXiv 2505.22312)."""
+    """Adapt `entropy_coef` at each optimizer step to reach `entropy_target` (Skywork-OR1, arXiv 2505.22312)."""
     entropy_coef_min: NotNegative = 0.0
     """Lowest adaptive coefficient."""
     entropy_coef_max: NotNegative = 1.0
@@ -165,47 +161,44 @@ class GRPOConfig(Settings):
     entropy_coef_delta: Positive = 0.005
     """Step of the adaptive coefficient."""
     entropy_target: NotNegative = 0.2
-    """Nats per token; the bonus acts at and below it. Set it near the entropy of the first steps."""
+    """Nats per token; the bonus acts at and below it. Use a value near the entropy of the first steps."""
     beta: Annotated[float, In("[0, inf)", "use 0 for no KL term (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference; 0: no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator of the KL in the loss, see `kl_divergence`. TRL has k3 only."""
     use_bias_correction_kl: bool = True
-    """Multiply the estimator by the ratio, which makes its gradient the gradient of KL(π‖ref), token by token, at
-    any μ (DeepSeek-V3.2). Otherwise k3 has the gradient of KL(ref‖π) even at μ = 1, and is biased off-policy.
-
-    Token by token means for a given state: the effect of a token on later states is missing, on-policy too. Only
+    """Multiply the estimator by the ratio, so that its gradient is ∇KL(π‖ref) per token, in a given state, at any μ
+    (DeepSeek-V3.2). Without it, k3 has the gradient ∇KL(ref‖π) on-policy and is biased off-policy. Only
     `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for whole completions."""
     kl_correction_level: Literal["token", "importance_sampling_level"] = "token"
-    """Ratio of that correction if `importance_sampling_level` is "sequence": the token's own, or the sequence's (TRL),
-    which is biased. The other levels use their own ratio. Ours."""
+    """Ratio in this correction if `importance_sampling_level` is "sequence": the token's own, or the sequence's (TRL;
+    biased). Other levels use their own ratio. Ours."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Where the KL enters: in the loss, or in the advantages, as −beta × the sum of the log-ratios from a token to the
-    end of the completion. The latter with `importance_sampling_level="trajectory"` has the gradient of the KL of whole
-    completions at any μ. Ours."""
+    """Add the KL to the loss, or subtract beta × the sum of log-ratios from a token to the end of its completion from
+    the advantages, which with `importance_sampling_level="trajectory"` is exact at any μ. Ours."""
     sync_ref_model: bool = False
     """Move the reference towards the policy every `ref_model_sync_steps` (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
     """Optimizer steps between two syncs."""
     ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy, 0 would never move the reference")] = 0.6
-    """α of a sync: ref ← α·policy + (1 − α)·ref. With adapters the products A·B are mixed, not their factors: the
-    reference then holds the factors of the last 16 syncs (α = 0.6; 6 for 0.9, 1 for 1.0)."""
+    """α of a sync: ref ← α·policy + (1 − α)·ref. Of adapters the products A·B are mixed: the reference holds the
+    factors of the last 16 syncs (α = 0.6; 6 for 0.9, 1 for 1.0)."""
 
     # A teacher.
     distillation_coef: NotNegative = 0.0
-    """Weight of the divergence from the teacher, which is added to the policy loss. Ours."""
+    """Weight of the divergence from the teacher in the loss. Ours."""
     distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher, see `maths.supervised`. Ours (TRL: by `distillation_alpha`, or `beta`)."""
     distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual (0: forward_kl, 1: reverse_kl)")] = 0.5
     """Weight of the teacher in jsd (in TRL's SDPO; TRL's GKD calls it `beta`)."""
     distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"
-    """Compare whole distributions of a model, k tokens and the rest of a scorer, or the sampled token (TRL's SDPO)."""
+    """Compare whole distributions, k tokens and the rest, or the sampled token (TRL's SDPO)."""
     distillation_topk: Count | None = None
-    """k, tokens whose log-probs a scorer returns at each position (in TRL's SDPO the policy's most probable)."""
+    """k, tokens with log-probs from the scorer at each position (in TRL's SDPO the policy's most probable)."""
 
     # Optimizer, memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
-    """Recompute activations in the backward pass, about a fifth slower; None: if they would not fit (TRL: True)."""
+    """Recompute activations in the backward pass, about a fifth slower; None: if they do not fit (TRL: True)."""
 
     # Evaluation, logging, checkpoints.
     num_generations_eval: Count | None = setting(None, resume="free")
@@ -233,18 +226,9 @@ class GRPOConfig(Settings):
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes.
+        """Return the batch sizes; if `num_devices` is None, for the size of `mesh` or 1.
 
-        Args:
-          num_devices: devices of the run; None: the size of `mesh`, or 1.
-
-        Raises:
-          ValueError: if `generation_batch_size` does not split evenly over that many devices.
-
-        Example:
-          >>> from grpo_jax import GRPOConfig
-          >>> GRPOConfig(per_device_train_batch_size=32, gradient_accumulation_steps=2, num_iterations=3).sizes()[:4]
-          (8, 64, 1, 3)
+        A `generation_batch_size` that does not split evenly over the devices raises a ValueError.
         """
         shards, group = self.data_shards(num_devices), self.num_generations
         raise_all("GRPOConfig", list(self.split_problems(shards)))
@@ -266,7 +250,7 @@ class GRPOConfig(Settings):
         )
 
     def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the largest number of prompts that `max_steps` can take, with refills; None without `max_steps`."""
+        """Return the largest number of prompts that `max_steps` may need, with refills; None without `max_steps`."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes(num_devices)
@@ -275,11 +259,11 @@ class GRPOConfig(Settings):
 
     @property
     def on_policy(self) -> bool:
-        """Whether every update starts from the policy that sampled its completions, so that the ratio is 1."""
+        """Whether the policy of each update is the one that sampled its completions, so that the ratio is 1."""
         return self.sizes().updates == 1 and not self.rollout_ahead
 
     def batch_problems(self, wrong: Container[str]) -> Iterator[str]:
-        """Yield the error lines of batch sizes that do not divide on any number of devices."""
+        """Yield the error lines of batch sizes that do not fit together on any number of devices."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
         if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
             return

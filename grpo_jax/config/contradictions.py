@@ -10,8 +10,7 @@ from grpo_jax.config.settings import Settings, shown
 _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
-
-# Fields that the test reads (the first one heads the message); the test; the fix.
+# The fields that a test reads, of which the message names the first one; the test; the fix.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
     (
         "epsilon_high loss_type",
@@ -161,7 +160,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
 
 
 def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
-    """Yield an error line for each contradiction between fields of the config that are not in `wrong`."""
+    """Yield an error line for each contradiction between fields that are not in `wrong`."""
     right = SimpleNamespace()
     vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
     for names, holds, fix in _CONTRADICTIONS:

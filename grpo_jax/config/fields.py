@@ -1,6 +1,6 @@
-"""How the fields of a settings class are read and checked by their annotations.
+"""Conversion and validation of config fields by their annotations.
 
-An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of such, or `Annotated[...,
+An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of these, or `Annotated[...,
 reader]` with a function that reads the value.
 """
 
@@ -19,13 +19,13 @@ _Default = TypeVar("_Default")
 
 @dataclasses.dataclass(frozen=True)
 class In:
-    """Bounds of a number, written as an interval such as `"(0, 1]"`, and what to do when it lies outside."""
+    """Bounds of a number, written as an interval such as `"(0, 1]"`, and advice for values outside."""
 
     interval: str
     fix: str
 
     def fault(self, value: float) -> str:
-        """Return the error of a value outside the interval, else ""."""
+        """Return an error for a value outside the interval, otherwise ""."""
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
         if (low < value or (with_low and value == low)) and (value < high or (with_high and value == high)):
@@ -42,13 +42,13 @@ NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
-"""How a setting may differ when a run resumes. "free": the params do not depend on it. "rounding": it may split the
-same batches differently, which only changes rounding. "length": the total number of steps is compared instead. "to
-none": it may become "none", which would have given the same steps so far."""
+"""How a setting may change when a run resumes. "free": the params do not depend on it. "rounding": it splits the same
+batches differently, which changes rounding only. "length": the total number of steps is compared instead. "to none": it
+may change to "none", which would have given the same steps so far."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """A dataclass field whose metadata say how it may differ on resume; None (and a plain field): not at all."""
+    """Return a dataclass field that may change on resume as `resume` says; None, as in plain fields: not at all."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
@@ -60,7 +60,7 @@ def unknown_field(name: str, known: set[str], foreign: dict[str, str]) -> str:
 
 
 def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
-    """Return the sizes nearest to `value` that fit, in words."""
+    """Return a phrase with the nearest smaller and larger sizes that fit."""
     below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
     above = next((size for size in range(value + 1, 100 * value + 1000) if fits(size)), None)
     sizes = [str(size) for size in (below, above) if size is not None]
@@ -92,7 +92,7 @@ def read(kind: object, value: object) -> Read:
 
 
 def _read_name(names: tuple[str, ...], value: object) -> Read:
-    """Return the name of a variant, or an error with the nearest and all names."""
+    """Return the name of a variant, or an error that lists the nearest and all names."""
     if isinstance(value, str) and value in names:
         return value, ""
     close = nearest(str(value).lower(), names, cutoff=0.5)
@@ -101,7 +101,7 @@ def _read_name(names: tuple[str, ...], value: object) -> Read:
 
 
 def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
-    """Return a number as a Python int or float (NumPy's scalars are taken)."""
+    """Return a number, which may be a NumPy scalar, as a Python int or float."""
     noun = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value, f"must be {noun}, not {type(value).__name__}"
@@ -125,11 +125,10 @@ NO_FLOAT16 = (
     "gradients below 6e-8 are 0 in float16, and loss scaling is not implemented; use bfloat16, which has the range"
     " of float32"
 )
-"""Why float16 is refused."""
 
 
 def read_dtype(value: object) -> Read:
-    """Return the name of a dtype to compute in."""
+    """Return the name of a compute dtype."""
     if str(value) in ("float16", "fp16", "half"):
         return value, NO_FLOAT16
     return read(Literal["auto", "float32", "bfloat16"], value)
@@ -153,7 +152,7 @@ def read_weights(value: object) -> Read:
 
 
 def read_stop(value: object) -> Read:
-    """Return stop strings as a tuple; None for none."""
+    """Return stop strings as a tuple; None if there are none."""
     listed = (value,) if isinstance(value, str) else value
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
@@ -163,7 +162,7 @@ def read_stop(value: object) -> Read:
 
 
 def read_token_ids(value: object) -> Read:
-    """Return token ids as a tuple; None for none."""
+    """Return token ids as a tuple; None if there are none."""
     listed = (value,) if isinstance(value, int) else value
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""

@@ -1,4 +1,4 @@
-"""`Settings`: the fields that `GRPOConfig` and `SFTConfig` share, and how all fields are read and checked at once."""
+"""`Settings`: the fields that `GRPOConfig` and `SFTConfig` share, and the validation of all fields."""
 
 import dataclasses
 import math
@@ -38,8 +38,7 @@ class Sizes(NamedTuple):
       prompts_per_update: prompts of a minibatch.
       micro_batches: micro-batches of a minibatch (`gradient_accumulation_steps`).
       micro_prompts: prompts of a micro-batch.
-      micro_completions: completions of each of its prompts: G, or a divisor of G if a micro-batch is smaller than a
-        group.
+      micro_completions: completions per prompt of a micro-batch: G, or a divisor of G.
     """
 
     prompts: int
@@ -64,50 +63,46 @@ OTHER_NAMES = {
     "group_size": "use num_generations",
     "batch_size": "use per_device_train_batch_size (completions)",
 }
-"""Name of another library's setting → what to use here."""
+"""Advice for settings of other libraries, by name."""
 
 
 def hints() -> dict[str, str]:
-    """Return the advice for names that are not fields: `OTHER_NAMES`, and the tables registered in `messages`."""
+    """Return the advice for unknown fields: `OTHER_NAMES` and the tables registered in `messages`."""
     return OTHER_NAMES | {name: advice for table in foreign_names for name, advice in table().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of the configs: their common fields. Values are read and checked before the constructor returns.
-
-    The annotation of a field is its rule, see `config.fields`.
-    """
+    """Base class of the configs, with their common fields. The constructor validates them by their annotations."""
 
     # Text.
     chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
-    """Further keywords of the tokenizer's `apply_chat_template` (TRL's SFT: a column of that name)."""
+    """Further keywords for the tokenizer's `apply_chat_template` (TRL's SFT: a column of that name)."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
-    """Pad prompts (SFT: examples) to a multiple of this many tokens, so that few shapes are compiled; "auto": 32; None:
-    pad to the longest only. TRL's "auto" pads on Trainium only."""
+    """Pad prompts (SFT: examples) to a multiple of this many tokens, so that few shapes are compiled; "auto": 32 (TRL:
+    only on Trainium); None: pad to the longest only."""
 
     # Batches (see `Sizes`).
     per_device_train_batch_size: Count = setting(8, resume="rounding")
-    """Completions (not prompts) of one micro-batch on one device: whole groups, or a divisor of one. SFT: examples, or
-    blocks with `packing`."""
+    """Completions of one micro-batch on one device: whole groups, or a divisor of one (SFT: examples or blocks)."""
     gradient_accumulation_steps: Count = setting(1, resume="rounding")
-    """Micro-batches of one optimizer step; how a batch is cut does not change the gradient."""
+    """Micro-batches of one optimizer step; the split does not change the gradient."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train by num_train_epochs")] = setting(-1, resume="length")
     """Optimizer steps of the run; -1: as many as `num_train_epochs` takes."""
     num_train_epochs: Positive = setting(3.0, resume="length")
     """Passes over the dataset if `max_steps` is -1; batches continue across the end of an epoch."""
     seed: Annotated[int, In("[0, 4294967295]", "use a whole number from 0 to 2**32 - 1")] = 42
-    """Seed of every random key of the run: sampling and shuffling."""
+    """Seed of sampling and shuffling."""
 
     # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
     """Peak of the schedule, for AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
-    """Shape of the schedule over the run: down to 0 ("linear", "cosine"), or flat."""
+    """Schedule over the run: decay to 0 ("linear", "cosine"), or constant."""
     warmup_steps: NotNegative = 0
     """Optimizer steps of linear warm-up from 0; below 1: a fraction of all steps."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of AdamW, on all parameters but norms and biases, as in transformers."""
+    """Decoupled weight decay of AdamW, on all parameters except norms and biases, as in transformers."""
     adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
     """Decay of the first moment."""
     adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999
@@ -117,11 +112,11 @@ class Settings:
     max_grad_norm: NotNegative = 1.0
     """Bound of the global gradient norm; 0: no clipping."""
     router_aux_loss_coef: NotNegative | None = None
-    """Factor of the load-balancing loss of a mixture of experts; None: the checkpoint's own (Qwen3: 0.001); 0: none.
-    The loss is over the trained tokens of a micro-batch or packed sequence, see `models.experts.router_loss`."""
+    """Weight of the load-balancing loss of a mixture of experts, see `models.experts.router_loss`; None: the
+    checkpoint's own (Qwen3: 0.001); 0: off."""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_dtype] = "auto"
     """Dtype of matrix products; softmax, norms, logits and log-probs are always float32. "auto": bfloat16 on TPUs and
-    on GPUs of compute capability 8.0 or more, float32 elsewhere. Ours (TRL: `bf16`)."""
+    GPUs of compute capability 8.0 or higher, float32 elsewhere. Ours (TRL: `bf16`)."""
     mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
     """Devices along "data", "fsdp" and "tensor", such as {"data": 2, "fsdp": 4}; None: one device. Ours."""
 
@@ -131,23 +126,22 @@ class Settings:
     per_device_eval_batch_size: Count = setting(8, resume="free")
     """Completions (SFT: examples) evaluated at a time on one device."""
     logging_steps: Count = setting(10, resume="free")
-    """Optimizer steps between two lines of metrics, which are means over them; unlike TRL's, not a fraction."""
+    """Optimizer steps per line of metrics, which are means over these steps; not a fraction as in TRL."""
     logging_first_step: bool = setting(True, resume="free")
-    """Write a line after the first optimizer step too, so that curves start at step 1 (TRL: False)."""
+    """Also log the first optimizer step, so that curves start at step 1 (TRL: False)."""
     save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints; None: only at the end. One is always written at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
-    """Also write a checkpoint at the end of an optimizer step if the last is this many minutes old, or 20 times the
-    time it took to write, if that is longer; None: off. Of several processes the clock of process 0 decides. Ours."""
+    """Also write a checkpoint after an optimizer step if the last one is older than this and than 20 times its writing
+    time, by the clock of process 0; None: off. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
-    """Number of checkpoints of `save_steps` to keep: the newest, and the best; None: all. A checkpoint of a stop signal
-    or of `save_minutes` is deleted when the next is written."""
+    """Number of checkpoints of `save_steps` to keep, the newest and the best; None: all. Checkpoints of signals and
+    `save_minutes` are deleted when the next one is written."""
     max_skipped_updates: Count | None = setting(10, resume="free")
-    """Stop the run after this many consecutive updates that were skipped for a loss or gradient that is not finite;
-    None: never. Ours."""
+    """Stop after this many consecutive updates skipped for a non-finite loss or gradient; None: never. Ours."""
     metric_for_best_model: str | None = setting(None, resume="free")
-    """Metric of `metrics.jsonl` that compares checkpoints: "reward", "eval/reward", SFT: "eval/loss". The best is kept
-    in addition to `save_total_limit`. The last logged value is used, for evaluations only one of the same step."""
+    """Metric of `metrics.jsonl` that compares checkpoints by its last value: "reward", "eval/reward", SFT: "eval/loss".
+    The best checkpoint is kept in addition to `save_total_limit`."""
     greater_is_better: bool | None = setting(None, resume="free")
     """Whether the best of `metric_for_best_model` is the greatest; None: unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
@@ -155,8 +149,7 @@ class Settings:
 
     # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
-    """Trackers that the run opens and closes: "tensorboard", "wandb", "trackio", a list of them, "all" that are
-    installed, or "none". The default is from transformers 5; transformers 4 reported to all."""
+    """Trackers: "tensorboard", "wandb", "trackio", a list of them, "all" installed ones, or "none"."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in the trackers; None: they choose one."""
     project: str = setting("huggingface", resume="free")
@@ -173,7 +166,7 @@ class Settings:
     """Branch to push to; None: the main one."""
 
     def __new__(cls, *args: object, **values: object) -> Self:
-        """Refuse names that are not fields, together with all other errors."""
+        """Report unknown fields together with all other errors."""
         if args:
             raise ValueError(
                 f"{cls.__name__} takes its fields by keyword; for a dict use {cls.__name__}.from_dict(...)"
@@ -194,11 +187,11 @@ class Settings:
         raise_all(type(self).__name__, self._read())
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        """Yield an error line for each contradiction between fields; those in `wrong` have errors of their own."""
+        """Yield an error line for each contradiction between fields that are not in `wrong`."""
         raise NotImplementedError
 
     def _read(self) -> list[str]:
-        """Replace each value by its plain Python type, and return the error lines."""
+        """Convert each value to a plain Python type, and return the error lines."""
         problems, wrong = [], set()
         for field in dataclasses.fields(self):
             stated = getattr(self, field.name)
@@ -226,10 +219,9 @@ class Settings:
         raise NotImplementedError
 
     def data_shards(self, num_devices: int | None = None) -> int:
-        """Return the number of devices that prompts or examples are split over: all except along the "tensor" axis.
+        """Return the number of devices that prompts are split over: all except along the "tensor" axis.
 
-        Args:
-          num_devices: devices of the run; None: the size of `mesh`, or 1.
+        If `num_devices` is None, the size of `mesh` or 1 is used.
         """
         mesh = self.mesh or {}
         devices = math.prod(mesh.values()) if num_devices is None else num_devices
@@ -245,15 +237,9 @@ class Settings:
             )
 
     def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps of the run: `max_steps`, or the steps of `num_train_epochs` over `num_rows` rows.
+        """Return the optimizer steps of the run: `max_steps`, or those of ceil(epochs × rows / B) iterations.
 
-        Rows of an SFT run are examples, or blocks with `packing`. No row is left out: there are
-        ceil(epochs × rows / B) iterations.
-
-        Example:
-          >>> from grpo_jax import GRPOConfig
-          >>> GRPOConfig(num_train_epochs=2, num_iterations=3).total_steps(num_rows=10)
-          60
+        Rows of an SFT run are examples, or blocks with `packing`.
         """
         if self.max_steps > 0:
             return self.max_steps
@@ -266,7 +252,7 @@ class Settings:
 
     @property
     def padding(self) -> int:
-        """Multiple that prompts or examples are padded to, in tokens (1: to the longest)."""
+        """Number of tokens whose multiples prompts or examples are padded to."""
         if isinstance(self.pad_to_multiple_of, int):
             return self.pad_to_multiple_of
         return 32 if self.pad_to_multiple_of == "auto" else 1

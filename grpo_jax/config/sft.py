@@ -28,18 +28,18 @@ class SFTConfig(Settings):
     """
 
     # Data.
-    max_length: Annotated[int, In("[2, inf)", "a token is learned after another: use 2 or more")] | None = 1024
-    """Tokens of an example. Longer ones are truncated, and an example without a token to learn is dropped."""
+    max_length: Annotated[int, In("[2, inf)", "the first token is not learned: use 2 or more")] | None = 1024
+    """Tokens of an example. Longer ones are truncated, and examples without a token to learn are dropped."""
     packing: bool = False
-    """Pack examples into blocks of `max_length` tokens (best fit decreasing), and count blocks in batch sizes. Examples
-    do not attend to each other. Without it examples are also laid end to end, and batch sizes count examples."""
+    """Pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples. Examples do
+    not attend to each other, and are stored without padding either way."""
     packing_strategy: Literal["bfd"] = "bfd"
-    """Best fit decreasing. TRL's other strategies split examples."""
+    """Best fit decreasing. TRL's other strategies, which split examples, are not supported."""
     completion_only_loss: bool | None = None
-    """Learn only the `completion` of rows with a `prompt` (of token ids: where `completion_mask` is 1); False: the
-    prompt too; None: True for such rows."""
+    """Learn only the `completion` of rows with a `prompt`, or tokens where `completion_mask` is 1; None: if there is
+    one."""
     assistant_only_loss: bool = False
-    """Learn only the assistant's messages, found by generation tags, growing conversations or `assistant_masks`."""
+    """Learn only the assistant's messages, given by generation tags, growing conversations or `assistant_masks`."""
     dataset_text_field: str = "text"
     """Column of rows that are plain text."""
     shuffle_dataset: bool = False
@@ -56,7 +56,7 @@ class SFTConfig(Settings):
     gradient_checkpointing: bool = setting(True, resume="rounding")
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
 
-    # Values of settings that only GRPO has, for code that handles both kinds of run.
+    # Values of GRPO's settings, for code that handles both kinds of run.
     num_generations: ClassVar = 1
     num_iterations: ClassVar = 1
     temperature: ClassVar = 1.0
@@ -87,7 +87,7 @@ class SFTConfig(Settings):
 
     @property
     def max_completion_length(self) -> int:
-        """T of a batch's arrays. The first token of an example is its prompt, since no token predicts it."""
+        """T of a batch's arrays. The first token of an example, which is not predicted, is its prompt."""
         return (self.max_length or 2) - 1
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
@@ -107,14 +107,9 @@ class SFTConfig(Settings):
 
 
 Config = GRPOConfig | SFTConfig
-"""The settings of a run of either kind."""
+"""The settings of either kind of run."""
 
 
 def config_class(values: Mapping[str, object]) -> type[GRPOConfig] | type[SFTConfig]:
-    """Return the class of a config that `to_dict` stored."""
+    """Return the class of a config from its `to_dict`."""
     return SFTConfig if "completion_only_loss" in values else GRPOConfig
-
-
-def stored_config(values: Mapping[str, object]) -> Config:
-    """Return the config that `to_dict` stored."""
-    return config_class(values).from_dict(values)

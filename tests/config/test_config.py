@@ -22,7 +22,7 @@ INF, NAN = float("inf"), float("nan")
 # Settings, and the beginning of the one error line.
 BAD = [
     # Numbers out of range, one for each kind of bound.
-    (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one has nothing to be compared"),
+    (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one completion has no"),
     (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a whole number from 1 up"),
     (dict(max_steps=10**20), f"max_steps = {10**20}: must be at most 2147483647"),
     (dict(top_p=1.5), "top_p = 1.5: must be above 0 and at most 1; use 1.0 to keep every token"),
@@ -289,7 +289,7 @@ def test_values_that_follow_from_fields():
 
 RUN = dict(num_devices=1, num_rows=10, num_reward_fns=2)
 BAD_RUNS = [
-    ({}, dict(num_rows=0), "dataset: there are 0 rows to train on; look at the rows, and at max_prompt_length"),
+    ({}, dict(num_rows=0), "dataset: there are 0 rows to train on; check the rows, and max_prompt_length"),
     ({}, dict(num_reward_fns=0), "reward_fns: the list is empty; give at least one function"),
     ({}, dict(num_eval_rows=0), "eval_dataset: there are 0 rows to evaluate on; give rows, or leave the argument out"),
     (dict(metric_for_best_model="eval/a", save_steps=None), {}, "metric_for_best_model = 'eval/a': there is nothing"),
