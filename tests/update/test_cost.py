@@ -113,9 +113,7 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
     assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"
 
 
-@pytest.mark.parametrize(
-    "layout", [(1, 1, 2), pytest.param((1, 8, 2), marks=pytest.mark.quick), (8, 1, 2), (4, 2, 1), (4, 2, 2)]
-)
+@pytest.mark.parametrize("layout", [(1, 1, 2), pytest.param((1, 8, 2), marks=pytest.mark.quick), (4, 2, 1)])
 def test_a_decode_writes_its_cache_where_it_stands(layout):
     """Keys and values are written in place at every step, in layouts [prompts, rows] with heads, also of one."""
     prompts, rows, heads = layout

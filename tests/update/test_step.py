@@ -73,14 +73,12 @@ def test_params_move_by_the_gradient_of_grpo_loss(loss_type, corrects):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "grpo"},
-        {"loss_type": "dr_grpo"},
         {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
         {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
     ],
     ids=lambda settings: settings["loss_type"],
 )
-def test_however_the_batch_is_cut_the_update_is_the_same(settings):
+def test_the_update_does_not_depend_on_the_micro_batches(settings):
     b, c = batch(), config(**settings)
     (whole, metrics), (state, others) = (step(b, c, micro=micro) for micro in ((4, 4), (2, 1)))
     chex.assert_trees_all_close(state.params, whole.params, atol=1e-5)
