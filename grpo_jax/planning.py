@@ -115,7 +115,6 @@ def programs(
     param_dtype: str = "float32",
     lora: int | Json | None = None,
     quantize: str | None = None,
-    quantize_embeddings: bool = False,
 ) -> dict[str, jax.stages.Lowered]:
     """Lower the largest program of each phase that `train` would run on some devices.
 
@@ -128,9 +127,8 @@ def programs(
       prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the loaded params.
-      lora: as in `hub.weights.Loading`, like the next two; None trains all params.
+      lora: as in `hub.weights.Loading`; None trains all params.
       quantize: of the base, or None.
-      quantize_embeddings: of the base.
 
     Returns:
       "rollout", a burst of the decode (not of `sft`); "update", one packed sequence; with `beta` also "reference". All
@@ -149,7 +147,7 @@ def programs(
       >>> found["update"].compile().memory_analysis().temp_size_in_bytes > 0
       True
     """
-    loading = Loading(param_dtype, lora, quantize, quantize_embeddings)
+    loading = Loading(param_dtype, lora, quantize)
     return AbstractRun.of(read_model(model), config, prompt_length, loading, devices).lowered()
 
 
@@ -163,7 +161,6 @@ def plan(
     param_dtype: str = "float32",
     lora: int | Json | None = None,
     quantize: str | None = None,
-    quantize_embeddings: bool = False,
     donate: bool = False,
 ) -> Plan:
     """Compile a run's programs and return the memory and FLOPs that they take.
@@ -178,7 +175,6 @@ def plan(
       param_dtype: "float32" or "bfloat16".
       lora: rank of adapters, or `rank` and `targets`; None trains all params.
       quantize: "nf4", "int8" or None.
-      quantize_embeddings: whether embedding and head are quantized too.
       donate: as in `train`, which then does not hold the caller's params. `grpo-jax train` donates.
 
     Returns:
@@ -194,7 +190,7 @@ def plan(
       >>> sorted(plan(model, GRPOConfig(max_completion_length=8), prompt_length=8).programs)
       ['rollout', 'update']
     """
-    raw, loading = read_model(model), Loading(param_dtype, lora, quantize, quantize_embeddings)
+    raw, loading = read_model(model), Loading(param_dtype, lora, quantize)
     _check(raw, config, loading)
     needed = math.prod((config.mesh or {}).values())
     if device is None:

@@ -88,8 +88,6 @@ def test_a_base_is_held_in_the_bits_it_is_quantized_to():
     rest = 4 * (64 * 64 + 3 * 64 + 64 + 2 * 32)  # embedding, norms, biases
     assert held[None]["base"] == 4 * weights + rest
     assert held["int8"]["base"] == weights + 4 * rows + rest
-    whole = abstract_run(config_of(), Loading(lora=2, quantize="int8", quantize_embeddings=True), model=given)
-    assert whole.held(donate=False)["base"] == weights + 64 * 64 + 4 * (rows + 64) + rest - 4 * 64 * 64
     matrices = 7 * 4 * (256 + 1) + 4 * (1 + 1 + 1 + 1 + 1 + 1 + 1)  # levels and offset; outer scales, one each
     assert held["nf4"]["base"] == weights // 2 + weights // 64 + matrices + rest
     adapters = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
@@ -121,7 +119,6 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
     ("fields", "settings", "said"),
     [
         ({"quantize": "nf4"}, {}, "quantize is 'nf4': quantized params cannot be trained; give lora"),
-        ({"lora": 2, "quantize_embeddings": True}, {}, "quantize_embeddings is True, and quantize is None"),
         ({"lora": 0}, {}, "lora is 0; it is the rank of adapters"),
         ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
         ({"prompt_length": None}, {}, "prompt_length is missing"),

@@ -247,7 +247,6 @@ def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
         param_dtype=run.param_dtype,
         mesh=make_mesh(run.config.mesh) if run.config.mesh else None,
         quantize=quantize,
-        quantize_embeddings=quantize is not None and run.quantize_embeddings,
     )
 
 
@@ -281,7 +280,6 @@ def plan(arguments: Namespace) -> None:
             device=arguments.device,
             lora=run.lora and {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
             quantize=run.quantize,
-            quantize_embeddings=run.quantize_embeddings,
             donate=True,
         )
         if len(configs) > 1:

@@ -39,7 +39,6 @@ RUN_KEYS = {
     "`rewards` may then be []",
     "lora": "train adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "quantization of the base model under `lora`: `nf4` or `int8` (default: none)",
-    "quantize_embeddings": "whether the embedding and the head of the base model are quantized too",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
     "run_dir": "the directory of the run (default `runs/` and the name of the file); null writes no files",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",

@@ -34,7 +34,7 @@ COMMANDS = {
 """Name of a command → its description. `cli.commands` has a function for each."""
 
 _PACKAGE = Path(__file__).parents[1]
-_MODEL_KEYS = ("model", "lora", "quantize", "quantize_embeddings", "param_dtype", "folder")
+_MODEL_KEYS = ("model", "lora", "quantize", "param_dtype", "folder")
 _SAMPLING_KEYS = [name for name, group in GROUPS.items() if group in ("Sampling", "Text")]
 KEYS: Mapping[str, Sequence[str]] = {
     **{name: [*GROUPS] for name in ("train", "resume", "plan", "evaluate")},

@@ -43,12 +43,7 @@ NAME = "run.yaml"
 SUITE = "suite"
 """Entry of `rewards` that stands for the reward functions of the suite in `data`."""
 
-_KINDS = {
-    "run_dir": str,
-    "param_dtype": Literal["float32", "bfloat16"],
-    "quantize": Literal[METHODS],
-    "quantize_embeddings": bool,
-}
+_KINDS = {"run_dir": str, "param_dtype": Literal["float32", "bfloat16"], "quantize": Literal[METHODS]}
 # Types of keys with simple values, as annotations for `config.fields.read`.
 _LORA = {
     "rank": Count,
@@ -90,7 +85,6 @@ class RunFile:
     lora: dict[str, Any] | None
     param_dtype: str
     quantize: str | None
-    quantize_embeddings: bool
     teacher: str | Json | None
     stages: tuple[str, ...]
     sft: SFTStage | None = None
@@ -159,7 +153,6 @@ def read_run(
         lora=problems.of("lora", read_lora, stated.get("lora")),
         param_dtype=stated.get("param_dtype", "float32"),
         quantize=stated.get("quantize"),
-        quantize_embeddings=stated.get("quantize_embeddings", False),
         stages=stages,
         sft=problems.of("", _read_sft, stated, folder, load_examples) if "sft" in stages else None,
     )
@@ -189,8 +182,6 @@ def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
     for name, kind in _KINDS.items():
         if values.get(name) is not None and (fault := read(kind, values[name])[1]):
             yield f"{name} = {show(values[name])}: {fault}"
-    if values.get("quantize_embeddings") and values.get("quantize") is None:
-        yield "quantize_embeddings = True needs quantize; set it to nf4 or int8"
     if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
         yield "quantize: new weights cannot be quantized; remove it, or use a checkpoint as model"
     optional = is_suite(values.get("data")) or any(

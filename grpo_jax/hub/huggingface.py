@@ -37,15 +37,7 @@ from grpo_jax.hub.files import (
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.hub.policy import files_of, quiet_import, state_of
-from grpo_jax.hub.quantize import (
-    Nf4Tensor,
-    Quantization,
-    check_method,
-    find_mxfp4,
-    find_nf4,
-    without_mxfp4,
-    without_quantization,
-)
+from grpo_jax.hub.quantize import Nf4Tensor, check_method, find_mxfp4, find_nf4, without_mxfp4, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
 from grpo_jax.models.config import TransformerConfig
@@ -73,7 +65,6 @@ def from_pretrained(
     mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
     quantize: str | None = None,
-    quantize_embeddings: bool = False,
 ) -> Policy:
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
@@ -88,8 +79,6 @@ def from_pretrained(
       quantize: "nf4" (blocks of 64 weights, double quantization) or "int8" (one scale for each row) for the projections
         of layers, as a base that `add_lora` freezes; None keeps them plain. A checkpoint that bitsandbytes stored in
         NF4 always stays in NF4.
-      quantize_embeddings: with `quantize`, quantize the embedding too, and hold the output head (or a tied embedding)
-        in int8. If False, both are plain, as in QLoRA and bitsandbytes.
 
     Returns:
       A `Policy`. Its tokenizer is None if the directory has no tokenizer files.
@@ -117,7 +106,7 @@ def from_pretrained(
         if value not in ("float32", "bfloat16"):
             reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
             raise ValueError(f"{argument} is {value!r}{reason}.")
-    check_method(quantize, quantize_embeddings)
+    check_method(quantize)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)
     with reading(path):
@@ -127,12 +116,11 @@ def from_pretrained(
         raw, config = _with_head(found.raw, read_config(without_quantization(found.raw), dtype=dtype), stored)
         stacked = stacked_experts(stored)
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
-    held = Quantization(quantize, quantize_embeddings, config.tie_word_embeddings)
     tied, spare = config.tie_word_embeddings, family_of(raw).spare
     extra = check_tensors(path, plan, stored, tied=tied, vision=has_vision(raw), spare=spare)
     return Policy(
         model=Transformer(config),
-        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, held),
+        params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
         tokenizer=found.tokenizer,
         config=without_mxfp4(raw),
         generation_config=found.generation_config,

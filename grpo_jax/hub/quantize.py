@@ -1,7 +1,6 @@
 """Quantized weights: NF4 and int8 of a frozen base, and checkpoints that are stored in NF4 or MXFP4.
 
-The projections of layers are quantized, and optionally the embedding and the output head. Norms, biases, routers and
-all trained weights stay plain, as in QLoRA (arXiv:2305.14314).
+Only the projections of layers are quantized, as in QLoRA (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -44,43 +43,19 @@ class Source(NamedTuple):
     part: Part
 
 
-class Quantization(NamedTuple):
-    """How a base is held in memory.
-
-    Attributes:
-      method: of the layers' projections, one of `METHODS`; None keeps them plain.
-      embeddings: whether the embedding and the output head are quantized too.
-      tied: whether the embedding is also the output head.
-    """
-
-    method: str | None = None
-    embeddings: bool = False
-    tied: bool = False
-
-    def of(self, path: Sequence[str], shape: Sequence[int]) -> str | None:
-        """Return the method of one parameter; None for a plain one.
-
-        The head is held in eight bits, because its rounding goes straight into the logits. So is an embedding that is
-        tied to it, and one whose rows are not whole blocks of NF4.
-        """
-        if self.method is None or is_projection(path, shape):
-            return self.method
-        if not self.embeddings or path[-1] not in ("embedding", "kernel") or path[0] not in ("embed_tokens", "lm_head"):
-            return None
-        return "int8" if path[0] == "lm_head" or self.tied or shape[-1] % BLOCK else self.method
-
-
-def check_method(method: str | None, embeddings: bool = False) -> None:
-    """Raise ValueError for an unknown method, or for embeddings without one."""
+def check_method(method: str | None) -> None:
+    """Raise ValueError for an unknown method."""
     if method is not None and method not in METHODS:
         raise ValueError(f"quantize is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
-    if embeddings and method is None:
-        raise ValueError("quantize_embeddings is True, and quantize is None: add quantize='nf4' or 'int8'.")
 
 
-def held_shape(path: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape [in, out] that a parameter is quantized in; an embedding is held like a tied head."""
-    return shape[::-1] if path[-1] == "embedding" else shape
+def check_nf4_rows(path: Sequence[str], shape: Sequence[int], method: str | None) -> None:
+    """Raise ValueError for a projection whose rows are not whole blocks of NF4."""
+    if method == "nf4" and is_projection(path, shape) and shape[-2] % BLOCK:
+        raise ValueError(
+            f"quantize is 'nf4': the rows of {'/'.join(path)} have {shape[-2]} weights, which {BLOCK} does not divide;"
+            " use quantize='int8'."
+        )
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
@@ -96,13 +71,9 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
     if method == "int8":
         codes, scales = leaf((*rows, fan_in), np.int8), leaf((*rows, 1), np.float32)
         return Quantized(codes, scales, shape=tuple(shape), block=fan_in, dtype=dtype)
-    size = math.prod(shape)
-    whole = fan_in % BLOCK == 0
-    packed = (*rows, fan_in // 2) if whole else (-(-size // 2),)
-    blocks = (*rows, fan_in // BLOCK) if whole else (-(-size // BLOCK),)
-    outer = -(-math.prod(blocks) // NESTED_BLOCK)
+    outer = -(-math.prod(shape) // (BLOCK * NESTED_BLOCK))
     nested = tuple(leaf((n,), np.float32) for n in (256, outer, 1))
-    codes, scales = leaf(packed, np.uint8), leaf(blocks, np.uint8)
+    codes, scales = leaf((*rows, fan_in // 2), np.uint8), leaf((*rows, fan_in // BLOCK), np.uint8)
     return Quantized(codes, scales, nested, shape=tuple(shape), block=BLOCK, dtype=dtype)
 
 
@@ -113,9 +84,6 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
-    if method == "nf4" and absmax.ndim == 1:  # blocks over the borders of rows
-        held.codes[:], absmax[:] = _nf4_codes(np.concatenate([_rows(x, 0, x.part.rows).ravel() for x in sources]))
-        sources = ()
     for source in sources:
         part = source.part
         codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
@@ -144,14 +112,13 @@ def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return packed codes and scales of weights [n], as bitsandbytes computes them on a CPU."""
-    blocks = np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK)
+    blocks = x.reshape(-1, BLOCK)
     absmax = np.abs(blocks).max(axis=1)
     scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]
     codes = np.zeros(scaled.shape, np.uint8)
     for between in _BETWEEN:  # the nearest value; several times faster than `np.searchsorted`
         codes += scaled > between
-    packed = (codes[:, ::2] << 4 | codes[:, 1::2]).ravel()
-    return packed[: -(-len(x) // 2)], absmax
+    return codes[:, ::2] << 4 | codes[:, 1::2], absmax
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -268,6 +235,7 @@ def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[S
         if not isinstance(tensor, Nf4Tensor) and tensor.dtype == np.uint8:
             raise ValueError(f"{'/'.join(path)} is stored as U8, and not as bitsandbytes stores NF4.")
     if not stored:
+        check_nf4_rows(path, shape, method)
         return
     where = f"tensor {stored[0].name!r} is stored in NF4"
     if method not in (None, "nf4"):
@@ -275,10 +243,10 @@ def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[S
     if not is_projection(path, shape):
         raise ValueError(f"{where}; only projections of layers may be, and {'/'.join(path)} is not one.")
     blocks = {tensor.state["blocksize"] for tensor in stored}
-    if not _is_one(sources) and (len(stored) < len(sources) or len(blocks) > 1 or shape[-2] % min(blocks)):
+    if len(stored) < len(sources) or len(blocks) > 1 or shape[-2] % min(blocks):
         raise ValueError(
-            f"{where}, and {'/'.join(path)} is a part of it or made of several such tensors, whose blocks must then"
-            " divide the rows and have one size; store these projections plain."
+            f"{where} in blocks of {some(sorted(map(str, blocks)))} weights; blocks of one size that divides the rows"
+            f" of {'/'.join(path)} ({shape[-2]} weights) are supported; store these projections plain."
         )
 
 
@@ -297,10 +265,8 @@ def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Qua
     block = stored[0][1].state["blocksize"]
     *lead, fan_in, fan_out = shape
     if _is_one(sources):
-        codes, (scales, nested) = _all(stored[0][1].parts[""]), stored[0][1].scales()
-        if fan_in % block == 0:
-            codes, scales = codes.reshape(fan_out, -1), scales.reshape(fan_out, -1)
-        return Quantized(codes, scales, nested, shape=tuple(shape), block=block, dtype=dtype)
+        codes, (scales, nested) = _all(stored[0][1].parts[""]).reshape(fan_out, -1), stored[0][1].scales()
+        return Quantized(codes, scales.reshape(fan_out, -1), nested, shape=tuple(shape), block=block, dtype=dtype)
     codes = np.empty((*lead, fan_out, fan_in // 2), np.uint8)
     scales = np.empty((*lead, fan_out, fan_in // block), np.float32)
     for (_, first, part), tensor in stored:

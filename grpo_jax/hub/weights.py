@@ -18,17 +18,17 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import StoredTensor, check_read
 from grpo_jax.hub.quantize import (
     Nf4Tensor,
-    Quantization,
     Source,
     check_method,
+    check_nf4_rows,
     check_sources,
-    held_shape,
+    is_projection,
     quantized_shape,
     read_nf4,
     read_quantized,
     without_quantization,
 )
-from grpo_jax.hub.tensors import LAYOUTS, Part, Tensor, abstract_params, layout_of
+from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of
 from grpo_jax.messages import some
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import Quantized
@@ -48,17 +48,15 @@ class Loading:
       param_dtype: "float32" or "bfloat16".
       lora: rank of adapters on a frozen base, or `rank` and `targets` of `add_lora`; None trains all params.
       quantize: of that base, as in `from_pretrained`; None keeps it plain, or in NF4 if it is stored in NF4.
-      quantize_embeddings: as in `from_pretrained`.
     """
 
     param_dtype: str = "float32"
     lora: int | Json | None = None
     quantize: str | None = None
-    quantize_embeddings: bool = False
 
     def check(self, raw: Json) -> None:
         """Raise ValueError for a model that is not supported, or for quantized params that are not frozen."""
-        check_method(self.quantize, self.quantize_embeddings)
+        check_method(self.quantize)
         read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:
             raise ValueError(f"lora is {self.lora}; it is the rank of adapters, at least 1.")
@@ -70,12 +68,13 @@ class Loading:
 
     def params(self, shape: TransformerConfig, raw: Json) -> tuple[Params, Params | None]:
         """Return the shapes of the trained params, and of the frozen base (None without one)."""
-        quantization = Quantization(self._method(raw), self.quantize_embeddings, shape.tie_word_embeddings)
+        method = self._method(raw)
 
         def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
-            if (method := quantization.of(names, x.shape)) is not None:
-                return quantized_shape(held_shape(names, x.shape), method, self.param_dtype, jax.ShapeDtypeStruct)
+            check_nf4_rows(names, x.shape, method)
+            if method is not None and is_projection(names, x.shape):
+                return quantized_shape(x.shape, method, self.param_dtype, jax.ShapeDtypeStruct)
             return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
 
         params = jax.tree_util.tree_map_with_path(held, abstract_params(shape))
@@ -174,7 +173,7 @@ def read_params(
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
-    quantize: Quantization,
+    quantize: str | None,
 ) -> Params:
     """Read every parameter, the largest first, so that the peak of memory is little above the size of all."""
     sources: dict[tuple[str, ...], list[Source]] = {}
@@ -187,24 +186,17 @@ def read_params(
             first += 0 if part.stacked else part.rows
     shapes = {path: leaf.shape for path, leaf in flatten_dict(abstract).items()}
     for path, shape in shapes.items():
-        check_sources(path, shape, sources[path], quantize.method)
+        check_sources(path, shape, sources[path], quantize)
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
         shape, found = shapes[path], sources[path]
         if isinstance(found[0].tensor, Nf4Tensor):
             arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
-        elif (method := quantize.of(path, shape)) is not None:
-            kernels = [source._replace(part=_as_kernel(source.part)) for source in found]
-            arrays[path] = _place(path, read_quantized(held_shape(path, shape), kernels, method, dtype.name), mesh)
+        elif quantize is not None and is_projection(path, shape):
+            arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
         else:
             arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
     return unflatten_dict({path: arrays[path] for path in shapes})
-
-
-def _as_kernel(part: Part) -> Part:
-    """Return the part with the path and shape of a kernel [in, out]."""
-    path = (*part.path[:-1], "kernel") if part.path[-1] == "embedding" else part.path
-    return dataclasses.replace(part, path=path, shape=held_shape(part.path, part.shape))
 
 
 def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:

@@ -16,7 +16,6 @@ causal attention. Softmax and all sums are float32 whatever the compute dtype.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -46,7 +45,7 @@ def group_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of G completions over their own keys and over one prefix that they share.
+    """Return the attention of G completions over their own keys and the keys of their prompt.
 
     One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), e = exp(score − max).
 
@@ -55,16 +54,11 @@ def group_attention(
       k: [B, H_kv, G, d, S], the first three axes merged or not. Query t is at slot `index + t` and sees slots
         start..index+t. Slots form a ring: slot S + 2 is slot 2.
       v: [B, H_kv, G, S, d], the first three axes merged or not.
-      prefix: keys, values and lengths of the prompts, or None.
-      index: slot of the first query: a number, or [B].
-      start: [B] or [B, G] int32, the slot in which the completions of each prompt, or each completion, begin; None: 0.
-      scale: factor on the scores.
-      window: a query sees the last `window` positions, itself included; None means all.
-      soft_cap: c in c·tanh(score/c).
-      sinks: [H_kv, R] float32, each head's score of a key without a value; None: no such key.
-
-    Returns:
-      [B, H_kv, G, T, R, d].
+      index: slot of the first query, a number or [B].
+      start: slot in which the completions of each prompt [B], or each completion [B, G], begin. If None, 0.
+      window: number of positions that a query sees, including its own. If None, a query sees all.
+      soft_cap: c in c·tanh(scale·score/c).
+      sinks: [H_kv, R] float32, each head's score of a key without a value.
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
@@ -91,71 +85,53 @@ def packed_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of the segments of packed sequences, each over itself and its prompt.
+    """Return the attention of packed segments, each over its own keys and the keys of its prompt.
 
     Scores are computed for the keys of the query's block and of as many blocks before it as the longest segment may
-    need; a mask removes the keys of other segments.
+    need. A mask removes the keys of other segments.
 
     Args:
       q: [A, H_kv, 1, N, R, d]; R query heads share a key head.
       k, v: [A, H_kv, 1, N, d].
-      prefix: keys, values and lengths of all prompts, B / A for each sequence.
-      segments: of the tokens.
+      prefix: all prompts, B / A for each sequence.
       scale, window, soft_cap, sinks: as in `group_attention`.
-
-    Returns:
-      [A, H_kv, 1, N, R, d].
     """
-    a, h, _, n, _, d = q.shape
+    a, h, _, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, 1, n, d))
     chex.assert_shape([segments.number, segments.position], (a, n))
-
-    one = functools.partial(_packed_sequence, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    own_prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
-    if a == 1:  # a batch of gathers is slower on CPUs, even a batch of one
-        own_prefix, segments = jax.tree.map(lambda x: x[0], (own_prefix, segments))
-        return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], own_prefix, segments)[None, :, None]
-    return jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], own_prefix, segments)[:, :, None]
-
-
-def _packed_sequence(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prefix: PromptKeys,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """`packed_attention` of one sequence: q [H, N, R, d], k and v [H, N, d]."""
-    h, n, r, d = q.shape
-    m = segments.prompt.shape[0]
+    m = segments.prompt.shape[1]
     size = n // m
 
-    def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-        """Return [M, ...]: x in each block and in the `reach` blocks before it."""
-        before = [(0, 0)] * x.ndim
-        before[axis] = (segments.reach * size, 0)
-        x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
-        x = x.reshape((m + segments.reach, size, *x.shape[1:]))
-        return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
+        """Return [H, N, R, d], the attention in one sequence: q [H, N, R, d], k and v [H, N, d]."""
 
-    keys, values = (jnp.moveaxis(blocks(x, 1), 2, 1)[:, :, None] for x in (k, v))
-    number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
-    distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
-    visible = (number[:, :, None] == blocks(segments.number, 0, padding=-2)[:, None]) & (distance >= 0)
-    if window is not None:
-        visible &= distance < window
-    q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-    of_blocks = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
-    keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
-    out = _attend(
-        q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
-    return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
+        def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
+            """Return [M, ...]: x in each block and in the `reach` blocks before it."""
+            before = [(0, 0)] * x.ndim
+            before[axis] = (segments.reach * size, 0)
+            x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
+            x = x.reshape((m + segments.reach, size, *x.shape[1:]))
+            return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
+
+        keys, values = (jnp.moveaxis(blocks(x, 1), 2, 1)[:, :, None] for x in (k, v))
+        number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
+        distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
+        visible = (number[:, :, None] == blocks(segments.number, 0, padding=-2)[:, None]) & (distance >= 0)
+        if window is not None:
+            visible &= distance < window
+        q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
+        of_blocks = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
+        keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
+        out = _attend(
+            q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+        )
+        return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
+
+    prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
+    if a == 1:  # a batch of gathers is slower on CPUs, even a batch of one
+        prefix, segments = jax.tree.map(lambda x: x[0], (prefix, segments))
+        return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], prefix, segments)[None, :, None]
+    return jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], prefix, segments)[:, :, None]
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -191,31 +167,27 @@ def _attend(
     if sinks is not None:
         sinks = sinks.reshape(1, h, 1, 1, r, 1)
         top = jnp.maximum(top, sinks)
-
-    def add_sinks(total: jax.Array, top: jax.Array) -> jax.Array:
-        return total if sinks is None else total + jnp.exp(sinks - top)
-
-    if prefix is None:
-        top = jax.lax.stop_gradient(top)
-        e_own = jnp.exp(own - top)
-        total = add_sinks(e_own.sum(axis=-1, keepdims=True), top)
-        out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape((*rows, t * r, s)), v)
-        return (out.reshape(q.shape) / total.astype(out.dtype)).astype(v.dtype)
-
-    pk, pv, lengths = prefix
-    p = pv.shape[2]
-    chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
-    shared = cap(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
-    at, ends = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
-    seen = at < ends
-    if window is not None:
-        seen = seen & (ends + position[..., None] - at < window)
-    shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
-    top = jax.lax.stop_gradient(jnp.maximum(top, shared.max(axis=-1, keepdims=True)))
-    e_own, e_shared = jnp.exp(own - top), jnp.exp(shared - top)
-    total = add_sinks(e_own.sum(axis=-1, keepdims=True) + e_shared.sum(axis=-1, keepdims=True), top)
+    if prefix is not None:
+        pk, pv, lengths = prefix
+        p = pv.shape[2]
+        chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
+        shared = cap(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+        at, ends = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
+        seen = at < ends
+        if window is not None:
+            seen = seen & (ends + position[..., None] - at < window)
+        shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
+        top = jnp.maximum(top, shared.max(axis=-1, keepdims=True))
+    top = jax.lax.stop_gradient(top)
+    e_own = jnp.exp(own - top)
+    total = e_own.sum(axis=-1, keepdims=True)
     out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape((*rows, t * r, s)), v).reshape(q.shape)
-    out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+    if prefix is not None:
+        e_shared = jnp.exp(shared - top)
+        total += e_shared.sum(axis=-1, keepdims=True)
+        out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+    if sinks is not None:
+        total += jnp.exp(sinks - top)
     return (out / total.astype(out.dtype)).astype(v.dtype)
 
 
@@ -228,15 +200,9 @@ def make_tile_mask(
     windows: Iterable[int | None],
     group: int,
 ) -> TileMask:
-    """Return the `TileMask` of whole completions [B, G, T], or of packed sequences [A, 1, N].
+    """Return the `TileMask` of completions [B, G, T] or packed sequences [A, 1, N], of the shape `tokens`.
 
-    Args:
-      tokens: (B, G, T) or (A, 1, N).
-      prefix: the prompts' keys and lengths, or None.
-      segments: of the packed sequences, or None.
-      kernel: of the fused attention.
-      windows: of the decoder's layers.
-      group: R, query heads that share a key head.
+    `windows` are the windows of the decoder's layers; `group` is R, the number of query heads that share a key head.
     """
     b, g, t = tokens
     n = g * t
@@ -271,19 +237,10 @@ def tiled_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`group_attention` of whole completions, or `packed_attention`, tile by tile.
+    """Return `group_attention` of whole completions, or `packed_attention`, computed tile by tile.
 
-    Args:
-      q: [B, H_kv, G, T, R, d], or [A, H_kv, 1, N, R, d].
-      k, v: [B, H_kv, G, T, d], or [A, H_kv, 1, N, d].
-      prefix: keys, values and lengths of the prompts, or None.
-      tile_mask: of the same tokens, from `make_tile_mask`.
-      kernel: as given to `make_tile_mask`, with scale, window and soft cap.
-      mesh: over whose devices the first two axes are cut, as in `models.sharding`; None: one device.
-      sinks: as in `group_attention`.
-
-    Returns:
-      The shape of q.
+    q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]; for packed sequences [A, H_kv, 1, N, ...]. `mesh`
+    cuts the first two axes, as in `models.sharding`.
     """
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))

@@ -9,19 +9,19 @@ from typing import TypeVar, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
 
 from grpo_jax.models.attention import group_attention, packed_attention, tiled_attention
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Context, KeysValues, LayerCache
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
 from grpo_jax.models.fused_step import has_step_kernel, step_attention
-from grpo_jax.models.layers import ACTIVATIONS, MLP, UNTRAINED, RMSNorm, linear, tokens_of, unit_rms
+from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm, tokens_of, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.types import Params
+
+Result = TypeVar("Result")
 
 
 class Attention(nn.Module):
@@ -57,13 +57,10 @@ class Attention(nn.Module):
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
         return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), kept
 
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        return RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
-
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return rotated queries and keys [B, G, T, heads, d], values and the gate; None for those it lacks."""
+        """Return rotated queries and keys [B, G, T, heads, d], values and gate, or None instead of a missing one."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         rope, table = c.rope, context.tables[0]
@@ -71,9 +68,9 @@ class Attention(nn.Module):
             rope, table = c.local_rope, context.tables[1]
 
         def finish(name: str, x: jax.Array, heads: int, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-            x = self._norm(name, x) if c.qk_norm == "flat" else x
+            x = norm(c, name)(x) if c.qk_norm == "flat" else x
             x = x.reshape(b, g, -1, heads, d)
-            x = self._norm(name, x) if c.qk_norm == "head" else x
+            x = norm(c, name)(x) if c.qk_norm == "head" else x
             return rotate(x, table, pairs=rope.pairs) if self.kind.rotary else x
 
         q = linear(c, "q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
@@ -91,7 +88,7 @@ class Attention(nn.Module):
         return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k, v, gate
 
     def _attend(self, q: jax.Array, keys: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-        """Attention of queries [B, H_kv, G, T, R, d] over keys (`keys`: transposed) and values."""
+        """Return the attention of queries [B, H_kv, G, T, R, d] over k (transposed: `keys`) and v."""
         c = self.config
         h, d = c.heads_of(self.kind)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
@@ -139,9 +136,9 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention, x + MLP, with the norms where `config.norms` puts them. Norms have Hugging Face's names.
+    """x + attention, then x + MLP, with norms as `config.norms` says. Params have Hugging Face's names.
 
-    With `context.last` [B], only that token's hidden state is computed, and the keys and values of all tokens.
+    With `context.last` [B], the hidden state of that token is computed, and the keys and values of all tokens.
     """
 
     config: TransformerConfig
@@ -150,28 +147,25 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
         """Return the hidden states [B, G, T, D], and the layer's keys and values, state, or updated cache."""
-        c, norm = self.config, self._norm
+        c = self.config
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:
             return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
 
         pre, post = c.norms in ("pre", "sandwich"), c.norms in ("sandwich", "post")
-        y, kept = self._mixer()(norm("input_layernorm", x) if pre else x, context)
-        x = add(context.pick(x), norm("post_attention_layernorm", y) if post else y)
+        y, kept = self._mixer()(norm(c, "input_layernorm")(x) if pre else x, context)
+        x = add(context.pick(x), norm(c, "post_attention_layernorm")(y) if post else y)
         before_mlp = "post_attention_layernorm" if c.norms == "pre" else "pre_feedforward_layernorm"
-        y = self._mlp()(norm(before_mlp, x) if pre else x)
+        y = self._mlp()(norm(c, before_mlp)(x) if pre else x)
         if self.kind.sparse and c.parallel_experts:
-            y = norm("post_feedforward_layernorm_1", y) + self._parallel_experts(x)
-        x = add(x, norm("post_feedforward_layernorm", y) if post else y)
+            y = norm(c, "post_feedforward_layernorm_1")(y) + self._parallel_experts(x)
+        x = add(x, norm(c, "post_feedforward_layernorm")(y) if post else y)
         if context.layer_input is not None:
             x = x + self._per_layer_input(x, context.pick(context.layer_input))
         if c.layer_scalar:
-            factor = self.param(*UNTRAINED, nn.initializers.ones, (1,))
+            factor = self.param("layer_scalar", nn.initializers.ones, (1,))
             x = x * jax.lax.stop_gradient(factor).astype(x.dtype).reshape(1, 1, 1, 1)
         return x, kept
-
-    def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        return RMSNorm(self.config.rms_norm_eps, self.config.norm_offset, name=name)(x)
 
     def _mixer(self) -> Callable[[jax.Array, Context], tuple[jax.Array, LayerCache]]:
         if self.kind.mixer == "delta":
@@ -189,86 +183,50 @@ class Layer(nn.Module):
     def _parallel_experts(self, x: jax.Array) -> jax.Array:
         """Return the normalized output of the experts that run in parallel with the MLP (Gemma 4)."""
         weights, chosen = ScaledRouter(self.config, name="router")(x)
-        y = tokens_of(self._norm("pre_feedforward_layernorm_2", x))
+        y = tokens_of(norm(self.config, "pre_feedforward_layernorm_2")(x))
         y = Experts(self.config, name="experts")(y, tokens_of(weights), tokens_of(chosen), x.shape[0])
-        return self._norm("post_feedforward_layernorm_2", y.reshape(x.shape))
+        return norm(self.config, "post_feedforward_layernorm_2")(y.reshape(x.shape))
 
     def _per_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
         """Return norm(W_out (act(W_in x) · layer_input)), given the tokens' embedding for this layer (Gemma 4)."""
         c = self.config
         gate = ACTIVATIONS[c.activation](linear(c, "per_layer_input_gate", c.layer_input_size)(x))
         y = linear(c, "per_layer_projection", c.hidden_size)(gate * layer_input)
-        return self._norm("post_per_layer_input_norm", y)
+        return norm(c, "post_per_layer_input_norm")(y)
 
 
-def apply_alone(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def apply_layer(
     layer: Layer, written: tuple[str, ...], variables: Params, x: jax.Array, context: Context
 ) -> tuple[tuple[jax.Array, LayerCache], Params]:
     """Apply a layer by a function that JAX traces once for all layers of its kind.
 
-    Returns:
-      What the layer returns, and the collections `written` by it.
+    Returns the layer's result, and the collections `written` by it.
     """
-    c = layer.config
-    recompute = c.remat and c.remat_on_cpu
-    # Without its name and parent, a layer equals all others of its kind.
-    alone = Layer(c, layer.kind, parent=None) if recompute else layer.clone(parent=None, name=None)
-    return apply_layer(alone, written, recompute, variables, x, context)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def apply_layer(
-    layer: Layer, written: tuple[str, ...], recompute: bool, variables: Params, x: jax.Array, context: Context
-) -> tuple[tuple[jax.Array, LayerCache], Params]:
     apply = functools.partial(layer.apply, mutable=written)
+    recompute = layer.config.remat and layer.config.remat_on_cpu
     return (recomputed(apply) if recompute else apply)(variables, x, context)
 
 
-Result = TypeVar("Result")
+def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
+    """Return a layer's `apply` that keeps only its arguments for the backward pass: `jax.checkpoint` for CPUs.
 
-
-def recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """`jax.checkpoint` for CPUs: keeps only the arguments of the function for the backward pass.
-
-    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations, so
-    nothing is saved. Here the second computation differs from the first: it depends on the cotangent. The result cannot
-    be differentiated forward or twice.
-
-    Args:
-      function: of pytrees of arrays. In the second computation 0 · (elements of the cotangent) is added to the
-        floating-point arrays of all arguments but the first, such as weights.
-
-    Example:
-      >>> square = recomputed(lambda weights, x: jnp.sin(weights * x) ** 2)
-      >>> round(float(jax.grad(square, argnums=1)(2.0, 0.5)), 4), round(float(2 * jnp.sin(2.0)), 4)
-      (1.8186, 1.8186)
+    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations, so that
+    nothing is saved. Here the second computation differs from the first: 0 · (the cotangent) is added to x. The result
+    cannot be differentiated forward or twice.
     """
 
     @jax.custom_vjp
-    def call(*arguments: object) -> Result:
-        return function(*arguments)
+    def call(variables: Params, x: jax.Array, context: Context) -> Result:
+        return apply(variables, x, context)
 
-    def forward(*arguments: object) -> tuple[Result, tuple[object, ...]]:
-        return function(*arguments), arguments
+    def forward(variables: Params, x: jax.Array, context: Context) -> tuple[Result, tuple[Params, jax.Array, Context]]:
+        return apply(variables, x, context), (variables, x, context)
 
-    def backward(arguments: tuple[object, ...], cotangents: Result) -> tuple[object, ...]:
-        first, *others = arguments
-        zero = functools.reduce(jnp.add, [0 * x.reshape(-1)[0] for x in jax.tree.leaves(cotangents) if _is_float(x)])
-        tied = jax.tree.map(lambda x: x + zero.astype(x.dtype) if _is_float(x) else x, others)
-        leaves, tree = jax.tree.flatten((first, *tied))
-        floats = {i: x for i, x in enumerate(leaves) if _is_float(x)}
-
-        def of_floats(floats: dict[int, jax.Array]) -> Result:
-            return function(*jax.tree.unflatten(tree, [floats.get(i, x) for i, x in enumerate(leaves)]))
-
-        (found,) = jax.vjp(of_floats, floats)[1](cotangents)
-        none = [np.zeros(np.shape(x), jax.dtypes.float0) for x in leaves]
-        return tuple(jax.tree.unflatten(tree, [found.get(i, none[i]) for i in range(len(leaves))]))
+    def backward(arguments: tuple[Params, jax.Array, Context], cotangents: Result) -> tuple[Params, jax.Array, Context]:
+        variables, x, context = arguments
+        zero = 0 * jax.tree.leaves(cotangents)[0].reshape(-1)[0]
+        return jax.vjp(apply, variables, x + zero.astype(x.dtype), context)[1](cotangents)
 
     call.defvjp(forward, backward)
     return call
-
-
-def _is_float(x: ArrayLike) -> bool:
-    """Whether a gradient with respect to x exists."""
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

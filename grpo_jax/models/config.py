@@ -13,42 +13,25 @@ from grpo_jax.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Differences between the layers of a decoder; layers of one kind are traced once.
+    """Differences between the layers of a decoder; layers of one kind are traced once."""
 
-    Attributes:
-      window: the sliding window in tokens; None for full attention.
-      rotary: whether queries and keys are rotated.
-      sparse: a mixture of experts instead of the MLP.
-      mixer: "attention", "delta" for a gated delta net, or "conv" for a gated short convolution.
-      shared_kv: attention over the keys and values of an earlier layer.
-    """
-
-    window: int | None = None
-    rotary: bool = True
-    sparse: bool = False
-    mixer: str = "attention"
-    shared_kv: bool = False
+    window: int | None = None  # the sliding window in tokens; None for full attention
+    rotary: bool = True  # whether queries and keys are rotated
+    sparse: bool = False  # a mixture of experts instead of the MLP
+    mixer: str = "attention"  # or "delta" for a gated delta net, "conv" for a gated short convolution
+    shared_kv: bool = False  # attention over the keys and values of an earlier layer
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaShape:
-    """The shape of a decoder's gated delta nets.
+    """The shape of a decoder's gated delta nets."""
 
-    Attributes:
-      key_heads: heads of queries and keys.
-      value_heads: H, heads of values, of the memory and of its gates; a multiple of `key_heads`.
-      key_dim: d_k, width of a key.
-      value_dim: d_v, width of a value.
-      kernel: K, width of the convolution in tokens.
-      by_key_heads: two projections with columns ordered by key head, instead of four.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int = 4
-    by_key_heads: bool = False
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # H, heads of values, of the memory and of its gates; a multiple of `key_heads`
+    key_dim: int  # d_k, width of a key
+    value_dim: int  # d_v, width of a value
+    kernel: int = 4  # K, width of the convolution in tokens
+    by_key_heads: bool = False  # two projections with columns ordered by key head, instead of four
 
     @property
     def key_width(self) -> int:
@@ -78,17 +61,11 @@ class DeltaShape:
 
 @dataclasses.dataclass(frozen=True)
 class ConvShape:
-    """The shape of a decoder's gated short convolutions.
+    """The shape of a decoder's gated short convolutions."""
 
-    Attributes:
-      width: C, channels of the convolution: D.
-      kernel: K, its width in tokens.
-      bias: of the projections and the convolution.
-    """
-
-    width: int
-    kernel: int = 3
-    bias: bool = False
+    width: int  # C, channels of the convolution: D
+    kernel: int = 3  # K, its width in tokens
+    bias: bool = False  # of the projections and the convolution
 
     @property
     def state(self) -> tuple[None, tuple[int, int, int]]:
@@ -105,124 +82,73 @@ class ConvShape:
 class TransformerConfig:
     """The shape of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
 
-    Attributes:
-      vocab_size: V.
-      hidden_size: D.
-      intermediate_size: width of the gated MLP.
-      num_layers: decoder layers.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; divides `num_heads`.
-      head_dim: width of one head.
-      rms_norm_eps: added to the mean square.
-      tie_word_embeddings: the output head is the embedding.
-      max_position_embeddings: context length the checkpoint was made for.
-      rope: rotary embedding of full-attention layers.
-      local_rope: rotary embedding of sliding-window layers; None: the same.
-      rotary_layers: one bool per layer, False for a layer without rotary embedding; None means all.
-      windows: one entry per layer, the sliding window in tokens or None; None means full attention everywhere.
-      mixers: one entry per layer, as in `LayerKind`; None means attention everywhere.
-      delta: shape of the gated delta nets.
-      conv: shape of the gated short convolutions.
-      full_heads: (key and value heads, width of a head) of the layers without a window; None: the same.
-      shared_kv_layers: number of layers at the end that use the keys and values of the last layer before them with the
-        same window.
-      shared_kv_mlp: width of the gated MLP of those layers; 0: the same.
-      layer_input_size: width of the per-layer embedding (Gemma 4); 0 for none.
-      qkv_bias, o_bias, mlp_bias: biases of the projections.
-      attention_gate: attention's output is multiplied by a gate per channel, a second output of `q_proj`.
-      qk_norm: "none", "head" (RMS norm of each head) or "flat" (of the whole projection).
-      v_norm: RMS norm, without weights, of each head's values.
-      values_are_keys: layers without a window have no `v_proj`: their values are the output of `k_proj`.
-      norms: "pre" (before attention and MLP), "sandwich" (before and after) or "post" (after).
-      norm_offset: added to every norm's weight (1.0 where weights are stored around zero).
-      activation: "silu", "gelu" or "gelu_tanh".
-      query_scale: factor on the attention scores; None means head_dim^(−1/2).
-      attention_sinks: each head has a learned score of a key without a value.
-      attention_soft_cap: c in c·tanh(score/c), or None.
-      logit_soft_cap: the same on the logits.
-      embedding_scale: factor on the embeddings.
-      residual_scale: factor on the outputs of attention and MLP, before they are added.
-      logit_scale: factor on the logits.
-      layer_scalar: a factor on a layer's output from the checkpoint, not trained.
-      num_experts: experts of a mixture-of-experts layer; 0 for none anywhere.
-      num_experts_per_token: experts that a token uses.
-      expert_size: width of one expert's gated MLP.
-      shared_expert_size: width of a gated MLP for all tokens, whose output is gated and added; 0 for none.
-      expert_layers: one bool per layer, True for a mixture of experts instead of the MLP.
-      parallel_experts: the mixture is added to the MLP, and its router is a `ScaledRouter`.
-      expert_bias: biases of the experts and of their router.
-      expert_swiglu: (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
-      normalize_expert_weights: the weights of a token's experts sum to one.
-      router_loss_coef: factor on `router_loss` if `router_aux_loss_coef` of the run is None.
-      initializer_range: standard deviation of initial weights.
-      dtype: compute dtype of the matrix products, "float32" or "bfloat16".
-      remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_on_cpu: recompute by `block.recomputed`, which works on CPUs; layers then only have reverse-mode gradients.
-      attention: implementation for whole sequences. "einsum" stores all scores; "tiles" and "triton" are in `fused` and
-        only have reverse-mode gradients; "auto" is the fastest on the devices. With "triton" the products of experts
-        are kernels too (`ragged`), and attention in a decode step of many completions (`fused_step`).
-      mesh: devices over which a batch is cut, for fused attention and experts; None: one device.
-      float32_sums: request the products of bfloat16 matrices in float32 (`models.matmul`); None: if that is fastest.
-      loop_layers: without a cache, run layers of one kind or of a repeated pattern as one loop, which is compiled once
-        but needs a copy of their weights at run time.
+    `rotary_layers`, `windows`, `mixers` and `expert_layers` have one entry per layer. If they are unset, the default of
+    `LayerKind` applies to all layers.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # width of the gated MLP
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads; divides num_heads
     head_dim: int
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    max_position_embeddings: int = 32768
-    rope: Rope = dataclasses.field(default_factory=Rope)
-    local_rope: Rope | None = None
-    rotary_layers: tuple[bool, ...] | None = None
-    windows: tuple[int | None, ...] | None = None
-    mixers: tuple[str, ...] | None = None
+    rms_norm_eps: float = 1e-6  # added to the mean square
+    tie_word_embeddings: bool = True  # the output head is the embedding
+    max_position_embeddings: int = 32768  # context length of the checkpoint
+    rope: Rope = dataclasses.field(default_factory=Rope)  # of layers with full attention
+    local_rope: Rope | None = None  # of layers with a sliding window; None: the same
+    rotary_layers: tuple[bool, ...] | None = None  # as `LayerKind.rotary`
+    windows: tuple[int | None, ...] | None = None  # as `LayerKind.window`
+    mixers: tuple[str, ...] | None = None  # as `LayerKind.mixer`
     delta: DeltaShape | None = None
     conv: ConvShape | None = None
-    full_heads: tuple[int, int] | None = None
+    full_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) of layers without a window; None: the same
+    # The last layers, which use the keys and values of the last layer before them with the same window.
     shared_kv_layers: int = 0
-    shared_kv_mlp: int = 0
-    layer_input_size: int = 0
-    attention_gate: bool = False
+    shared_kv_mlp: int = 0  # width of the gated MLP of those layers; 0: the same
+    layer_input_size: int = 0  # width of the per-layer embedding (Gemma 4); 0 for none
+    attention_gate: bool = False  # attention is multiplied by a gate per channel, a second output of `q_proj`
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = "none"
-    v_norm: bool = False
-    values_are_keys: bool = False
-    norms: str = "pre"
-    norm_offset: float = 0.0
-    activation: str = "silu"
-    query_scale: float | None = None
-    attention_sinks: bool = False
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    layer_scalar: bool = False
-    num_experts: int = 0
+    qk_norm: str = "none"  # or RMS norms: "head" of each head, "flat" of the whole projection
+    v_norm: bool = False  # RMS norm, without weights, of each head's values
+    values_are_keys: bool = False  # layers without a window have no `v_proj`: values are the output of `k_proj`
+    norms: str = "pre"  # before attention and MLP; or "sandwich", before and after; or "post", after
+    norm_offset: float = 0.0  # added to every norm's weight (1.0 if weights are stored around zero)
+    activation: str = "silu"  # or "gelu", "gelu_tanh"
+    query_scale: float | None = None  # factor on the attention scores; None: head_dim^(−1/2)
+    attention_sinks: bool = False  # each head has a learned score of a key without a value
+    attention_soft_cap: float | None = None  # c in c·tanh(score/c)
+    logit_soft_cap: float | None = None  # the same on the logits
+    embedding_scale: float = 1.0  # factor on the embeddings
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP, before they are added
+    logit_scale: float = 1.0  # factor on the logits
+    layer_scalar: bool = False  # a factor on a layer's output, stored in the checkpoint and not trained
+    num_experts: int = 0  # of a mixture-of-experts layer
     num_experts_per_token: int = 0
-    expert_size: int = 0
-    shared_expert_size: int = 0
-    expert_layers: tuple[bool, ...] = ()
-    parallel_experts: bool = False
-    expert_bias: bool = False
+    expert_size: int = 0  # width of one expert's gated MLP
+    shared_expert_size: int = 0  # width of a gated MLP for all tokens, whose output is gated and added; 0 for none
+    expert_layers: tuple[bool, ...] = ()  # as `LayerKind.sparse`
+    parallel_experts: bool = False  # the mixture is added to the MLP, and its router is a `ScaledRouter`
+    expert_bias: bool = False  # biases of the experts and of their router
+    # (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
     expert_swiglu: tuple[float, float] | None = None
-    normalize_expert_weights: bool = False
-    router_loss_coef: float = 0.0
-    initializer_range: float = 0.02
-    dtype: str = "float32"
-    remat: bool = False
-    remat_on_cpu: bool = False
+    normalize_expert_weights: bool = False  # the weights of a token's experts sum to one
+    router_loss_coef: float = 0.0  # factor on `router_loss` if the run's `router_aux_loss_coef` is None
+    initializer_range: float = 0.02  # standard deviation of initial weights
+    dtype: str = "float32"  # compute dtype of the matrix products, or "bfloat16"
+    remat: bool = False  # recompute each layer in the backward pass instead of keeping its activations
+    remat_on_cpu: bool = False  # recompute by `block.recomputed`; layers then only have reverse-mode gradients
+    # Implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) only have
+    # reverse-mode gradients; with "triton", experts (`ragged`) and large decode steps (`fused_step`) are kernels too.
+    # "auto" is the fastest on the devices.
     attention: str = "auto"
-    mesh: Mesh | None = None
-    float32_sums: bool | None = None
+    mesh: Mesh | None = None  # devices over which a batch is cut, for fused attention and experts; None: one device
+    float32_sums: bool | None = None  # compute bfloat16 products in float32 (`matmul`); None: if that is fastest
+    # Without a cache, run layers of one kind or of a repeated pattern as one loop. It is compiled once, but needs a
+    # copy of the layers' weights at run time.
     loop_layers: bool = False
 
     @property
@@ -250,7 +176,7 @@ class TransformerConfig:
         return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
 
     def kv_source(self, i: int) -> int:
-        """The layer whose keys and values layer i uses: itself, if it has its own."""
+        """The layer whose keys and values layer i uses: i itself, unless it shares those of an earlier layer."""
         kinds = self.layer_kinds
         if not kinds[i].shared_kv:
             return i
@@ -265,11 +191,9 @@ class TransformerConfig:
 
 
 def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:
-    """Return the number of weights in a decoder's matrix products.
+    """Return the number of weights in a decoder's matrix products, with or without the output head.
 
-    Args:
-      head: include the output head; the embedding's lookup is not a product.
-      experts: number of experts to count in each layer; None: those that one token uses.
+    `experts` is the number of experts to count in each layer; None counts the experts of one token.
 
     Example:
       >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -299,7 +223,7 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def read_width(shape: TransformerConfig) -> int:
-    """Return how many numbers of a token's keys and values all layers read."""
+    """Return the numbers in one token's keys and values, summed over the layers that read them."""
     attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
     return sum(2 * heads * width for heads, width in attention)
 
@@ -317,20 +241,13 @@ class DecodeStep:
     cost = weights + groups · (prompt + width · (own + state + products))
 
     All weights are read once per step, so a small batch costs nearly as much as one of twice its size.
-
-    Attributes:
-      weights: bytes of the weights.
-      prompt: bytes of one prompt's keys and values, read once per group.
-      own: bytes of one completion's own keys and values.
-      products: bytes that could be read in the time of one completion's products with the weights; 0 ignores it.
-      state: bytes of one completion's states, read and written.
     """
 
     weights: float
-    prompt: float
-    own: float
-    products: float = 0.0
-    state: float = 0.0
+    prompt: float  # one prompt's keys and values, read once per group
+    own: float  # one completion's own keys and values
+    products: float = 0.0  # bytes read in the time of one completion's products with the weights; 0 ignores them
+    state: float = 0.0  # one completion's states, read and written
 
     @classmethod
     def of(
@@ -343,7 +260,7 @@ class DecodeStep:
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
-        """Return the step of a decoder for these lengths; `weight_itemsize` is `itemsize` if None."""
+        """Return the step of a decoder; `weight_itemsize` is `itemsize` if None."""
         token = read_width(shape) * itemsize
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),

@@ -19,15 +19,10 @@ from grpo_jax.models.tiles import TileMask
 
 
 class RecurrentState(NamedTuple):
-    """State of a recurrent layer.
+    """State of a recurrent layer. For prompts, the arrays do not have the axis G."""
 
-    Attributes:
-      memory: [B, H, G, d_k, d_v] float32, of prompts [B, H, d_k, d_v]; None for a layer that only convolves.
-      tail: [B, 1, G, K − 1, C], inputs of the convolution at the last tokens; of prompts [B, 1, K − 1, C].
-    """
-
-    memory: jax.Array | None
-    tail: jax.Array
+    memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a layer that only convolves
+    tail: jax.Array  # [B, 1, G, K − 1, C], inputs of the convolution at the last tokens
 
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -37,23 +32,16 @@ Cache = tuple[LayerCache, ...]
 """For each layer keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of the completions, whose first three axes may
 be merged; or a `RecurrentState`; or () if the layer uses the keys and values of an earlier one.
 
-Keys are stored transposed: a query's scores are then one plain product, which takes a CPU half the time in a decode
-step.
+Keys are stored transposed, so that a query's scores are one plain product. It takes a CPU half the time.
 """
 
 
 @flax.struct.dataclass
 class Prefix:
-    """Keys, values and recurrent states of a batch of prompts, shared by all completions of a prompt.
+    """The cache of a batch of prompts, shared by all completions of a prompt."""
 
-    Attributes:
-      layers: for each layer (keys [B, H_kv, d, P], values [B, H_kv, P, d]), or a `RecurrentState`, or () if the layer
-        uses the keys and values of an earlier one.
-      lengths: [B] int32; later slots are masked out.
-    """
-
-    layers: Cache
-    lengths: jax.Array
+    layers: Cache  # keys [B, H_kv, d, P], values [B, H_kv, P, d], states without G
+    lengths: jax.Array  # [B] int32; later slots are masked out
 
 
 @flax.struct.dataclass
@@ -68,56 +56,32 @@ class Segments:
     number    │ 0 0 0 1 1 │ 1 1 2 2 · │ 3 3 3 3 · │     −1 (·) is padding
     position  │ 0 1 2 0 1 │ 2 3 0 1 0 │ 0 1 2 3 0 │
     ```
-
-    Attributes:
-      number: [A, N] int32.
-      position: [A, N] int32, counted from the segment's first token.
-      prompt: [A, M] int32, index into the device's part of a `Prefix`, which has B / A prompts.
-      longest: upper bound of a segment's tokens.
-      reach: upper bound of the number of blocks before a token's block in which its segment begins.
     """
 
-    number: jax.Array
-    position: jax.Array
-    prompt: jax.Array
-    longest: int = flax.struct.field(pytree_node=False)
-    reach: int = flax.struct.field(pytree_node=False)
+    number: jax.Array  # [A, N] int32
+    position: jax.Array  # [A, N] int32, counted from the segment's first token
+    prompt: jax.Array  # [A, M] int32, index into the device's part of a `Prefix`, which has B / A prompts
+    longest: int = flax.struct.field(pytree_node=False)  # upper bound of a segment's tokens
+    reach: int = flax.struct.field(pytree_node=False)  # most blocks from a segment's first block to its last
 
 
 class Context(flax.struct.PyTreeNode):
-    """Everything that a layer depends on besides its params and hidden states. Fields as in `Transformer.hidden`.
+    """Everything that a layer depends on besides its params and hidden states. Fields as in `Transformer.hidden`."""
 
-    Attributes:
-      tables: (cos, sin) of the tokens' positions for each rotary embedding of the decoder.
-      growth: [B, G or 1, T, 1, 1] factor on the queries, or None.
-      prefix: this layer's keys and values, or state, of the prompts; None without prompts.
-      lengths: [B] of the prompts; None without prompts.
-      cache: this layer's keys and values, or state, of the completions; None without a cache.
-      index: slot of the first token.
-      start: [B] slot in which the completions of each prompt begin, or [B, G] of each completion; None: 0.
-      write: [B, G, T] bool, tokens whose keys and values go into the cache; None: all.
-      segments: of a packed sequence, or None.
-      last: [B] the only token whose hidden state is computed; None: all.
-      present: [B, G, T] bool, False on padding; None: no padding. Only recurrent layers read it.
-      tile_mask: visible tiles for fused attention; None: scores are written out.
-      shared: keys and values of an earlier layer, for a layer without its own; else None.
-      layer_input: [B, G, T, ·] this layer's own embedding of the tokens (Gemma 4), or None.
-    """
-
-    tables: tuple[tuple[jax.Array, jax.Array], ...]
-    growth: jax.Array | None = None
-    prefix: LayerCache | None = None
-    lengths: jax.Array | None = None
-    cache: LayerCache | None = None
+    tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each rotary embedding of the decoder
+    growth: jax.Array | None = None  # [B, G or 1, T, 1, 1] factor on the queries
+    prefix: LayerCache | None = None  # this layer's keys and values, or state, of the prompts
+    lengths: jax.Array | None = None  # [B] of the prompts
+    cache: LayerCache | None = None  # this layer's keys and values, or state, of the completions
     index: jax.Array | int = 0
     start: jax.Array | None = None
     write: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
-    present: jax.Array | None = None
-    tile_mask: TileMask | None = None
-    shared: KeysValues | None = None
-    layer_input: jax.Array | None = None
+    present: jax.Array | None = None  # [B, G, T] bool, False on padding; only recurrent layers read it
+    tile_mask: TileMask | None = None  # for fused attention
+    shared: KeysValues | None = None  # keys and values of an earlier layer, for a layer without its own
+    layer_input: jax.Array | None = None  # [B, G, T, ·] this layer's own embedding of the tokens (Gemma 4)
 
     def pick(self, x: jax.Array) -> jax.Array:
         """Return token `last` [B] of x [B, G, T, ...] as [B, G, 1, ...]; x itself if `last` is None."""
@@ -147,10 +111,7 @@ def num_slots(layers: Cache) -> int:
 
 
 def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
-    """Return a zero cache for `group` completions of each prompt, given the layers of a `Prefix`.
-
-    States are not copied from the prompts: a completion's first token reads its prompt's.
-    """
+    """Return a zero cache for `group` completions of each prompt, given the layers of a `Prefix`."""
 
     def one(layer: LayerCache) -> LayerCache:
         if not layer:
@@ -165,7 +126,7 @@ def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
 
 
 def _map_slots(function: Callable[[jax.Array, int], jax.Array], cache: Cache) -> Cache:
-    """Apply `function(array, axis of the slots)` to all keys and values."""
+    """Apply a function of an array and the axis of its slots to all keys and values."""
     return tuple(
         (function(layer[0], -1), function(layer[1], -2)) if layer and not isinstance(layer, RecurrentState) else layer
         for layer in cache
@@ -183,10 +144,7 @@ def pad_slots(cache: Cache, slots: int) -> Cache:
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
-    """Return a ring of `slots` slots which begins, for each completion, at slot `first` [B, G] of the cache's ring.
-
-    If the new ring is longer, the old one is repeated.
-    """
+    """Return the cache's ring with `slots` slots, starting at slot `first` [B, G]; repeated if it is longer."""
     size = num_slots(cache)
 
     def cut(x: jax.Array, axis: int) -> jax.Array:

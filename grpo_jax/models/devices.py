@@ -1,7 +1,7 @@
 """Devices: their memory and fastest dtype, and the compilers of TPUs and NVIDIA GPUs without the hardware.
 
-A program lowered for absent devices compiles to what the machine would run. It cannot be run here, but its memory,
-collectives and kernels can be read (`compile_program`).
+A program that is lowered for absent devices compiles to the machine's own program. It cannot be run here, but its
+memory, collectives and kernels can be read (`compile_program`).
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
     pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; of jax's own version
@@ -28,16 +28,14 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of devices of one kind (by default JAX's default device), and an NVIDIA GPU's compute
-    capability, else 0."""
-    first = devices[0] if len(devices) else _default_device()
-    return first.platform, float(getattr(first, "compute_capability", 0))
+    """Return the platform of devices of one kind, and the compute capability of NVIDIA GPUs, or 0.
 
-
-def _default_device() -> jax.Device:
+    Without devices, JAX's default device is used.
+    """
     settings: Any = jax.config  # its fields are added at run time
-    chosen = settings.jax_default_device
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+    chosen = devices[0] if len(devices) else settings.jax_default_device
+    first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
+    return first.platform, float(getattr(first, "compute_capability", 0))
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
@@ -49,18 +47,15 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Whether products of bfloat16 matrices are fastest with sums in float32 (`models.matmul`).
+    """Return whether products of bfloat16 matrices are fastest with sums in float32 (`models.matmul`).
 
-    On CPUs from jax 0.10 on, which uses the processor's matrix units; before, this was the slowest way.
+    They are on CPUs from jax 0.10 on, which uses the processor's matrix units. Before, they were the slowest.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the bytes that a device's programs may use, for a CPU the memory of the machine or the container.
-
-    None if unknown.
-    """
+    """Return the bytes that a device's programs may use, for a CPU the memory of the machine or container, or None."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
@@ -80,15 +75,15 @@ CHIPS = {
     "v5p": ("v5p", 95e9, "2x2x1"),
     "v6e": ("v6e", 32e9, "2x2"),
 }
-"""TPUs: name in a topology, bytes of a chip, and the smallest slice of the compiler."""
+"""TPUs: name in a topology, bytes of a chip, and the smallest slice that the compiler knows."""
 
 _SLICES = {8: {"v5e": "2x4", "v6e": "2x4", "v4": "2x2x2", "v5p": "2x2x2"}, 16: {"v5e": "4x4", "v6e": "4x4"}}
 
 
 class GPU(NamedTuple):
-    """An NVIDIA GPU, from the vendor's data sheets: bandwidth in bytes a second, memories in bytes.
+    """An NVIDIA GPU, from the vendor's data sheets: bandwidth in bytes per second, memories in bytes.
 
-    `lanes` (of float32), `threads` and `shared` memory are per core; a block may use `opt_in` bytes of shared memory.
+    `lanes` (of float32), `threads` and `shared` memory are per core. A block may use `opt_in` bytes of shared memory.
     """
 
     cores: int
@@ -123,19 +118,14 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device, and their number.
-
-    Attributes:
-      kind: "H100", "A100", "T4", "v4", "v5e", "v5p" or "v6e".
-      count: GPUs, or chips of a TPU.
-    """
+    """Absent devices: `count` GPUs, or chips of a TPU, of a kind in `GPUS` or `CHIPS`."""
 
     kind: str
     count: int
 
     @classmethod
     def read(cls, name: str) -> Target:
-        """Parse a name such as H100 or v5e-8; raise a ValueError for an unknown kind or number."""
+        """Parse a name such as H100 or v5e-8; raise ValueError for an unknown kind or number."""
         found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
         kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
         counts = (
@@ -156,21 +146,19 @@ class Target:
 
     @property
     def missing(self) -> str | None:
-        """The package of its compiler, if it is not installed."""
+        """The package with the compiler, if it is not installed."""
         module, package = ("libtpu", "libtpu") if self.kind in CHIPS else ("jax_cuda12_plugin", "jax-cuda12-plugin")
         return None if importlib.util.find_spec(module) else package
 
     def devices(self) -> Sequence[jax.Device]:
         """Return the devices. The process has to be started with `ENVIRONMENT`."""
-        return _tpus(self.kind, self.count) if self.kind in CHIPS else _gpus(self.kind, self.count)
+        if self.kind in GPUS:
+            return _gpus(self.kind, self.count)
+        from jax.experimental import topologies
 
-
-def _tpus(kind: str, count: int) -> Sequence[jax.Device]:
-    from jax.experimental import topologies
-
-    name, _, smallest = CHIPS[kind]
-    slices = _SLICES.get(count, {}).get(kind, smallest)
-    return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{slices}").devices[:count]
+        name, _, smallest = CHIPS[self.kind]
+        slices = _SLICES.get(self.count, {}).get(self.kind, smallest)
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{slices}").devices[: self.count]
 
 
 def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
@@ -180,7 +168,7 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
 
     library: Any = xla_client
     for step in (xla_bridge._discover_and_register_pjrt_plugins, lambda: library._xla.initialize_pjrt_plugin("cuda")):
-        with contextlib.suppress(Exception):  # it was done already
+        with contextlib.suppress(Exception):  # already registered or initialized
             step()
     gpu = GPUS[kind]
     major, minor = gpu.capability
@@ -197,42 +185,28 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
 
 
 class ProgramCost(NamedTuple):
-    """Memory and operations of a compiled program, on each device.
-
-    Attributes:
-      arguments: bytes of the arguments.
-      temporaries: bytes while it runs; for a refused program, all bytes except its arguments.
-      results: bytes of results that do not reuse an argument's memory.
-      flops: operations of one call counted by XLA, without custom kernels; NaN if the compiler does not count them.
-      seconds: time to compile.
-      collectives: bytes received from other devices, by kind; in a loop, of one iteration.
-      kernels: custom calls in the program, by name.
-      refused: whether a TPU's compiler refused it for its memory.
-      peak: bytes on the device while it runs, including the run's other arrays.
-    """
+    """Bytes and operations of a compiled program on each device."""
 
     arguments: int
-    temporaries: int
-    results: int
-    flops: float
-    seconds: float
-    collectives: dict[str, int]
-    kernels: dict[str, int]
-    refused: bool = False
-    peak: int = 0
+    temporaries: int  # while it runs; for a refused program, all bytes except its arguments
+    results: int  # that do not reuse an argument's memory
+    flops: float  # of one call, without custom kernels; NaN if the compiler does not count them
+    seconds: float  # time to compile
+    collectives: dict[str, int]  # bytes received from other devices, by kind; in a loop, of one iteration
+    kernels: dict[str, int]  # number of custom calls, by name
+    refused: bool = False  # a TPU's compiler refused the program because of its memory
+    peak: int = 0  # on the device while it runs, including the run's other arrays
 
 
-# A TPU's compiler reports the bytes of a refused program, without its arguments or (in some versions, whatever the
-# message says) with them.
+# A TPU's compiler reports the bytes of a refused program. Some versions include its arguments, whatever they say.
 _BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program; for one that a TPU's compiler refuses, use the bytes in its error.
+    """Compile a program and return its cost; if a TPU's compiler refuses it, by the bytes in the error.
 
-    Args:
-      arguments: bytes on each device of the arguments that the caller counts elsewhere, such as the params.
+    `arguments` are the bytes on each device of arguments that the caller counts elsewhere, such as the params.
     """
     begin = time.monotonic()
     try:
@@ -270,7 +244,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Return the bytes of the results of each kind of collective in a compiled program; in a loop, of one iteration."""
+    """Return the bytes of the results of each kind of collective in a program; in a loop, of one iteration."""
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

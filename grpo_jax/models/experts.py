@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.models.config import TransformerConfig
-from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, quantized_kernel, rows_for, tokens_of, unit_rms
+from grpo_jax.models.layers import ACTIVATIONS, MLP, Quantized, kernel_of, linear, rows_for, tokens_of, unit_rms
 from grpo_jax.models.ragged import has_kernel, ragged_dot
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
@@ -25,26 +25,25 @@ ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Arr
 class Experts(nn.Module):
     """Gated MLPs with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
-    Rows are sorted by expert, so that each expert is one block of a ragged matrix product: experts have no capacity, no
-    token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels, the devices
-    gather the kernels or exchange rows, whichever is less.
+    Rows are sorted by expert, so that each expert is one block of a ragged matrix product. Experts do not have a
+    capacity: no token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels,
+    the devices gather the kernels or exchange rows, whichever takes fewer bytes.
     """
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """x [N, D], weights and chosen [N, k] to [N, D]; N are the tokens of `groups` groups."""
+        """Return [N, D] for the tokens x [N, D] of `groups` groups, with weights and chosen experts [N, k]."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
         def kernel(name: str, fan_in: int, fan_out: int) -> jax.Array:
-            held = quantized_kernel(self, name)
-            if held is not None:
-                return rows_for(x.astype(dtype), held).swapaxes(-1, -2)
-            init = nn.initializers.normal(c.initializer_range)
-            return self.param(name, init, (c.num_experts, fan_in, fan_out)).astype(dtype)
+            held = kernel_of(self, name, (c.num_experts, fan_in, fan_out), c.initializer_range)
+            return (
+                rows_for(x.astype(dtype), held).swapaxes(-1, -2) if isinstance(held, Quantized) else held.astype(dtype)
+            )
 
         def bias(name: str, size: int) -> jax.Array | None:
             if not c.expert_bias:
@@ -65,7 +64,7 @@ class Experts(nn.Module):
     def _sums(
         self, groups: int, x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights
     ) -> jax.Array:
-        """`_expert_sums` of the rows of `groups` groups, on the devices that have them or the kernels."""
+        """Return `_expert_sums` of the rows of `groups` groups, computed where the rows or the kernels are."""
         c = self.config
         kernels = implementation(c.attention)
         sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=kernels)
@@ -77,18 +76,18 @@ class Experts(nn.Module):
             return math.prod(mesh.shape[name] for name in axes)
 
         def cut(size: int, *axes: str) -> tuple[str, ...]:
-            """The axes with more than one device, if these divide the size."""
+            """Return the axes with more than one device, if they divide the size."""
             axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
             return axes if size % devices(axes) == 0 else ()
 
         # Each device sorts its own rows: XLA's partitioner cannot cut a sort, and would gather all rows.
         inner, width = cut(c.expert_size, "tensor"), cut(c.hidden_size, "fsdp")
         rows, of_data = cut(groups, "data", "fsdp"), cut(groups, "data")
-        # Cut into too few channels for a GPU's kernels, rows would be multiplied by the matrices of all experts.
+        # Rows with too few channels for a GPU's kernels would be multiplied by the matrices of all experts.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
         if width and not lost and self._rows_are_less(x, devices(of_data)):
-            # Kernels stay where they are, cut by channels of the rows; each device gets its channels of all rows.
+            # Kernels are not moved: each device receives its channels of all rows.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
@@ -138,7 +137,7 @@ def _expert_sums(
 ) -> jax.Array:
     """Return Σ weight · expert(x) over the chosen experts of rows x [N, D], without the last bias.
 
-    `across`: mesh axes that cut the D channels of the rows and of the kernels.
+    `across` are the mesh axes that cut the D channels of the rows and the kernels.
     """
     gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
     order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -160,9 +159,9 @@ def _expert_sums(
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its `Experts`. Router logits are sown as "router"/"logits", for `router_loss`.
+    """A router and its `Experts`, and the gated shared expert if there is one.
 
-    All tokens also use the shared expert if there is one, weighted by a gate.
+    Router logits are sown as "router"/"logits", for `router_loss`.
     """
 
     config: TransformerConfig
@@ -170,8 +169,7 @@ class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        logits = linear(c, "gate", c.num_experts, c.expert_bias)(x)
-        logits = logits.astype(jnp.float32)
+        logits = linear(c, "gate", c.num_experts, c.expert_bias)(x).astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
         if c.normalize_expert_weights:
@@ -185,9 +183,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """A router with a norm and a scale per channel on its input, and a factor per expert on the weights (Gemma 4).
+    """A router with a norm and a scale per channel on its input, and a factor per expert (Gemma 4).
 
-    Before that factor, the weights of a token's experts sum to one. Logits are sown as in `MixtureOfExperts`.
+    The factor multiplies weights that sum to one for each token. Logits are sown as in `MixtureOfExperts`.
     """
 
     config: TransformerConfig
@@ -206,24 +204,14 @@ class ScaledRouter(nn.Module):
 
 
 def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
-    """Load-balancing loss of a mixture of experts: E Σ_e f_e p_e.
+    """Return the load-balancing loss E Σ_e f_e p_e [] (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
 
-    f_e is the number of tokens sent to expert e, and p_e the mean probability that the router gave it, both over the
-    masked-in tokens of all sparse layers. A uniform router has the smallest loss, `num_experts_per_token`.
+    f_e is the fraction of tokens sent to expert e, and p_e the mean probability that the router gave it, over the
+    masked-in tokens of all sparse layers. The gradient is through p. A uniform router has the smallest loss, k.
 
     Args:
       router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
-      mask: [B, T] or [B, G, T], like the tokens; 1 on the tokens that count.
-      num_experts_per_token: k of the config.
-
-    Returns:
-      [] float32; minimise, times the config's `router_aux_loss_coef`.
-
-    Gradient:
-      Through p only; f counts.
-
-    References:
-      Fedus et al. 2021, Switch Transformers, eq. 4 to 6; transformers' `load_balancing_loss_func`.
+      mask: [B, T] or [B, G, T], 1 on the tokens that count.
     """
     layers = jax.tree.leaves(router)
     used = wanted = jnp.zeros(layers[0].shape[-1:])

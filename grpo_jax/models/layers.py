@@ -1,4 +1,4 @@
-"""Linear layers over plain and quantized matrices, the RMS norm, the gated MLP.
+"""Linear layers with plain or quantized matrices, the RMS norm and the gated MLP.
 
 A frozen matrix W [in, out] in four or eight bits is stored as rows of Wᵀ [out, in], as in files. Each row is cut into
 blocks, and a weight is the value of its code times the scale of its block:
@@ -9,9 +9,8 @@ nf4     uint8, two codes a byte    NF4[code], in [−1, 1]         64          f
 int8    int8                       the code, in −127..127        a row       float32
 ```
 
-Nested scales are themselves in 8 bits: levels[code] · outer scale of 256 scales + offset, 4.127 bits a weight in all.
-If the block does not divide the width (nf4), blocks continue over the ends of rows, as in bitsandbytes: codes and
-scales then have one axis, and no mesh cuts them.
+Nested scales are themselves in 8 bits, levels[code] · (outer scale of 256 scales) + offset. A weight then takes 4.127
+bits.
 """
 
 from __future__ import annotations
@@ -48,28 +47,14 @@ NESTED_BLOCK = 256
 
 @flax.struct.dataclass(eq=False)
 class Quantized:
-    """A frozen matrix that replaces a kernel; a pytree without gradients.
+    """A frozen matrix that replaces a kernel; a pytree of JAX or NumPy arrays."""
 
-    Attributes:
-      codes: uint8 [..., out, in/2], the first code of a byte in its upper half, or int8 [..., out, in].
-      scales: [..., out, in/block] float32, or uint8 with `nested`.
-      nested: (levels [256], outer [ceil(scales/256)], offset [1]) float32, or None.
-      shape: [..., in, out] of the matrix.
-      block: weights of one scale.
-      dtype: name of the dtype of the dequantized matrix, for example in a merge.
-
-    Example:
-      >>> codes, scales = jnp.array([[127, -127], [0, 64]], jnp.int8), jnp.array([[1.0], [2.0]])
-      >>> Quantized(codes, scales, None, shape=(2, 2), block=2, dtype="float32").rows(jnp.float32)[0].tolist()
-      [127.0, -127.0]
-    """
-
-    codes: Any  # jax.Array, or np.ndarray on the host
-    scales: Any
-    nested: Any = None
-    shape: tuple[int, ...] = flax.struct.field(pytree_node=False, kw_only=True)
-    block: int = flax.struct.field(pytree_node=False, kw_only=True)
-    dtype: str = flax.struct.field(pytree_node=False, kw_only=True)
+    codes: Any  # uint8 [..., out, in/2], the first code of a byte in its upper half; or int8 [..., out, in]
+    scales: Any  # [..., out, in/block] float32, or uint8 with `nested`
+    nested: Any = None  # (levels [256], outer [ceil(scales/256)], offset [1]) float32, or None
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False, kw_only=True)  # (..., in, out) of the matrix
+    block: int = flax.struct.field(pytree_node=False, kw_only=True)  # weights of one scale
+    dtype: str = flax.struct.field(pytree_node=False, kw_only=True)  # of the dequantized matrix, for example in a merge
 
     @property
     def ndim(self) -> int:
@@ -77,44 +62,24 @@ class Quantized:
 
     def rows(self, dtype: DTypeLike) -> jax.Array:
         """Return Wᵀ [..., out, in]: the float32 products of values and scales, rounded to `dtype`."""
-        *lead, fan_in, fan_out = self.shape
         values, scales = _values(self.codes), self.scales
         if self.nested is not None:
-            outer = jnp.repeat(self.nested[1], NESTED_BLOCK)[: math.prod(scales.shape)].reshape(scales.shape)
-            scales = self._unnest(scales, outer)
-        if scales.ndim == 1:
-            size = math.prod(self.shape)
-            values, scales = values[:size], jnp.repeat(scales, self.block)[:size]
-        else:
-            values, scales = values.reshape((*scales.shape, self.block)), scales[..., None]
-        return (values * scales).astype(dtype).reshape((*lead, fan_out, fan_in))
-
-    def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """Return W [..., in, out], in its own dtype unless another is given."""
-        return self.rows(self.dtype if dtype is None else dtype).swapaxes(-1, -2)
-
-    def take(self, at: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return rows `at` [...] of Wᵀ as [..., in], dequantizing no others; the block has to divide the width."""
-        codes, scales = (jnp.take(x, at, axis=0, mode="clip") for x in (self.codes, self.scales))
-        values = _values(codes)
-        if self.nested is not None:
-            count = scales.shape[-1]
-            place = at[..., None] * count + jnp.arange(count).reshape((1,) * at.ndim + (count,))
-            scales = self._unnest(scales, jnp.take(self.nested[1], place // NESTED_BLOCK, mode="clip"))
+            levels, outer, offset = self.nested
+            outer = jnp.repeat(outer, NESTED_BLOCK)[: math.prod(scales.shape)].reshape(scales.shape)
+            # PyTorch rounds the product before it adds. The maximum does not change a number, but keeps a compiler
+            # from fusing both into one multiply-add.
+            products = levels[scales.astype(jnp.int32)] * outer
+            scales = jnp.maximum(products, jnp.finfo(jnp.float32).min) + offset[0]
         blocks = values.reshape((*scales.shape, self.block)) * scales[..., None]
         return blocks.astype(dtype).reshape(values.shape)
 
-    def _unnest(self, scales: jax.Array, outer: jax.Array) -> jax.Array:
-        """Return nested scales in float32, given the outer scale of each."""
-        assert self.nested is not None
-        levels, _, offset = self.nested
-        # PyTorch rounds the product before it adds. The maximum, which changes no number, keeps a compiler from making
-        # one multiply-add of both.
-        return jnp.maximum(levels[scales.astype(jnp.int32)] * outer, jnp.finfo(jnp.float32).min) + offset[0]
+    def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """Return W [..., in, out], in `self.dtype` by default."""
+        return self.rows(self.dtype if dtype is None else dtype).swapaxes(-1, -2)
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """Return the float32 values of codes; twice as many on the last axis if they are packed."""
+    """Return the float32 values of codes [..., in] or, packed, [..., in/2]."""
     if codes.dtype != jnp.uint8:
         return codes.astype(jnp.float32)
     codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape((*codes.shape[:-1], -1))
@@ -123,31 +88,31 @@ def _values(codes: jax.Array) -> jax.Array:
 
 
 def is_quantized(tree: Params) -> bool:
-    """Return whether a tree of params has a quantized matrix."""
+    """Return whether a tree of params contains a quantized matrix."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Quantized))
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
-def quantized_kernel(module: nn.Module, name: str = "kernel") -> Quantized | None:
-    """Return a param of a Flax module if it is quantized."""
+def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: float) -> Quantized | jax.Array:
+    """Return a kernel [..., in, out] of the calling module, which may be quantized."""
     held = module.get_variable("params", name) if module.has_variable("params", name) else None
-    return held if isinstance(held, Quantized) else None
+    return held if isinstance(held, Quantized) else module.param(name, nn.initializers.normal(stddev), shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def matmul_quantized(
     x: jax.Array, w: Quantized, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """x W, for x [N, in]; `dtype` and `float32_sums` as in `matmul.matmul`. Only x has a gradient.
+    """Return x W for x [N, in]; `dtype` and `float32_sums` as in `matmul.matmul`. Only x has a gradient.
 
-    W is dequantized to the dtype of x where it is needed, and again for the gradient: kept from the forward to the
-    backward pass, the matrices would take the memory of a model in 16 bits.
+    W is dequantized to the dtype of x for the product, and again for the gradient. Kept from the forward to the
+    backward pass, all matrices together would take the memory of a model in 16 bits.
     """
     return _product(x, w, dtype, float32_sums)
 
 
 def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: bool) -> jax.Array:
-    """The value of `matmul_quantized`, as a product that policies of `jax.checkpoint` recognize."""
+    """Return the value of `matmul_quantized` by an operation that policies of `jax.checkpoint` recognize."""
     if float32_sums:
         return dot_float32(x, rows_for(x, w), (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)
@@ -156,8 +121,7 @@ def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
     """Return Wᵀ in the dtype of x, dequantized after x is computed.
 
-    Otherwise a compiler may dequantize all matrices at the start of a program, keep them for the backward pass, or
-    hoist them out of a loop over tokens.
+    Otherwise a compiler may dequantize all matrices at the start, or hoist them out of a loop over tokens.
     """
     x = jax.lax.stop_gradient(x)
 
@@ -203,7 +167,7 @@ def _matmul_quantized_jvp(
 
 
 UNTRAINED = ("layer_scalar",)
-"""Params that come with a checkpoint and stay fixed: without gradient and weight decay."""
+"""Names of params that stay as loaded, without gradient and weight decay."""
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -214,11 +178,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """x W (+ b), with W stored [in, out]; plus (x A) B if the collection "lora" has an adapter for it.
+    """x W (+ b), with W [in, out] or `Quantized`, plus (x A) B if the collection "lora" has an adapter.
 
-    The kernel may be `Quantized`. If the collection "columns" has Wᵀ (`kernels_by_columns`, for decoding on a CPU),
-    that is read instead. Products of operands in `dtype` are returned in `result_dtype` (None: `dtype`) without being
-    rounded to `dtype` before. `float32_sums` as in `matmul`.
+    If the collection "columns" contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
+    Operands have `dtype`; sums are rounded only to `result_dtype`, or `dtype` if None. `float32_sums` as in `matmul`.
     """
 
     features: int
@@ -231,9 +194,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
-        kernel: Quantized | jax.Array | None = quantized_kernel(self)
-        if kernel is None:
-            kernel = self.param("kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features))
+        kernel = kernel_of(self, "kernel", (x.shape[-1], self.features), self.stddev)
         # One plain matrix product: XLA's CPU backend takes three times as long for the gradient of [B, G, T, in].
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if isinstance(kernel, Quantized):
@@ -284,6 +245,11 @@ class MLP(nn.Module):
         gate, up = (linear(c, name, self.width, c.mlp_bias)(x) for name in ("gate_proj", "up_proj"))
         # Recomputing the activation in the backward pass is cheaper than storing it.
         return linear(c, "down_proj", c.hidden_size, c.mlp_bias)(jax.checkpoint(gated)(gate, up))
+
+
+def norm(config: TransformerConfig, name: str) -> RMSNorm:
+    """Return an `RMSNorm` submodule of the calling module, with the config's eps and offset."""
+    return RMSNorm(config.rms_norm_eps, config.norm_offset, name=name)
 
 
 class RMSNorm(nn.Module):

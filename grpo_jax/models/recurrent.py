@@ -10,9 +10,8 @@ memory    of the prompt ──► of c3                of c3 ──► of c4
 A completion's first token reads the state of its prompt from the `Prefix`. Padding (`Context.present`) leaves a state
 unchanged.
 
-A gated delta net replaces keys and values by a memory S [d_k, d_v] for each head, which queries read and keys write.
-Each token decays it, and replaces what it returns for the key by a part β of the value (Yang et al. 2024, Gated Delta
-Networks, eq. 10):
+A gated delta net has a memory S [d_k, d_v] for each head instead of keys and values. Each token decays the memory and
+moves its value at the key towards the token's value by the rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
 
 S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
 
@@ -36,23 +35,16 @@ from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segment
 from grpo_jax.models.layers import RMSNorm, linear
 
 CHUNK = 64
-"""Largest chunk in tokens, a power of two: it fills an accelerator's matrix units; work per token grows with it."""
+"""Largest chunk in tokens, a power of two. It fills an accelerator's matrix units; work per token grows with it."""
 
 
 class Positions(NamedTuple):
-    """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence.
+    """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence."""
 
-    Attributes:
-      position: [B, G or 1, T] int32, counted from the first token of the completion in this call, or of the segment.
-      length: [B, G or 1] int32, tokens that are not padding; None: no padding.
-      fresh: [B, G or 1] bool, whether a completion's first token is among them; None without a cache.
-      segments: of a packed sequence, or None.
-    """
-
-    position: jax.Array
-    length: jax.Array | None = None
-    fresh: jax.Array | None = None
-    segments: Segments | None = None
+    position: jax.Array  # [B, G or 1, T] int32, from the first token of the completion in this call, or of the segment
+    length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
+    fresh: jax.Array | None = None  # [B, G or 1] bool, a completion's first token is included; None without a cache
+    segments: Segments | None = None  # of a packed sequence
 
     @classmethod
     def of(cls, context: Context, shape: tuple[int, int, int]) -> Positions:
@@ -70,13 +62,11 @@ class Positions(NamedTuple):
         fresh = context.index + before == (0 if context.start is None else context.start.reshape(b, -1))
         return cls(position, length, fresh if length is None else fresh & (length > 0))
 
-    def begin(self, prompt: jax.Array, cached: jax.Array | None) -> jax.Array:
-        """Return the state before the first token [B, X, G or 1, …]: cached, or if fresh the prompt's [B, X, …]."""
-        prompt = prompt[:, :, None]
-        if cached is None or self.fresh is None:
-            return prompt
+    def begin(self, prompt: jax.Array, cached: jax.Array) -> jax.Array:
+        """Return the state before the first token [B, X, G, …]: the cache's, or the prompt's [B, X, …] if fresh."""
+        assert self.fresh is not None
         fresh = jnp.expand_dims(self.fresh, (1, *range(3, cached.ndim)))
-        return jnp.where(fresh, prompt, cached)
+        return jnp.where(fresh, prompt[:, :, None], cached)
 
     def of_blocks(self, prompts: jax.Array) -> jax.Array:
         """Return the prompts' states [B, …] for each block of a packed sequence, [A, M, …]."""
@@ -87,15 +77,10 @@ class Positions(NamedTuple):
 
 
 def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """y_t = Σ_j w_j x_{t−j} over the last K tokens of each completion, channel by channel.
+    """Return y_t = Σ_j w_j x_{t−j} over the last K tokens of each completion, for each channel of x [B, G, T, C].
 
-    Args:
-      x: [B, G, T, C] float32.
-      kernel: [K, C]; its last row is the weight of the token itself.
-      tail: [R, S, K − 1, C] inputs before these tokens; R, S are B, G or 1, or of a packed sequence A, M.
-
-    Returns:
-      [B, G, T, C] float32.
+    The last row of the kernel [K, C] is the weight of the token itself. The inputs before these tokens are the tail
+    [B, G or 1, K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
     """
     width, (b, g, t, c) = kernel.shape[0], x.shape
 
@@ -119,7 +104,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
 
 def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return the last K − 1 inputs [B, G, K − 1, C], without padding, of the tail [B, G or 1, …] and x [B, G, T, C]."""
+    """Return the last K − 1 inputs [B, G, K − 1, C] of the tail [B, G or 1, …] and x [B, G, T, C], without padding."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
     if positions.length is None:
@@ -136,8 +121,11 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
-) -> tuple[Positions, jax.Array | None, jax.Array | None, jax.Array]:
-    """Return positions of tokens [B, G, T, C], memory of the prompts (zeros without) and of the cache, and the tail."""
+) -> tuple[Positions, jax.Array | None, jax.Array]:
+    """Return the positions of tokens [B, G, T, C], and the memory [B, H, G or 1, …] and tail before them.
+
+    For packed sequences, these are the states of each block's prompt, [A, M, …].
+    """
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
     memory, tail = shape.state
@@ -147,11 +135,14 @@ def _state_before(
         zeros = None if memory is None else jnp.zeros((b, *memory), jnp.float32)
         prompt = RecurrentState(zeros, jnp.zeros((b, *tail), mixed.dtype))
     if positions.segments is not None:
-        return positions, prompt.memory, None, positions.of_blocks(prompt.tail[:, 0])
+        state = jax.tree.map(positions.of_blocks, prompt)
+        return positions, state.memory, state.tail[:, :, 0]
     if context.cache is None:
-        return positions, prompt.memory, None, positions.begin(prompt.tail, None)[:, 0]
-    own = jax.tree.map(lambda x, like: x.reshape((b, like.shape[1], g, *like.shape[2:])), context.cache, prompt)
-    return positions, prompt.memory, own.memory, positions.begin(prompt.tail, own.tail)[:, 0]
+        state = jax.tree.map(lambda x: x[:, :, None], prompt)
+    else:
+        own = jax.tree.map(lambda x, like: x.reshape((b, like.shape[1], g, *like.shape[2:])), context.cache, prompt)
+        state = jax.tree.map(positions.begin, prompt, own)
+    return positions, state.memory, state.tail[:, 0]
 
 
 def _state_after(
@@ -167,13 +158,12 @@ def _state_after(
 def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> jax.Array:
     """Return a convolution's kernel [K, C] of a module, initially uniform over ±1/√K."""
     bound = shape.kernel**-0.5
-
     init = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
     return module.param("conv1d", init, (shape.kernel, channels)).astype(jnp.float32)
 
 
 class ShortConvolution(nn.Module):
-    """W (c ⊙ conv(b ⊙ x)), where b, c and x are three projections of the input (LFM2); Hugging Face's names."""
+    """W (c ⊙ conv(b ⊙ x)), where b, c and x are projections of the input (LFM2). Params have Hugging Face's names."""
 
     config: TransformerConfig
 
@@ -183,7 +173,7 @@ class ShortConvolution(nn.Module):
         assert shape is not None
         first, second, x = jnp.split(linear(c, "in_proj", 3 * shape.width, shape.bias)(x), 3, axis=-1)
         mixed = first * x
-        positions, _, _, tail = _state_before(context, shape, mixed)
+        positions, _, tail = _state_before(context, shape, mixed)
         y = convolve(mixed.astype(jnp.float32), _kernel(self, shape, shape.width), tail, positions)
         if shape.bias:
             bias = self.param("conv1d_bias", nn.initializers.zeros, (shape.width,))
@@ -193,7 +183,7 @@ class ShortConvolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, short convolution, gated delta rule and gated norm of one layer; Hugging Face's names."""
+    """Projections, short convolution, gated delta rule and gated norm. Params have Hugging Face's names."""
 
     config: TransformerConfig
 
@@ -215,8 +205,8 @@ class GatedDeltaNet(nn.Module):
         if context.present is not None:
             decay, beta = (jnp.where(context.present[..., None], x, 0.0) for x in (decay, beta))
 
-        positions, prompt, cached, tail = _state_before(context, shape, mixed)
-        assert prompt is not None
+        positions, memory, tail = _state_before(context, shape, mixed)
+        assert memory is not None
         kernel = _kernel(self, shape, mixed.shape[-1])
         y = nn.silu(convolve(mixed.astype(jnp.float32), kernel, tail, positions))
         q, k, v = jnp.split(y, [shape.key_width, 2 * shape.key_width], axis=-1)
@@ -230,14 +220,14 @@ class GatedDeltaNet(nn.Module):
         q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
         decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
         rows = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
-        y, memory = self._read(rows, positions, prompt, cached)
+        y, memory = self._read(rows, positions, memory)
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = linear(c, "out_proj", c.hidden_size)(y.reshape((*y.shape[:3], -1)).astype(c.dtype))
         return y, _state_after(context, positions, memory, mixed, tail)
 
     def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
-        """Return concatenated queries, keys, values [B, G, T, C], gates [B, G, T, H d_v], β and decay [B, G, T, H]."""
+        """Return queries, keys and values in one [B, G, T, C], gates [B, G, T, H d_v], β and decay [B, G, T, H]."""
         c = self.config
         wide, narrow = (shape.mixed_width, shape.value_width), (shape.value_heads,) * 2
         if not shape.by_key_heads:
@@ -245,7 +235,7 @@ class GatedDeltaNet(nn.Module):
             return tuple(linear(c, name, n)(x) for name, n in zip(names, wide + narrow, strict=True))
 
         def project(name: str, features: int, ends: list[int]) -> list[jax.Array]:
-            """Return a product whose columns are ordered by key head, split at these ends inside each head."""
+            """Return a product whose columns are ordered by key head, split at `ends` in each head."""
             y = linear(c, name, features)(x)
             parts = jnp.split(y.reshape((*y.shape[:-1], shape.key_heads, -1)), ends, axis=-1)
             return [part.reshape((*y.shape[:-1], -1)) for part in parts]
@@ -255,24 +245,21 @@ class GatedDeltaNet(nn.Module):
         beta, a = project("in_proj_ba", sum(narrow), [shape.value_heads // shape.key_heads])
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
 
-    def _read(
-        self, rows: Sequence[jax.Array], positions: Positions, prompt: jax.Array, cached: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the outputs [B, H, G, T, d_v], and the memory after them [B, H, G, d_k, d_v]."""
+    def _read(self, rows: Sequence[jax.Array], positions: Positions, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the outputs [B, H, G, T, d_v] and the memory after the last token [B, H, G, d_k, d_v]."""
         q, k, v, decay, beta = rows
         b, h, g, t, _ = q.shape
         precision = "highest" if self.config.dtype == "float32" else None
         if positions.segments is None:
-            memory = jnp.broadcast_to(positions.begin(prompt, cached), (b, h, g, *prompt.shape[2:]))
+            memory = jnp.broadcast_to(memory, (b, h, g, *memory.shape[3:]))
             if t > 1:
                 return delta_rule(q, k, v, decay, beta, memory, precision=precision)
             q, k, v, decay, beta = (x[:, :, :, 0] for x in rows)
             out, memory = delta_step(q, k, v, decay, beta, memory)
             return out[:, :, :, None], memory
-        begins = positions.of_blocks(prompt)
-        block = t // begins.shape[1]
+        block = t // memory.shape[1]
         chunk = math.gcd(block, CHUNK)
-        begins = jnp.repeat(begins, block // chunk, axis=1).swapaxes(1, 2)[:, :, None]
+        begins = jnp.repeat(memory, block // chunk, axis=1).swapaxes(1, 2)[:, :, None]
         position, memory = positions.position[:, None], jnp.zeros_like(begins[:, :, :, 0])
         return delta_rule(
             q, k, v, decay, beta, memory, position=position, begins=begins, chunk=chunk, precision=precision
@@ -282,7 +269,7 @@ class GatedDeltaNet(nn.Module):
 def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule` of one token, whose arrays lack the axis N."""
+    """`delta_rule` of one token, for arrays without the axis N."""
     fade = jnp.exp(decay)[..., None]
     # Both reads in one pass over the memory, the main cost of a step.
     both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
@@ -305,27 +292,19 @@ def delta_rule(
     chunk: int = CHUNK,
     precision: str | None = "highest",
 ) -> tuple[jax.Array, jax.Array]:
-    """The gated delta rule for N tokens, chunk by chunk.
+    """Return the outputs [..., N, d_v] of the gated delta rule, and the memory after the last token.
+
+    Computed chunk by chunk (Yang et al. 2024, Gated Delta Networks, section 3.3). Decays are sums and never differences
+    of sums, so that a token with a decay of −∞ costs later tokens no precision.
 
     Args:
-      q, k: [..., N, d_k] float32.
-      v: [..., N, d_v] float32.
-      decay: [..., N] float32, log α ≤ 0.
-      beta: [..., N] float32, in [0, 1]; tokens with beta and decay 0 do not change the memory.
+      q, k, v: [..., N, d] float32.
+      decay, beta: [..., N] float32, log α ≤ 0 and β in [0, 1]. Tokens with zeros do not change the memory.
       memory: [..., d_k, d_v] float32, before the first token.
-      position: [..., N] int32 in the token's segment, broadcastable, N a multiple of the chunk; None: one segment,
-        which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32, initial memory of the segments that begin in a chunk; needed with
-        `position`.
+      position: [..., N] int32 in the token's segment, broadcastable; N is then a multiple of the chunk. If None, there
+        is one segment, which continues from `memory`.
+      begins: [..., N / chunk, d_k, d_v] float32, initial memory of the segments that begin in each chunk.
       chunk: tokens of a chunk, a power of two.
-      precision: of the products.
-
-    Returns:
-      Outputs [..., N, d_v], and the memory after the last token.
-
-    References:
-      Yang et al. 2024, Gated Delta Networks, section 3.3. Decays are sums and never differences of sums, so that a
-      token with a decay of −∞ costs later tokens no precision.
     """
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
@@ -343,7 +322,7 @@ def delta_rule(
         first = index - cut(position, 0)  # the segment's first token in the chunk; negative if in an earlier chunk
         visible = visible & (j >= first[..., None])
     product = functools.partial(jnp.einsum, precision=precision)
-    # D[i, j]: decay from token j's write to token i's read; inward: from before the chunk or the segment to the read.
+    # d[i, j]: decay from token j's write to token i's read; inward: from before the chunk or the segment to the read.
     fading = jnp.where(i > j, decay[..., None], 0.0)
     d = jnp.where(visible, jnp.exp(jnp.cumsum(fading, axis=-2)), 0.0)
     inward = jnp.exp(jnp.sum(jnp.where(visible, decay[..., None, :], 0.0), axis=-1))[..., None]
@@ -379,10 +358,10 @@ def delta_rule(
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
-    """(I + L)⁻¹ for strictly lower triangular L [..., n, n], n a power of two.
+    """Return (I + L)⁻¹ for a strictly lower triangular L [..., n, n], n a power of two.
 
-    By blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]: as exact as substitution, and log n
-    batched products, which every backend has and every partitioner can cut.
+    It is computed by blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as exact as
+    substitution, and takes log n batched products, which every partitioner can cut.
     """
     *rows, n, _ = x.shape
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1

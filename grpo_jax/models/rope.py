@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with every scaling that checkpoints ask for."""
+"""Rotary position embeddings, with the scalings of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,28 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 Numbers = dict[str, Any]
-"""Numbers, flags and lists of a scaling, by their names in Hugging Face's `rope_parameters`."""
+"""Settings of a scaling, by their names in Hugging Face's `rope_parameters`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), by `kind` scaled for longer contexts.
-
-    Attributes:
-      theta: base of the frequencies.
-      kind: "default", or a scaling named as in Hugging Face's `rope_type`; one of `ROPE_KINDS`.
-      scaling: the numbers that the kind needs, as (name, value) pairs so that the config stays hashable.
-      fraction: of the head's width that is rotated, the first part of it.
-      pairs: channels 2i and 2i+1 turn together; False: i and i + r/2 of the r that are rotated.
-      growth: (β, n); queries at position p are longer by the factor 1 + β log(1 + ⌊p / n⌋) (Llama 4's for long texts).
-    """
+    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), scaled for longer contexts."""
 
     theta: float = 10000.0
-    kind: str = "default"
-    scaling: tuple[tuple[str, Any], ...] = ()
-    fraction: float = 1.0
-    pairs: bool = False
-    growth: tuple[float, int] = (0.0, 1)
+    kind: str = "default"  # a key of `ROPE_KINDS`, Hugging Face's `rope_type`
+    scaling: tuple[tuple[str, Any], ...] = ()  # the kind's settings, as hashable (name, value) pairs
+    fraction: float = 1.0  # of the head's width that is rotated, its first channels
+    pairs: bool = False  # channels 2i and 2i + 1 are rotated together; False: i and i + r/2 of the r that are rotated
+    growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
 
 
 def _linear(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
@@ -49,14 +40,14 @@ def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[
 
 
 def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Long wavelengths interpolated, short ones kept, a linear passage between the two."""
+    """Long wavelengths are interpolated and short ones kept, with a linear transition."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
 
 
 def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """As llama3 with the passage counted in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
+    """As llama3 with the transition in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 
@@ -80,7 +71,7 @@ def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.
 
 
 def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """A factor for each frequency, of two sets: one up to the original context, one beyond (Ding et al. 2024)."""
+    """A factor for each frequency, from one of two lists by the length (Ding et al. 2024)."""
     original = n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
     attention = n["attention_factor"]
@@ -90,7 +81,7 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
 
 
 def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Frequencies over the whole head, of which the first part turns and the rest stands still; divided by `factor`."""
+    """Frequencies over the whole head divided by `factor`; only the first `partial_rotary_factor` are not 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
@@ -104,22 +95,17 @@ ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarra
     "longrope": _longrope,
     "proportional": _proportional,
 }
-"""Scalings: from frequencies, the numbers of the scaling, and the length of the sequence, to frequencies and factor."""
+"""Functions of frequencies, a scaling's settings, the `Rope` and the sequence length, to frequencies and a factor."""
 
 
 ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Scalings that change for the whole sequence when it grows beyond this number."""
+"""Scalings that change for the whole sequence if it is longer than this setting."""
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
-    """Angular frequencies of a rotary embedding.
+    """Return the angular frequencies [r/2] float32 of r rotated channels, and the factor on cosines and sines.
 
-    Args:
-      head_dim: width d of a head, of which the first `rope.fraction` is rotated.
-      length: tokens of the sequence; only "dynamic" and "longrope" depend on it.
-
-    Returns:
-      Frequencies [r/2] float32 in radians a position, r the rotated width; and the factor on cosines and sines.
+    Only "dynamic" and "longrope" depend on the length of the sequence.
 
     Example:
       >>> rope_frequencies(Rope(theta=100.0, kind="linear", scaling=(("factor", 2.0),)), 4)
@@ -134,9 +120,9 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Factors [B, 1, T, 2, r/2] float32 at [B, T] positions, for each half: on itself, and on the other half.
+    """Return the factors of each half on itself and on the other half, [B, G or 1, T, 2, r/2] float32.
 
-    The axis of one is G, where the completions of a prompt agree; at [B, G, T] positions they need not.
+    Positions are [B, T], the same for all completions of a prompt, or [B, G, T].
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     positions = positions[:, None] if positions.ndim == 2 else positions
@@ -146,24 +132,24 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
 
 
 def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
-    """1 + β log(1 + ⌊p / n⌋) at positions p [B, T] or [B, G, T], as [B, G or 1, T, 1, 1]; None where β is 0."""
+    """Return `Rope.growth`'s factors at positions [B, T] or [B, G, T], as [B, G or 1, T, 1, 1]; None if β is 0."""
     beta, size = rope.growth
     positions = positions[:, None] if positions.ndim == 2 else positions
     return (1 + beta * jnp.log1p(positions // size))[..., None, None] if beta else None
 
 
 def check_rope_length(rope: Rope, length: int) -> None:
-    """Refuse cached keys where a longer sequence would change the frequencies that they were already rotated by."""
+    """Raise ValueError for a length at which cached keys would have to be rotated by other frequencies."""
     limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
     if limit is not None and length > limit:
         raise ValueError(
             f"prompts and completions together take up to {length} tokens, but beyond {limit} rope_type {rope.kind!r} "
-            "turns with the length of the whole sequence, so keys cannot be kept; use shorter prompts or completions."
+            "depends on the length of the whole sequence, so keys cannot be cached; use shorter prompts or completions."
         )
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] by a `rope_table`; by halves, as most of Hugging Face's weights are, or by pairs."""
+    """Rotate x [B, G, T, heads, d] by a `rope_table`, by halves as most of Hugging Face's weights, or by pairs."""
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
@@ -172,7 +158,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = Fa
         return x.swapaxes(-1, -2) if pairs else x
 
     halves = turn(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
-    # The halves change places by index: to put them together anew takes XLA's CPU backend three times as long.
+    # The halves are swapped by `rev`: a concatenation takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
     turned = turn(turned).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -31,11 +31,11 @@ AXES = ("data", "fsdp", "tensor")
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
-    # Into heads and channels, and out of them again: a layer then needs one sum over "tensor" for each.
+    # Heads and channels are cut on both sides of attention and MLP, which then need one sum over "tensor" each.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
-    # Into the per-layer embedding, and out of it; the projection for all layers is not cut by layer.
+    # The projection to the per-layer embeddings of all layers is not cut by layer.
     (r".*/per_layer_input_gate/kernel", ("fsdp", "tensor")),
     (r".*/per_layer_projection/kernel", ("tensor", "fsdp")),
     (r"(.*/)?per_layer_model_projection/kernel", ("fsdp", None)),
@@ -44,22 +44,13 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
-    # Quantized matrices are stored transposed.
-    (r"(.*/)?(embed_tokens/embedding|lm_head/kernel)/(codes|scales)", ("tensor", "fsdp")),
-    (r".*/(q|k|v|gate|up)_proj/kernel/(codes|scales)", ("tensor", "fsdp")),
-    (r".*/(o|down)_proj/kernel/(codes|scales)", ("fsdp", "tensor")),
-    (r".*/(linear_attn|conv)/in_proj\w*/kernel/(codes|scales)", (None, "fsdp")),
-    (r".*/(linear_attn|conv)/out_proj/kernel/(codes|scales)", ("fsdp", None)),
-    (r".*/per_layer_input_gate/kernel/(codes|scales)", ("tensor", "fsdp")),
-    (r".*/per_layer_projection/kernel/(codes|scales)", ("fsdp", "tensor")),
-    (r".*/experts/(gate|up)_proj/(codes|scales)", (None, "tensor", "fsdp")),
-    (r".*/experts/down_proj/(codes|scales)", (None, "fsdp", "tensor")),
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
 )
 """Regular expression of the whole path, and the mesh axis of each dimension. Parameters without a match are replicated.
 
-The path of an optimizer's moment ends with the path of its parameter, so it has the same sharding."""
+The path of an optimizer's moment ends with the path of its parameter, so that both have the same sharding.
+"""
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -67,7 +58,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
     Args:
       axes: sizes of "data", "fsdp" and "tensor", each 1 by default.
-      devices: the devices to choose from; None: `jax.devices()`.
+      devices: the devices to choose from. If None, `jax.devices()`.
 
     Returns:
       A mesh with all three axes, of type Auto.
@@ -95,35 +86,29 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
 
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
-    """Raise a ValueError if a mesh cannot cut the large matrices of a decoder.
+    """Raise ValueError if a mesh cannot cut the large matrices of a decoder.
 
     "fsdp" has to divide the width D, and "tensor" the query heads and the channels of the MLP (or of one expert). Other
-    dimensions that are not divisible (a vocabulary, key heads, a batch) are replicated.
+    dimensions that are not divisible, such as the vocabulary, are replicated.
     """
-    whole = {
-        "fsdp": (width, f"the model's width of {width}"),
-        "tensor": (math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"),
-    }
-    lines = []
-    for axis, (total, what) in whole.items():
+    whole = math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"
+    for axis, (total, what) in {"fsdp": (width, f"the model's width of {width}"), "tensor": whole}.items():
         if total % axes.get(axis, 1):
-            fitting = [str(size) for size in range(1, 2 * axes[axis]) if total % size == 0]
-            lines.append(f"{axis} = {axes[axis]} does not divide {what}; {', '.join(fitting)} do")
-    if lines:
-        raise ValueError(f"mesh = {dict(axes)}: {'; '.join(lines)}")
+            fit = ", ".join(str(size) for size in range(1, 2 * axes[axis]) if total % size == 0)
+            raise ValueError(f"mesh = {dict(axes)}: {axis} = {axes[axis]} does not divide {what}; {fit} do")
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """Return the sharding of one parameter by `TABLE`, given its path and shape.
 
-    A dimension is replicated if the mesh lacks its axis, or the size of the axis does not divide it.
+    A dimension is replicated if the mesh does not have its axis, or the size of the axis does not divide it.
     """
-    name = "/".join(path)
+    quantized = path[-1] in ("codes", "scales")
+    name = "/".join(path[:-1] if quantized else path)
     axes = next((axes for pattern, axes in TABLE if re.fullmatch(pattern, name)), ())
-    spec = [
-        axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(axes, shape, strict=False)
-    ]
+    axes = (*axes[:-2], *axes[:-3:-1]) if quantized else axes  # quantized matrices are stored transposed
+    sizes = zip(axes, shape, strict=False)
+    spec = [axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None for axis, size in sizes]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -145,7 +130,7 @@ def tree_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def device_bytes(tree: Params, mesh: Mesh | None) -> int:
-    """Return the bytes of such a tree, or of its shapes, on each device of a mesh; None: on one device."""
+    """Return the bytes of params or their shapes on each device of a mesh, or on one device without a mesh."""
     leaves = jax.tree.leaves(tree)
     at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
     shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
@@ -158,17 +143,17 @@ def _name(path: tuple[object, ...]) -> str:
 
 
 def place(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Put the params of a tree on the devices of a mesh by `TABLE`; without a mesh they are returned unchanged."""
+    """Put params on the devices of a mesh by `TABLE`; without a mesh, return them unchanged."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
 def committed(tree: Tree) -> Tree:
-    """Commit arrays to their devices, as arrays of a checkpoint are: programs are compiled for either kind."""
+    """Commit arrays to their devices, as restored arrays are, so that both use the same compiled programs."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return an array with that sharding; each process provides its part of an array that all of them have."""
+    """Put an array on devices; each process provides its part of an array that all of them have."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -195,9 +180,9 @@ def fetch(tree: Params) -> Params:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """Return the JSON object of each process, in their order.
+    """Return the JSON objects of all processes, in their order.
 
-    Bytes are padded to a power of two, so that few gathers are compiled: 21 between 1 KiB and 1 GiB.
+    Bytes are padded to a power of two, so that at most 21 gathers are compiled for sizes up to 1 GiB.
     """
     if jax.process_count() == 1:
         return [own]
@@ -210,7 +195,7 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Return which of `count` rows this process plays and scores."""
+    """Return the indices of the rows, of `count`, that this process plays and scores."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
@@ -221,31 +206,25 @@ def keep_placed(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Inside a compiled function, replicate the rows of the embedding of a model or its params over "fsdp".
+    """Inside a compiled function, replicate the embedding's rows over "fsdp".
 
-    Tokens are cut over "fsdp", like the rows that they look up: otherwise the partitioner reads the prompts of all
-    devices on each. For rollouts only: in an update it would keep the activations of all devices on each.
+    Otherwise the partitioner reads the prompts of all devices on each, since tokens are also cut over "fsdp". This is
+    for rollouts: in an update each device would keep the activations of all devices.
     """
-    if mesh is None:
-        return tree
 
-    def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        if not re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
-            return None
-        return PartitionSpec(parameter_sharding(name.split("/"), shape, mesh).spec[0])
+    def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
+        return PartitionSpec(sharding.spec[0]) if re.fullmatch(r"(.*/)?embed_tokens/embedding", name) else None
 
     return _constrain_by_name(tree, mesh, spec)
 
 
 def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
-    """Inside a compiled function, cut the output head of a model or its params along the vocabulary by `axes`.
+    """Inside a compiled function, cut the output head along the vocabulary by `axes`.
 
-    Cut along D, as it is stored, each logit would be a sum over devices, for every token.
+    The head is stored cut along D, with which each logit would be a sum over devices.
     """
-    if mesh is None:
-        return tree
 
-    def spec(name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
+    def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
         if re.fullmatch(r"(.*/)?embed_tokens/embedding", name):
             return PartitionSpec(tuple(axes))
         return PartitionSpec(None, tuple(axes)) if re.fullmatch(r"(.*/)?lm_head/kernel", name) else None
@@ -253,14 +232,16 @@ def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
     return _constrain_by_name(tree, mesh, spec)
 
 
-def _constrain_by_name(tree: Tree, mesh: Mesh, spec: Callable[[str, tuple[int, ...]], PartitionSpec | None]) -> Tree:
-    """Constrain the leaves for which `spec(path, shape)` is not None."""
+def _constrain_by_name(
+    tree: Tree, mesh: Mesh | None, spec: Callable[[str, NamedSharding], PartitionSpec | None]
+) -> Tree:
+    """Constrain the params for which `spec(path, sharding by TABLE)` is not None."""
 
-    def at(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
-        found = spec(_name(path), leaf.shape)
-        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, found))
+    def at(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        found = spec(_name(path), sharding)
+        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, NamedSharding(sharding.mesh, found))
 
-    return jax.tree_util.tree_map_with_path(at, tree)
+    return tree if mesh is None else jax.tree_util.tree_map_with_path(at, tree, tree_sharding(tree, mesh))
 
 
 def _prompts(mesh: Mesh) -> tuple[str, ...]:
@@ -268,12 +249,12 @@ def _prompts(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Mesh | None) -> int:
-    """Return the number of devices over which prompts are split."""
+    """Return the number of devices over which prompts are cut."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
 def split(tree: Params, mesh: Mesh | None) -> Params:
-    """Put arrays [B, ...] on the devices, cut along B; replicated if B is not divisible."""
+    """Put arrays [B, ...] on the devices, cut along B, or replicated if B is not divisible."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
@@ -296,7 +277,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """Return the sharding that `constrain` gives an array of that shape, in the form of XLA's partitioner."""
+    """Return the sharding of `constrain` for an array of a shape, in the form that XLA's partitioner returns."""
 
     def fits(size: int, axis: str | None) -> bool:
         return axis is not None and mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0
@@ -312,7 +293,7 @@ def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) ->
 
 
 def abstract(tree: Params) -> Params:
-    """Return the shapes of a tree's arrays, with the shardings of committed ones: programs are compiled for these."""
+    """Return the shapes of a tree's arrays, with the shardings of committed arrays, to compile programs for them."""
 
     def one(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = not isinstance(x, jax.Array) or x.committed
@@ -329,31 +310,27 @@ def placed_shapes(tree: Tree, shardings: Params) -> Tree:
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
     """Lower a call of a jitted function; arguments may be shapes, and their devices absent (`models.devices`)."""
     function: Any = call.func
-    with _lowering_for(place_of((call.args, call.keywords))):
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    at = place_of((call.args, call.keywords))
+    device: Any = None if at is None else next(iter(at.device_set))
+    absent_gpu = device is not None and device.platform == "gpu" and jax.default_backend() != "gpu"
+    if absent_gpu and jax.__version_info__ >= (0, 11):  # Pallas has to know the GPU to lower its kernels
+        target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
+        context = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
+    with context:
         return function.lower(*call.args, **call.keywords)
 
 
-def _lowering_for(at: jax.sharding.Sharding | None) -> contextlib.AbstractContextManager[object]:
-    """Declare an absent GPU as the target: from jax 0.11 on, Pallas lowers its kernels for a known GPU."""
-    device: Any = None if at is None else next(iter(at.device_set))
-    if device is None or device.platform != "gpu" or jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
-
-
 def place_of(tree: Params) -> jax.sharding.Sharding | None:
-    """Return a sharding for arrays computed from these on one device or replicated; None if they have none."""
+    """Return the sharding of arrays that are computed from a tree, on one device or replicated; None if unknown."""
     at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
 def mesh_of(tree: Params) -> Mesh | None:
-    """Return the mesh of several devices that a tree is on, or its shapes are for; None for one device or tracers."""
+    """Return the mesh of the arrays or shapes in a tree; None for one device, or for tracers."""
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.core.Tracer):
-            continue
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if isinstance(mesh, Mesh) and mesh.size > 1:
+        if isinstance(mesh, Mesh) and mesh.size > 1 and not isinstance(leaf, jax.core.Tracer):
             return mesh
     return None

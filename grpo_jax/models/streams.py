@@ -1,8 +1,8 @@
-"""Independent parts of a batch on several threads, where that keeps a CPU's cores busy.
+"""Independent parts of a batch in several threads, to keep a CPU's cores busy.
 
-XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small: half of the groups
-on each of two threads are the same samples in less time. On GPUs and TPUs nothing is split. `in_background` runs the
-device's work in a thread, while the caller's own thread runs the reward functions.
+XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small. Two threads with
+half of the groups each draw the same samples in less time. On GPUs and TPUs a batch is not split. `in_background` runs
+the device's work in a thread, in parallel with the reward functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import jax
 from grpo_jax.types import Params
 
 CACHED = 64 * 2**20
-"""Bytes of parameters that a CPU's cache may hold: larger ones come from memory, once for each stream."""
+"""Bytes of parameters that fit into a CPU's cache; larger ones are read from memory, by each stream."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """The devices that hold some params, or that their shapes are placed on; none for NumPy arrays and tracers."""
+    """Return the devices of params or of their shapes; none for NumPy arrays and tracers."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
@@ -38,10 +38,10 @@ def devices_of(params: Params) -> set[jax.Device]:
 
 
 def count_streams(params: Params, parts: int) -> int:
-    """Return the number of streams for a batch that is cut into `parts` parts: one per core, at most one per part.
+    """Return the number of streams for a batch of `parts` parts: one per core, at most one per part.
 
-    1 unless the parameters are on one CPU device, and small: the products of a large model keep all cores busy, and a
-    second stream would only read its weights once more.
+    It is 1 unless the parameters are small and on one CPU device. The products of a large model keep all cores busy,
+    and each further stream would read its weights again.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -57,26 +57,22 @@ def count_cores() -> int:
 
 
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """`[function(part) for part in parts]`, one thread per part; a failure is raised when all have ended.
+    """Return `[function(part) for part in parts]`, computed in one thread per part.
 
-    Only several parts are waited for. What the function compiles is to be `shared`.
+    An exception is raised when all threads have ended. Jitted functions that are called have to be `shared`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
-
-    def whole(part: Part) -> Result:
-        return jax.block_until_ready(function(part))
-
-    futures = [_pool(len(parts)).submit(whole, part) for part in parts]
+    futures = [_pool(len(parts)).submit(lambda part: jax.block_until_ready(function(part)), part) for part in parts]
     wait(futures)
     return [future.result() for future in futures]
 
 
 class shared:
-    """A jitted function that the threads of a batch call: the first one compiles it, and the others wait for that.
+    """A jitted function for several threads, which is compiled once.
 
-    Two threads that meet a program which neither of them finds would both compile it. So they are let in one after
-    another, as far as the dispatch; what has been dispatched runs beside the rest.
+    Without a lock, two threads that need a new program at the same time would both compile it. The lock is held until
+    a call is dispatched; dispatched programs run in parallel.
     """
 
     def __init__(self, jitted: Any):
@@ -87,14 +83,14 @@ class shared:
             return self._jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)  # `lower`, for one
+        return getattr(self._jitted, name)  # such as `lower`
 
 
 def in_turn(tree: Result) -> Result:
-    """Arrays that the next of several programs begins with, waited for if they are on a CPU.
+    """Return arrays that the next of several programs needs; if they are on a CPU, wait for them first.
 
-    XLA's CPU backend gives a program its memory when it is dispatched, not when its turn comes: of all parts of a
-    batch at once, if the host runs ahead of the device. Other backends reuse the memory in the order of the programs.
+    XLA's CPU backend allocates a program's memory when it is dispatched, not when it starts. If the host ran ahead,
+    all parts of a batch would have their memory at once. Other backends reuse memory in the order of the programs.
     """
     if any(device.platform == "cpu" for device in devices_of(tree)):
         jax.block_until_ready(tree)
@@ -103,10 +99,10 @@ def in_turn(tree: Result) -> Result:
 
 @contextlib.contextmanager
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
-    """Run a function in a thread while the block runs, and wait for it at the end; yields its future.
+    """Run a function in a thread while the block runs, and wait for it at the end; yield its future.
 
-    JAX keeps settings made by `with` to their thread: `jax.default_matmul_precision` and `jax.default_device`, which
-    decide numbers and places, are set in this one too.
+    JAX's context managers apply to one thread. `jax.default_matmul_precision` and `jax.default_device` change results,
+    so their values are also set in the new thread.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device
@@ -121,5 +117,5 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that stay, since a decode calls them once for every 16 tokens."""
+    """Return a pool of threads, which is kept because a decode calls it for every 16 tokens."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")

@@ -233,7 +233,7 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
     assert str(model) == str(model_alone) == str(tmp_path / "model")
     assert (config.mesh, config.num_generations) == ({"fsdp": 2}, 4)
     wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}
-    wanted |= {"lora": None, "quantize": None, "quantize_embeddings": False}
+    wanted |= {"lora": None, "quantize": None}
     assert how == wanted
     with pytest.raises(SystemExit, match=r"model is missing; set it in RUN.yaml or pass --model"):
         run("plan", "--beta", 0.1)

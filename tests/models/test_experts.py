@@ -70,7 +70,6 @@ ONE_EACH = X[:, :1, :1]  # as a decode has them, one token a completion
         ({"data": 4, "tensor": 2}, X, SHAPE, None),
         ({"data": 2, "fsdp": 2, "tensor": 2}, np.tile(X[:3], (1, 1, 2, 1)), BIASED, True),
         ({"data": 2, "fsdp": 2, "tensor": 2}, ONE_EACH, BIASED, False),
-        ({"data": 2, "fsdp": 4}, ONE_EACH, SHAPE, False),
     ],
 )
 def test_experts_on_a_mesh_are_those_of_one_device(axes, x, shape, gathered):

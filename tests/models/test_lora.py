@@ -27,10 +27,10 @@ ARCHITECTURES = {
 }
 OWN = {
     "recurrent": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
-    "shared": {  # the last two layers are over the keys and values of the first two
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
+    "shared": {  # the last layer uses the keys and values of the second
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
         "use_double_wide_mlp": True,
         "head_dim": 8,
         "global_head_dim": 12,
@@ -66,11 +66,10 @@ def logits(policy, rngs=None):
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_fresh_adapters_and_none_are_the_base_and_others_the_merged_weights(kind):
+def test_fresh_adapters_are_the_base_and_others_the_merged_weights(kind):
     """Adapters compute what the merged weights do."""
     policy = add_lora(base_policy(kind), jax.random.key(1), rank=3)
     np.testing.assert_array_equal(logits(policy), logits(base_policy(kind)))
-    np.testing.assert_array_equal(logits(policy.replace(params={})), logits(base_policy(kind)))
     trained = lora_policy(kind)
     assert np.abs(logits(trained) - logits(policy)).max() > 0.1
     np.testing.assert_allclose(logits(trained), logits(merge_lora(trained)), atol=1e-5)
@@ -149,11 +148,11 @@ def test_bad_options_are_refused(options, message):
 
 @pytest.mark.parametrize(
     ("alpha", "rank", "columns"),
-    [(0.9, 2, 12), (0.6, 4, 32), (0.05, 2, 32), (1.0, 2, 2)],
-    ids=["side by side", "as a matrix", "slowly", "copied"],
+    [(0.9, 2, 12), (0.6, 4, 32), (1.0, 2, 2)],
+    ids=["side by side", "as a matrix", "copied"],
 )
 def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, columns):
-    """24 syncs, more than there are places for adapters: the weights of the reference, mixed one by one in float64."""
+    """24 syncs, more than a reference has places for: its weights are those mixed one by one in float64."""
     base, scale, every = base_policy().params, 2.0, 2
     optimizer, key = optax.sgd(1.0), jax.random.key(1)
     adapters = init_adapters(key, base, rank=rank)

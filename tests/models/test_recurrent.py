@@ -99,7 +99,7 @@ def test_weights_and_states_are_counted():
 def assert_scored_as_drawn(model, params):
     """More prompts than slots: completions enter where others have ended, move together, and the cache grows."""
     prompts = make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
-    how = {"num_generations": 4, "max_completion_length": 5 * BURST, "eos_token_ids": (3, 5)}
+    how = {"num_generations": 4, "max_completion_length": 3 * BURST, "eos_token_ids": (3, 5)}
     some = generate(model, params, prompts, jax.random.key(0), batch_size=8, **how)
     lengths = some.mask.sum(axis=-1)
     assert lengths.min() < BURST < lengths.max()

@@ -1,4 +1,4 @@
-"""Layers over the keys and values of an earlier one, and heads of two sizes: on every way by which tokens are read."""
+"""Layers with the keys and values of an earlier layer, and heads of two sizes, in all ways of reading tokens."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_loop import PROMPTS, assert_same, values_and_gradient
+from test_loop import PROMPTS, assert_same, packed
 from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
@@ -19,17 +19,17 @@ from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.update.state import create_state, finish_update
 
-# A pair of layers, and a second one that is over its keys and values.
+# A pair of layers, and a third that uses the keys and values of the second.
 SHAPE = TransformerConfig(
-    *(24, 16, 32, 4, 4, 2, 6),
-    windows=(3, None) * 2,
+    *(24, 16, 32, 3, 4, 2, 6),
+    windows=(3, None, None),
     local_rope=Rope(theta=100.0),
     norms="sandwich",
     qk_norm="head",
     query_scale=0.25,
     v_norm=True,
     full_heads=(1, 10),
-    shared_kv_layers=2,
+    shared_kv_layers=1,
     shared_kv_mlp=64,
     layer_input_size=6,
     layer_scalar=True,
@@ -46,10 +46,7 @@ def params():
 
 
 def test_tiles_and_packed_sequences_give_the_same():
-    plain, tiles = (values_and_gradient(dataclasses.replace(SHAPE, attention=of), params()) for of in ("auto", "tiles"))
-    padded, packed = plain[0]
-    np.testing.assert_allclose(padded, packed, atol=1e-5)
-    assert_same(tiles, plain, 1e-5)
+    assert_same(SHAPE, dataclasses.replace(SHAPE, attention="tiles"), params(), 1e-5, packed)
 
 
 def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
@@ -60,28 +57,28 @@ def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
 def test_a_layer_over_others_keys_keeps_nothing():
     read = functools.partial(Transformer(SHAPE).apply, method="prefill")
     _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
-    assert [len(layer) for layer in prefix.layers] == [2] * 2 + [0] * 2
     cache = empty_cache(prefix.layers, 3, 5)
-    assert [len(layer) for layer in cache] == [2] * 2 + [0] * 2
+    assert [len(layer) for layer in prefix.layers] == [len(layer) for layer in cache] == [2, 2, 0]
     assert [layer[0].shape[1:4:2] for layer in cache[:2]] == [(2, 6), (1, 10)]
     assert num_slots(pad_slots(cache, 9)) == 9
-    names = {name for layer in range(2, 4) for name in params()[f"layers_{layer}"]["self_attn"]}
-    assert names == {"q_proj", "q_norm", "o_proj"}
+    assert set(params()["layers_2"]["self_attn"]) == {"q_proj", "q_norm", "o_proj"}
+    pattern = dataclasses.replace(SHAPE, num_layers=7, windows=(None, 3, None, 3, None, 3, None), shared_kv_layers=3)
+    assert [pattern.kv_source(i) for i in range(7)] == [0, 1, 2, 3, 2, 3, 2]
 
 
 def test_weights_keys_and_scores_are_counted():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
-    assert read_width(SHAPE) == 2 * 2 * (2 * 6 + 1 * 10)
+    assert read_width(SHAPE) == 2 * (2 * 6 + 2 * 1 * 10)
     step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
     assert step.own == 100 * 2 * read_width(SHAPE)
     work = dict(prompts=1, group=1, completion_length=1, itemsize=2)
     longer, shorter = (Work(SHAPE, prompt_length=n, **work).update_operations for n in (101, 100))
-    assert longer - shorter == 6 * (kernels + 2 * 2 * 4 * (6 + 10) * 102)
+    assert longer - shorter == 6 * (kernels + 2 * 4 * (6 + 2 * 10) * 102)
 
 
-def test_what_is_not_trained_stays_as_it_is():
-    """Neither a gradient nor the decay of weights moves it, whatever the optimizer."""
+def test_a_layer_scalar_is_not_trained():
+    """Neither a gradient nor weight decay changes it, with any optimizer."""
     own = {"layers_2": {"layer_scalar": jnp.array([0.8])}, "norm": {"scale": jnp.ones(16)}}
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = create_state(own, optimizer, jax.random.key(0))

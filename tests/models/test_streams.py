@@ -49,7 +49,7 @@ def test_samples_are_those_of_one_stream(monkeypatch):
     results = []
     for n in (1, 2):
         monkeypatch.setattr(generate_module, "stream_count", lambda params, groups, width, n=n: min(n, groups))
-        settings = {"num_generations": 4, "max_completion_length": 40, "eos_token_ids": (5, 7)}
+        settings = {"num_generations": 4, "max_completion_length": 24, "eos_token_ids": (5, 7)}
         results.append(generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings))
     one, many = results
     for name in ("tokens", "mask", "ended"):

@@ -35,17 +35,18 @@ RICH = dataclasses.replace(
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
 )
-# Layers of both kinds over the keys and values of an earlier one.
+# Layers of both kinds with the keys and values of an earlier one.
 SHARED = dataclasses.replace(
     PLAIN,
-    num_layers=5,
-    windows=(3, None, None, 3, None),
+    num_layers=4,
+    windows=(3, None, 3, None),
+    initializer_range=0.25,
     local_rope=Rope(theta=100.0),
     rope=Rope(kind="proportional", scaling=(("factor", 1.0), ("partial_rotary_factor", 0.5))),
     norms="sandwich",
     query_scale=0.3,
     v_norm=True,
-    rms_norm_eps=1e-2,  # sandwiches and a norm on values blow up what is small, and its rounding: so less
+    rms_norm_eps=1e-2,  # norms before and after, and on values, amplify the rounding of small numbers less
     full_heads=(1, 12),
     values_are_keys=True,
     shared_kv_layers=2,
@@ -55,7 +56,7 @@ SHARED = dataclasses.replace(
     num_experts=4,
     num_experts_per_token=2,
     expert_size=16,
-    expert_layers=(False, True, False, False, False),
+    expert_layers=(False, True, False, False),
     parallel_experts=True,
 )
 CONFIGS = {"rich": RICH, "sparse": SPARSE, "shared": SHARED}
