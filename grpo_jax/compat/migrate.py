@@ -1,4 +1,4 @@
-"""Translation of TRL's settings: its `GRPOConfig` by `from_trl`, the YAML file of its script by `from_trl_script`."""
+"""Conversion of TRL's settings: its `GRPOConfig` (`from_trl`) and the YAML file of its script (`from_trl_script`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
@@ -17,12 +17,12 @@ from grpo_jax.types import Json
 
 _STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
-NO_FLOAT16 = "as there is no float16: the run computes in bfloat16 if the device has it, else in float32"
-"""End of the notes on settings for float16."""
+NO_FLOAT16 = "since float16 is not supported: the run computes in bfloat16 if the device has it, else in float32"
+"""End of the notes on settings that request float16."""
 
-# Arguments of transformers' from_pretrained that only say how PyTorch runs a model.
+# Arguments of transformers' from_pretrained that only affect PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
-# Arguments of transformers' and vLLM's sampling that are fields of the config.
+# Sampling arguments of transformers and vLLM → fields of the config.
 _GENERATION = {
     "stop_strings": "stop",
     "stop": "stop",
@@ -35,25 +35,18 @@ _CORRECTION = "vllm_importance_sampling_correction"
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
 
-class VLLMServer(NamedTuple):
-    """A server that samples: arguments of `engines.vllm`."""
-
-    base_url: str
-    patience: float
-
-
 @dataclasses.dataclass
 class Migration:
-    """A translated TRL config: the fields that carry over, and a note on each of the others.
+    """A converted TRL config: the fields that carry over, and a note on each of the others.
 
     Attributes:
-      values: fields for `GRPOConfig`.
-      run_dir: for `train`, from `output_dir`.
+      values: fields of `GRPOConfig`.
+      run_dir: `run_dir` of `train`, from `output_dir`.
       translated: name → the setting that replaces it.
-      left_out: name → why it is not needed, or what sets it instead.
+      left_out: name → why it is not needed, or where it is set instead.
       missing: name → why it is not supported, and what to do. If empty, the run is equivalent.
-      dtype: of the params, for `from_pretrained`, from `model_init_kwargs`; "auto": the checkpoint's.
-      sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
+      dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
+      sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None uses the built-in sampler.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -62,16 +55,20 @@ class Migration:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     dtype: str | None = None
-    sampler: VLLMServer | None = None
+    sampler: dict[str, Any] | None = None
 
     def config(self) -> GRPOConfig:
-        """Return the config of the fields that carry over; ValueError for a value that `GRPOConfig` does not accept."""
+        """Return the config of the fields that carry over. Raises ValueError if `GRPOConfig` rejects a value."""
         return GRPOConfig.from_dict(self.values)
 
     def notes(self) -> list[str]:
-        """Return the lines on the fields that were translated, were left out, or are missing."""
+        """Return the notes on fields that were translated, were left out, or are missing, as lines."""
         lines: list[str] = []
-        for title, notes in (("translated", self.translated), ("left out", self.left_out), ("NOT HERE", self.missing)):
+        for title, notes in (
+            ("translated", self.translated),
+            ("left out", self.left_out),
+            ("NOT SUPPORTED", self.missing),
+        ):
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
         return lines
 
@@ -82,16 +79,10 @@ class Migration:
 
 
 def from_trl(values: Json) -> Migration:
-    """Translate the fields of a TRL GRPO config.
+    """Convert the fields of a TRL GRPO config, as passed to its `GRPOConfig(...)` or returned by its `to_dict()`.
 
-    Args:
-      values: names and values, as in a script's `GRPOConfig(...)` or in its `to_dict()`.
-
-    Returns:
-      A `Migration`, with every value that is not TRL's default.
-
-    Raises:
-      ValueError: all names that neither TRL nor this library has.
+    The notes cover every value that is not TRL's default. Raises ValueError with all names that neither TRL nor this
+    library has.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -111,7 +102,7 @@ def from_trl(values: Json) -> Migration:
     if values.get(_CORRECTION, True) is False and "sampler_correction" not in values:
         moved.set_field(_CORRECTION, "sampler_correction", None)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
-        del moved.values["generation_batch_size"]  # TRL takes one of the two and derives the other: this is a dump
+        del moved.values["generation_batch_size"]  # `to_dict()` has both, one derived from the other
     return moved
 
 
@@ -121,11 +112,11 @@ def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
     if value and name in _TRANSLATIONS:
         _TRANSLATIONS[name](moved, name, value)
     elif value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
-        pass  # a dump has <HUB_TOKEN> instead of the token; the others are translated by `from_trl`
+        pass  # `to_dict()` has <HUB_TOKEN> instead of the token; `from_trl` translates the others
     elif field:
         if field not in values:
             moved.set_field(name, field, value)
-    elif value or default:  # not two kinds of an empty value
+    elif value or default:  # not both empty, such as None and {}
         notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
         notes[name] = advice if kind == "not here" else advice.removeprefix("leave it out: ")
 
@@ -144,7 +135,7 @@ def _translate_output(moved: Migration, name: str, value: object) -> None:
 
 def _translate_optimizer(moved: Migration, name: str, value: object) -> None:
     if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
-        moved.missing[name] = f"{value!r}: pass optimizer to train, an optax transformation; else it is AdamW"
+        moved.missing[name] = f"{value!r}: pass an optax transformation as optimizer to train; the default is AdamW"
 
 
 def _as_dict(value: str | Json) -> dict[str, object]:
@@ -157,18 +148,18 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     if value == "steps":
         return
     if value != "no":
-        moved.missing[name] = f"{value!r} does not count steps: give {steps} a number of them"
+        moved.missing[name] = f"{value!r}: only steps are supported; set {steps} to a number of steps"
     elif name == "logging_strategy":
-        moved.missing[name] = "metrics are always logged; logging_steps says how often"
+        moved.missing[name] = "metrics are always logged; set logging_steps to a larger number to log less"
     elif name == "save_strategy":
-        moved.set_field(name, steps, None, f"{steps}=None: one checkpoint is kept, the last")
-    elif moved.values.get(steps) is not None:  # TRL's default, with which eval_steps has no effect
+        moved.set_field(name, steps, None, f"{steps}=None: only the last checkpoint is kept")
+    elif moved.values.get(steps) is not None:  # "no" is TRL's default, and disables eval_steps
         moved.set_field(name, steps, None)
 
 
 def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
-    """Translate the arguments of transformers' `from_pretrained`, a dict or a JSON text."""
-    kwargs = {key: one for key, one in _as_dict(value).items() if one not in (None, False)}
+    """Translate the arguments of transformers' `from_pretrained`, a dict or a JSON string."""
+    kwargs = {key: x for key, x in _as_dict(value).items() if x not in (None, False)}
     stored = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
     kwargs.pop("torch_dtype", None)
     moved.dtype = dtype = _DTYPES.get(stored)
@@ -176,23 +167,22 @@ def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
         moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
     elif stored != "None":
         moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
-    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, for every value of bf16
+    if stored == "bfloat16":  # PyTorch computes in the dtype of the params whatever bf16 is
         moved.values["compute_dtype"] = dtype
-    unknown = sorted(kwargs.keys() - _PYTORCH_KWARGS.split())
-    if unknown:
-        moved.missing[name] = f"{', '.join(unknown)}: from_pretrained takes dtype, param_dtype and mesh"
+    if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
+        moved.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
     elif kwargs:
         moved.left_out[name] = f"{', '.join(sorted(kwargs))}: settings of PyTorch"
 
 
 def _translate_generation(moved: Migration, name: str, value: str | Json) -> None:
-    """Translate arguments of transformers' or vLLM's sampling, which override the fields, a dict or a JSON text."""
+    """Translate sampling arguments of transformers or vLLM, which override the fields: a dict or a JSON string."""
     no_effect = {"do_sample": True, "repetition_penalty": 1.0}
-    kwargs = {key: one for key, one in _as_dict(value).items() if one is not None and no_effect.get(key) != one}
-    taken = {_GENERATION[key]: one for key, one in kwargs.items() if key in _GENERATION}
-    moved.values |= taken
-    if taken:
-        moved.translated[name] = ", ".join(f"{field}={one!r}" for field, one in taken.items())
+    kwargs = {key: x for key, x in _as_dict(value).items() if x is not None and no_effect.get(key) != x}
+    fields = {_GENERATION[key]: x for key, x in kwargs.items() if key in _GENERATION}
+    moved.values |= fields
+    if fields:
+        moved.translated[name] = ", ".join(f"{field}={x!r}" for field, x in fields.items())
     if other := sorted(kwargs.keys() - _GENERATION.keys()):
         moved.missing[name] = f"{', '.join(other)}: {ELSEWHERE[name].advice}"
 
@@ -205,7 +195,7 @@ _TRANSLATIONS: dict[str, Callable[[Migration, str, Any], None]] = {
     **dict.fromkeys(("bf16", "fp16"), _translate_precision),
     **dict.fromkeys(_STEPS, _translate_strategy),
 }
-"""Name → the function that translates a value."""
+"""Name of a field → the function that translates its value."""
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:
@@ -213,71 +203,69 @@ def _translate_evaluation(moved: Migration, values: Json) -> None:
     evaluates = values.get("eval_strategy") == "steps"
     if evaluates and moved.values.get("eval_steps") is None:
         steps = moved.values.get("logging_steps", GRPOConfig.logging_steps)
-        moved.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, of logging_steps")
+        moved.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, from logging_steps")
     name = "metric_for_best_model"
     best = moved.values.get(name)
-    # A dump has the loss and False, which transformers fills in if neither was set.
+    # transformers' `to_dict()` has the loss and False if neither was set.
     unset = best is None or (best == "loss" and moved.values.get("greater_is_better") is False)
     if values.get("load_best_model_at_end") and unset:
         moved.values.pop("greater_is_better", None)
-        moved.set_field(name, name, "eval/reward", '"eval/reward", where transformers takes the loss of an evaluation')
+        moved.set_field(name, name, "eval/reward", '"eval/reward", where transformers uses the evaluation loss')
     elif isinstance(best, str) and (best.startswith("eval_") or evaluates):
-        plain = best.removeprefix("eval_")
-        # With several evaluation datasets, the name of one comes first.
-        metric = r"(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
-        if found := re.fullmatch(metric, plain):
+        # With several evaluation datasets, the name of one is a prefix.
+        metric = r"(?:eval_)?(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
+        if found := re.fullmatch(metric, best):
             ours = "/".join(["eval", *filter(None, found.groups())])
             moved.set_field(name, name, ours, f'"{ours}"')
-        elif plain != best or plain == "loss":
-            advice = "evaluations measure rewards; name eval_reward or eval_rewards/<function>/mean"
-            moved.missing[name] = f"{best!r}: {advice}"
+        elif best.startswith("eval_") or best == "loss":
+            moved.missing[name] = f"{best!r} is not a metric; use eval_reward or eval_rewards/<function>/mean"
 
 
 def _translate_server(moved: Migration, values: Json) -> None:
-    """Make a sampler of the settings of a vLLM server, which are ignored without `use_vllm`, as in TRL."""
+    """Translate the settings of a vLLM server, which have no effect without `use_vllm`, as in TRL."""
     defaults = {name: ELSEWHERE[name].default for name in _SERVER}
-    given = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
-    mode, url, host, port, seconds = (defaults | given).values()
+    changed = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
+    mode, url, host, port, seconds = (defaults | changed).values()
     if not values.get("use_vllm") or mode == "colocate":
-        moved.left_out |= dict.fromkeys(given, 'has an effect with use_vllm=True and vllm_mode="server" only')
+        moved.left_out |= dict.fromkeys(changed, 'only has an effect with use_vllm=True and vllm_mode="server"')
     elif mode != "server":
-        moved.missing["vllm_mode"] = f'{mode!r}: "server" names a server of vLLM; else the built-in sampler samples'
+        moved.missing["vllm_mode"] = f'{mode!r}: use "server" for a vLLM server, or "colocate" for the built-in sampler'
     else:
         url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        moved.sampler = VLLMServer(str(url), float(str(seconds)))
+        moved.sampler = {"base_url": url, "patience": float(str(seconds))}
         del moved.left_out["use_vllm"]
-        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={moved.sampler.patience:g}) of train"
+        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={float(str(seconds)):g}) of train"
 
 
 # TRL's script ---------------------------------------------------------------------------------------------------------
 
-# Arguments of TRL's script and of its ModelConfig: those that are translated below, and notes on the others.
+# Arguments of TRL's script and of its ModelConfig that are translated below, and notes on the others.
 _TRANSLATED = (
     "reward_funcs dataset_name dataset_config dataset_train_split dataset_test_split model_name_or_path torch_dtype"
     " dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_8bit load_in_4bit bnb_4bit_quant_type"
 )
 _NOT_NEEDED = {
-    "attn_implementation": "attention is chosen by the device",
-    "trust_remote_code": "the families of checkpoints are implemented here",
-    "lora_task_type": "there is one task",
-    "use_bnb_nested_quant": "the scales of NF4 are also quantized",
-    "bnb_4bit_quant_storage": "4 bits are stored as such",
+    "attn_implementation": "the implementation of attention depends on the device",
+    "trust_remote_code": "the model families are implemented in this library",
+    "lora_task_type": "there is only one task",
+    "use_bnb_nested_quant": "NF4 always quantizes the scales too",
+    "bnb_4bit_quant_storage": "4-bit weights are always packed",
     "ignore_bias_buffers": "models do not have buffers",
 }
 _MISSING = {
-    "reward_model_name_or_path": "a reward model is a reward function that calls it; docs/rewards.md has one",
+    "reward_model_name_or_path": "use a reward function that calls the reward model; see docs/rewards.md",
     "lora_modules_to_save": "only adapters are trained",
     "use_rslora": "multiply alpha by the square root of the rank",
-    "use_dora": "only plain low-rank adapters are supported",
-    "lora_target_parameters": "adapters are on projections; name those in lora_target_modules",
-    "model_revision": "download that revision, and give its directory",
+    "use_dora": "DoRA is not supported",
+    "lora_target_parameters": "adapters are supported for projections only; list them in lora_target_modules",
+    "model_revision": "download the revision, and pass its directory",
     "dataset_streaming": "all rows are read before the run",
-    "datasets": "write a function that returns the rows of all: data: module:function",
+    "datasets": "write a function that returns the rows of all datasets: data: module:function",
 }
 _NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    # The values of TRL's script.
+    # with the arguments in TRL's script
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },
@@ -287,37 +275,37 @@ _REWARDS: dict[str, Json] = {
 
 
 def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
-    """Translate the YAML config of TRL's GRPO script into the keys of a RUN.yaml.
+    """Convert the YAML config of TRL's GRPO script to the keys of a RUN.yaml, with notes on all values.
 
-    The values are arguments of the script, of its `ModelConfig` and of `GRPOConfig`. The notes of the `Migration` cover
-    all of them. Raises ValueError for unknown names and values that are not accepted.
+    The values are arguments of the script, of its `ModelConfig` and of `GRPOConfig`. Raises ValueError for unknown
+    names and invalid values.
     """
     values = dict(values)
     if values.get("eval_strategy") is False:  # PyYAML, which TRL uses, reads an unquoted no as False
         values["eval_strategy"] = "no"
-    of_script = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
-    script = {name: values.pop(name) for name in list(values) if name in of_script}
+    names = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
+    script = {name: values.pop(name) for name in list(values) if name in names}
     moved = from_trl(values)
-    set_names = {name for name, value in script.items() if value not in (None, False, "", [])}
-    moved.missing |= {name: note for name, note in _MISSING.items() if name in set_names}
-    moved.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in set_names}
+    used = {name for name, value in script.items() if value not in (None, False, "", [])}
+    moved.missing |= {name: note for name, note in _MISSING.items() if name in used}
+    moved.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in used}
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
     run: dict[str, object] = {
         "model": script.get("model_name_or_path"),
         **_data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no"),
         "rewards": _rewards(script["reward_funcs"], moved.missing) if script.get("reward_funcs") else None,
         "lora": _lora(script, moved.missing) if script.get("use_peft") else None,
-        "quantize": _quantized(script, moved.missing),
+        "quantize": _quantize(script, moved.missing),
         "param_dtype": "bfloat16" if dtype in ("bfloat16", "float16") else None,
         "run_dir": moved.run_dir,
-        "sampler": None if moved.sampler is None else {"vllm": moved.sampler._asdict()},
+        "sampler": moved.sampler and {"vllm": moved.sampler},
     }
     config = moved.config().to_dict()
     return {name: x for name, x in run.items() if x is not None} | {name: config[name] for name in moved.values}, moved
 
 
 def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, object]:
-    """Return the keys of the data; TRL evaluates on the split "test" of the same dataset."""
+    """Return `data` and `eval_data`, which in TRL is the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
         return {}
@@ -327,12 +315,12 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     elif "dataset_test_split" in script:
-        left_out["dataset_test_split"] = "nothing is evaluated, since eval_strategy is 'no' by default"
+        left_out["dataset_test_split"] = "there is no evaluation, since eval_strategy is 'no' by default"
     return data
 
 
 def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json]:
-    """Return entries of `rewards` for TRL's names, and for functions by their dotted paths."""
+    """Return `rewards` for TRL's reward functions and for functions with dotted paths."""
     entries: list[str | Json] = []
     for name in [names] if isinstance(names, str) else names:
         if name in _REWARDS:
@@ -340,29 +328,28 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json
         elif "." in name:
             entries.append(":".join(name.rsplit(".", 1)))
         else:
-            missing[f"reward_funcs, {name}"] = "give a function as module:function"
+            missing[f"reward_funcs, {name}"] = "use a reward function as module:function"
         if _REWARDS.get(name) is _NUMBERS:
-            note = "TRL's verifies LaTeX by math_verify; number_reward, which replaces it, compares numbers"
+            note = "TRL verifies LaTeX with math_verify; the replacement, number_reward, compares numbers"
             missing[f"reward_funcs, {name}"] = note
     return entries
 
 
-def _quantized(script: Json, missing: dict[str, str]) -> str | None:
-    """Return how the base under adapters is quantized."""
-    bits = next((name for name in ("load_in_4bit", "load_in_8bit") if script.get(name)), None)
-    if bits is None:
-        return None
-    if not script.get("use_peft"):
-        missing[bits] = "quantized weights are not trained: with use_peft adapters are trained on them"
-        return None
-    kind = script.get("bnb_4bit_quant_type", "nf4")
-    if bits == "load_in_4bit" and kind != "nf4":
-        missing["bnb_4bit_quant_type"] = f"{kind!r}: 4 bits are stored as nf4"
-    return "nf4" if bits == "load_in_4bit" else "int8"
+def _quantize(script: Json, missing: dict[str, str]) -> str | None:
+    """Return the quantization of the base model."""
+    for bits, method in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if script.get(bits):
+            if not script.get("use_peft"):
+                missing[bits] = "quantized weights are not trained; set use_peft to train adapters on them"
+                return None
+            if method == "nf4" and script.get("bnb_4bit_quant_type", "nf4") != "nf4":
+                missing["bnb_4bit_quant_type"] = f"{script['bnb_4bit_quant_type']!r}: 4-bit weights are stored as nf4"
+            return method
+    return None
 
 
 def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
-    """Return the adapters, with the defaults of TRL's `ModelConfig`."""
+    """Return `lora`, with the defaults of TRL's `ModelConfig`."""
     lora: dict[str, object] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")
@@ -370,6 +357,6 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     if targets and targets != ["all-linear"]:
         lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
     elif targets is None:
-        note = "PEFT chooses projections by the family of the model, and here all are adapted; name them to be sure"
+        note = "PEFT's default depends on the model family, here all projections get adapters; list them to be sure"
         missing["lora_target_modules"] = note
     return lora

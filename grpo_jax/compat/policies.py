@@ -1,4 +1,4 @@
-"""The policy of a trainer: loading it, the adapters of PEFT's `LoraConfig`, its tokenizer, and saving it."""
+"""The policy of a trainer: loading it, adapters from PEFT's `LoraConfig`, its tokenizer, and saving it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-# Fields of a LoraConfig that are read below, record where a config came from, say how PyTorch runs it, or only qualify
-# fields that are refused.
+# Fields of a LoraConfig that are read below, record the origin of the config, apply to PyTorch only, or only qualify
+# rejected fields.
 _PEFT_FIELDS = (
     "r lora_alpha lora_dropout use_rslora target_modules peft_type task_type auto_mapping peft_version revision"
     " base_model_name_or_path runtime_config fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying"
@@ -30,16 +30,16 @@ _PEFT_FIELDS = (
 
 
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
-    """Load a policy with params in `dtype`; return it and the dtype that the run computes in, `compute` by default.
+    """Load a policy with params in `dtype`, and return it with the compute dtype of the run.
 
-    `dtype` None means float32, "auto" the dtype of the checkpoint, in which the run then also computes.
+    `dtype=None` means float32. "auto" is the dtype of the checkpoint; if that is bfloat16, so is the compute dtype.
     """
     if isinstance(model, Policy):
         if dtype is not None:
-            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy: load it with that dtype.")
+            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy; load it with that dtype")
         return model, compute
     if not isinstance(model, str | Path):
-        raise ValueError(f"model is a {type(model).__name__}: give a name, a directory or a Policy.")
+        raise ValueError(f"model must be a name, a directory or a Policy; got {type(model).__name__}")
     if dtype == "auto":
         stored = checkpoint_config(find_checkpoint(model, weights=False))
         dtype = "float32" if stored.get("dtype", stored.get("torch_dtype")) in (None, "float32") else "bfloat16"
@@ -48,7 +48,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with a tokenizer, or a processor's (None: its own), whose EOS also ends completions."""
+    """Return the policy with the given tokenizer or processor. Its EOS also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
@@ -57,56 +57,54 @@ def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
     return policy.replace(generation_config={**policy.generation_config, "eos_token_id": [eos, *ids]})
 
 
-def with_adapters(policy: Policy, peft: Any, *, seed: int, dropout: bool = True) -> Policy:
-    """Return the policy with new adapters on the projections that a `peft.LoraConfig` names.
+def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
+    """Return the policy with new adapters as described by a `peft.LoraConfig`.
 
-    `target_modules` is a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". Without `dropout`,
-    `lora_dropout` is ignored. Raises ValueError for fields that are not supported.
+    `target_modules` must be a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". Raises
+    ValueError for fields that are not supported.
     """
     kind = getattr(peft, "peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
-        raise ValueError(f"peft_config is a {type(peft).__name__}: only LoRA is supported, give a LoraConfig.")
+        raise ValueError(f"peft_config must be a LoraConfig; got {type(peft).__name__}")
     default: dict[str, object] = {"bias": "none", "init_lora_weights": True}
     if dataclasses.is_dataclass(peft):
         default |= {x.name: x.default for x in dataclasses.fields(peft) if x.default is not dataclasses.MISSING}
     fields = {
         name: x for name, x in vars(peft).items() if not name.startswith("_") and name not in _PEFT_FIELDS.split()
     }
-    refused = [name for name, x in fields.items() if x != default.get(name) and (x or default.get(name))]
-    if refused:
-        found = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(refused))
-        raise ValueError(f"peft_config has {found}, which is not supported: leave it out.")
+    rejected = [name for name, x in fields.items() if x != default.get(name) and (x or default.get(name))]
+    if rejected:
+        found = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(rejected))
+        raise ValueError(f"peft_config has unsupported fields: {found}; remove them")
     scale = math.sqrt(peft.r) if getattr(peft, "use_rslora", False) else 1.0
     return add_lora(
         policy,
         jax.random.key(seed),
         rank=peft.r,
-        alpha=peft.lora_alpha * scale,  # rank-stabilized: alpha / √rank instead of alpha / rank
+        alpha=peft.lora_alpha * scale,  # rank-stabilized LoRA scales by alpha / √rank instead of alpha / rank
         targets="|".join(map(re.escape, _targets(policy, peft.target_modules))),
-        dropout=float(getattr(peft, "lora_dropout", 0.0)) if dropout else 0.0,
+        dropout=float(getattr(peft, "lora_dropout", 0.0)),
     )
 
 
 def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
-    """Return the paths of the projections that `target_modules` names."""
+    """Return the paths of the projections named in `target_modules`."""
     paths = [path for path in ("/".join(path) for path, _ in projections(policy.params)) if re.fullmatch(TARGETS, path)]
     if isinstance(names, str) and names.lower() == "all-linear":
         return paths
-    listed = [] if names is None or isinstance(names, str) else sorted(names)  # a LoraConfig has a set
+    listed = [] if names is None or isinstance(names, str) else sorted(names)  # a LoraConfig stores a set
     found = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
     if not found or not all(found.values()):
-        unknown = next(
-            (f"{name!r} in target_modules" for name in found if not found[name]), f"target_modules = {names!r}"
-        )
+        unknown = next((name for name in found if not found[name]), names)
         last = ", ".join(sorted({path.rsplit("/", 1)[-1] for path in paths}))
-        raise ValueError(f"peft_config has {unknown}: name projections of the policy ({last}), or 'all-linear'.")
+        raise ValueError(f"target_modules must list projections ({last}) or be 'all-linear'; got {unknown!r}")
     return [path for path in paths if any(path in some for some in found.values())]
 
 
 def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
-    """Write a policy with its tokenizer into a directory, replacing an earlier model and keeping other files.
+    """Write a policy and its tokenizer into a directory, replacing a previous model and keeping other files.
 
-    All processes of a run call it together. `base_name` tells PEFT where the base of adapters is.
+    All processes of a run must call it. `base_name` is the base model in the config of PEFT adapters.
     """
     scratch = directory / ".model"
     write_policy(scratch, policy, base_name=base_name)
@@ -116,4 +114,4 @@ def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
         for path in scratch.iterdir():
             path.replace(directory / path.name)
         scratch.rmdir()
-    gather_objects(None)  # the other processes wait until all files are written
+    gather_objects(None)  # wait until process 0 has written all files

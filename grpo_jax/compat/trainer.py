@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` and `GRPOTrainer` over `train`, for scripts written for TRL; anything not supported is refused."""
+"""TRL's `GRPOConfig` and `GRPOTrainer` on top of `train`. Anything that is not supported raises an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import optax
 
 from grpo_jax.compat import policies
-from grpo_jax.compat.migrate import NO_FLOAT16, VLLMServer, from_trl
+from grpo_jax.compat.migrate import NO_FLOAT16, from_trl
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
@@ -32,8 +32,8 @@ from grpo_jax.watch.writer import read_lines
 _FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELSEWHERE.keys()
 _PAGE = "docs/coming_from_trl.md lists what is supported"
 _EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
-_SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server by vllm_mode='server' in args"
-# Arguments and attributes of TRL's trainer → what replaces them.
+_SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
+# Arguments and attributes of TRL's trainer → their replacements.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
@@ -41,22 +41,24 @@ _INSTEAD = {
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
     **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= of grpo_jax.train"),
     **dict.fromkeys(("rollout_func", "_generate", "_generate_and_score_completions"), _SAMPLER),
-    "reward_processing_classes": "a reward model is a reward function that calls it, see docs/rewards.md",
-    "quantization_config": 'load the model by from_pretrained(name, quantize="nf4") and pass the policy',
+    "reward_processing_classes": "pass a reward function that calls the reward model, see docs/rewards.md",
+    "quantization_config": 'load the model with from_pretrained(name, quantize="nf4") and pass the policy',
 }
 
 
 class GRPOConfig:
-    """TRL's fields and this library's, by keyword and as attributes, which may be set before a trainer uses them.
+    """Settings of `GRPOTrainer`: TRL's fields and those of `grpo_jax.GRPOConfig`.
+
+    Fields are keyword arguments and attributes, which may be changed before training.
 
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
-      sampler: the server of `use_vllm=True, vllm_mode="server"`; None: the built-in sampler.
-      dtype: of the params, from `model_init_kwargs`; "auto": the checkpoint's; None: float32.
+      sampler: arguments of `engines.vllm` for `vllm_mode="server"`; None uses the built-in sampler.
+      dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None means float32.
 
     Raises:
-      ValueError: fields that are not supported, each with what to do; a wrong value.
-      AttributeError: a name that is not a field.
+      ValueError: if fields are not supported (each is listed with its replacement), or a value is invalid.
+      AttributeError: if an attribute is not a field.
 
     Example:
       >>> args = GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=4, use_vllm=True)
@@ -67,30 +69,30 @@ class GRPOConfig:
 
     config: _config.GRPOConfig
     dtype: str | None
-    sampler: VLLMServer | None
-    _values: Json  # as given
+    sampler: dict[str, Any] | None
+    _values: Json  # as passed by the caller
 
     def __init__(self, output_dir: str | None = None, **values: Any):
         self._set({"output_dir": output_dir, **values}, values)
 
     def _set(self, values: Json, changed: Iterable[str]) -> None:
-        """Translate values, all of them or none; warn if a `changed` one requests float16."""
+        """Convert and store the values, and warn if a field in `changed` requests float16."""
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig has fields that are not supported:", *lines]))
         for name in moved.translated.keys() & {*changed}:
             if moved.translated[name].endswith(NO_FLOAT16):
-                warnings.warn(f"GRPOConfig: {name} became {moved.translated[name]}.", stacklevel=3)
+                warnings.warn(f"GRPOConfig: {name} was converted to {moved.translated[name]}", stacklevel=3)
         config = moved.config()
         defaults: dict[str, object] = {name: field.default for name, field in ELSEWHERE.items()}
         vars(self).update({**defaults, **vars(config), **values})
         vars(self).update(config=config, dtype=moved.dtype, sampler=moved.sampler, _values=values)
 
-    def __getattr__(self, name: str) -> Any:  # only for names that are not fields
+    def __getattr__(self, name: str) -> Any:  # called only for names that are not fields
         close = nearest(name, _FIELDS)
         hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists every field"
-        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no {name}: {hint}")
+        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no {name}; {hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _FIELDS:
@@ -98,58 +100,60 @@ class GRPOConfig:
         self._set({**self._values, name: value}, [name])
 
     def to_dict(self) -> Json:
-        """Return all of TRL's fields with their values."""
+        """Return all fields of TRL with their values."""
         return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """`trainer.state`: the logged lines by TRL's names, each with its `step`."""
+    """`trainer.state`: the logged metrics under TRL's names, each line with its `step`."""
 
     log_history: list[dict[str, float]]
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps up to the last logged line."""
+        """The last logged optimizer step."""
         return int(self.log_history[-1]["step"]) if self.log_history else 0
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"trainer.state has no {name}: it has global_step and log_history, and {_PAGE}.")
+        raise AttributeError(f"trainer.state has no {name}, only global_step and log_history; {_PAGE}")
 
 
 @dataclasses.dataclass(slots=True)
 class TrainerControl:
-    """The `control` of callbacks: `should_training_stop=True` saves and ends the run after the logged step."""
+    """The `control` of callbacks. `should_training_stop=True` saves and ends the run after the logged step."""
 
     should_training_stop: bool = False
 
 
 class GRPOTrainer:
-    """TRL's `GRPOTrainer` over `train`: its constructor, `train`, `evaluate`, `save_model`, `push_to_hub`,
-    `add_callback`, and `state` with `log_history` and `global_step`.
+    """TRL's `GRPOTrainer` on top of `train`.
+
+    It has TRL's constructor, `train`, `evaluate`, `save_model`, `push_to_hub`, `add_callback`, and `state` with
+    `log_history` and `global_step`.
 
     Args:
       model: a name on the hub, a directory or a `Policy`.
-      reward_funcs: one or more reward functions; with an environment's `get_reward` there may be none.
+      reward_funcs: one or more reward functions; may be omitted if the environment has `get_reward`.
       args: a `GRPOConfig` of this module.
       train_dataset: rows with a `prompt`.
-      eval_dataset: rows to evaluate on during the run, a dict of several such datasets by name, or None.
-      processing_class: a tokenizer that replaces the checkpoint's. Its EOS ends completions too.
+      eval_dataset: rows for evaluation during the run, a dict of such datasets by name, or None.
+      processing_class: a tokenizer that replaces the checkpoint's. Its EOS also ends completions.
       callbacks: see `add_callback`.
-      optimizers: an optax transformation, or None, and None.
-      peft_config: PEFT's `LoraConfig`, see `compat.policies`.
+      optimizers: (an optax transformation or None, None).
+      peft_config: PEFT's `LoraConfig`, see `compat.policies.with_adapters`.
       tools: functions that the policy may call, as in `train`.
-      environment_factory: makes an environment for each completion, as in `train`.
-      others: TRL's further arguments; all are refused except None.
+      environment_factory: factory of environments, as in `train`.
+      others: other arguments of TRL, which must be None.
 
     Attributes:
-      policy: the policy; after `train` the trained one.
-      train_state: the `TrainState` that training ended with, None before.
-      args: the arguments, and `config` the equivalent `grpo_jax.GRPOConfig`.
+      policy: the policy, trained after `train`.
+      train_state: the final `TrainState`; None before `train`.
+      args: the settings, and `config` the equivalent `grpo_jax.GRPOConfig`.
 
     Raises:
-      ValueError: an argument that is not supported.
-      AttributeError: an attribute of TRL's trainer that does not exist here, or a subclass that overrides it.
+      ValueError: if an argument is not supported.
+      AttributeError: if an attribute or an overridden method of TRL's trainer is not supported.
     """
 
     train_state: TrainState | None = None
@@ -171,16 +175,22 @@ class GRPOTrainer:
         **others: object,
     ):
         self.args = args = GRPOConfig() if args is None else args
-        _check_arguments(args, optimizers, others)
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"GRPOTrainer does not accept {name}; {_INSTEAD.get(name, _PAGE)}")
+        if not isinstance(args, GRPOConfig):
+            raise ValueError(f"args must be a grpo_jax.compat.GRPOConfig; got a config of {type(args).__module__}")
+        if optimizers[1] is not None:
+            raise ValueError("optimizers must not have a scheduler; an optax transformation contains its schedule")
         self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset
         self._reward_funcs = as_list(reward_funcs or [])
         self._base_name = None if isinstance(model, Policy) else str(model)
-        self._donates = peft_config is not None or not isinstance(model, Policy)  # the params belong to this trainer
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # the caller does not hold the params
         self._tokenizer = processing_class
         self._load = functools.partial(self._load_policy, model, peft_config)
         self.policy = self._load()
         self._optimizer, self._tools, self._environment_factory = optimizers[0], tools, environment_factory
-        self._sampler = None if args.sampler is None else vllm(args.sampler.base_url, patience=args.sampler.patience)
+        self._sampler = None if args.sampler is None else vllm(**args.sampler)
         self._functions: list[Callable[..., object]] = []
         self._objects: list[object] = []
         self._control = TrainerControl()
@@ -190,14 +200,14 @@ class GRPOTrainer:
 
     def __init_subclass__(cls) -> None:
         for name in _INSTEAD.keys() & vars(cls).keys():
-            raise AttributeError(f"{cls.__name__}.{name} would never be called: {_INSTEAD[name]}.")
+            raise AttributeError(f"{cls.__name__}.{name} would never be called; {_INSTEAD[name]}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"GRPOTrainer has no {name}: {_INSTEAD.get(name, _PAGE)}.")
+        raise AttributeError(f"GRPOTrainer has no {name}; {_INSTEAD.get(name, _PAGE)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _INSTEAD:
-            raise AttributeError(f"GRPOTrainer.{name} would never be used: {_INSTEAD[name]}.")
+            raise AttributeError(f"GRPOTrainer.{name} would never be used; {_INSTEAD[name]}")
         super().__setattr__(name, value)
 
     @property
@@ -207,7 +217,7 @@ class GRPOTrainer:
 
     @property
     def processing_class(self) -> Tokenizer:
-        """The tokenizer; assigning another one replaces it, also in what is written."""
+        """The tokenizer. A newly assigned one is also used in saved models."""
         return self.policy.tokenizer
 
     @processing_class.setter
@@ -215,23 +225,21 @@ class GRPOTrainer:
         self._tokenizer, self.policy = tokenizer, policies.with_tokenizer(self.policy, tokenizer)
 
     def _load_policy(self, model: str | Path | Policy, peft_config: Any) -> Policy:
-        """Return the policy that training starts from."""
-        policy, computed = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
-        if computed != self.config.compute_dtype:
-            self.args.compute_dtype = computed
+        """Return the initial policy of the run."""
+        policy, compute = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
+        if compute != self.config.compute_dtype:
+            self.args.compute_dtype = compute
         policy = policies.with_tokenizer(policy, self._tokenizer)
-        if peft_config is None:
-            return policy
-        dropout = not self.args.disable_dropout
-        return policies.with_adapters(policy, peft_config, seed=self.config.seed, dropout=dropout)
+        return policy if peft_config is None else policies.with_adapters(policy, peft_config, seed=self.config.seed)
 
     @property
     def state(self) -> TrainerState:
-        """The progress of the run and its log."""
+        """The progress and the log of the run."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
-        names = reward_names(self._reward_funcs)
-        parts = named_datasets(self.eval_dataset)
-        return TrainerState([{**trl_names(line, names, parts), "step": line["step"]} for line in lines])
+        return TrainerState([{**self._trl_names(line), "step": line["step"]} for line in lines])
+
+    def _trl_names(self, line: Mapping[str, float]) -> dict[str, float]:
+        return trl_names(line, reward_names(self._reward_funcs), named_datasets(self.eval_dataset))
 
     def add_callback(self, callback: object) -> None:
         """Add a callback.
@@ -246,12 +254,12 @@ class GRPOTrainer:
         if callable(callback) and not events:
             self._functions.append(callback)
             return
-        called = _EVENTS if self.config.logging_steps == 1 else _EVENTS - {"on_step_end"}
-        if not events or events - called:
-            never = ", ".join(sorted(events - called)) or "no method on_..."
+        supported = _EVENTS if self.config.logging_steps == 1 else _EVENTS - {"on_step_end"}
+        if not events or events - supported:
+            found = ", ".join(sorted(events - supported)) or "no method on_..."
             raise ValueError(
-                f"callbacks has a {type(callback).__name__} with {never}: give a function of (step, metrics), or an"
-                " object whose events are on_train_begin, on_log, on_train_end and, with logging_steps=1, on_step_end."
+                f"callbacks has a {type(callback).__name__} with {found}; pass a function of (step, metrics), or an"
+                " object with the events on_train_begin, on_log, on_train_end and, with logging_steps=1, on_step_end"
             )
         self._objects.append(callback)
 
@@ -261,10 +269,10 @@ class GRPOTrainer:
             if method is not None:
                 self._control = method(self.args, self.state, self._control, logs=logs) or self._control
 
-    def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The callback of `train`: record a line of the log and call the callback objects."""
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The callback passed to `train`: record a line of metrics and call the callback objects."""
         self._lines.append({"step": step, **metrics})
-        logs = trl_names(metrics, reward_names(self._reward_funcs), named_datasets(self.eval_dataset))
+        logs = self._trl_names(metrics)
         if "loss" in metrics:
             self._call("on_step_end", logs)
         self._call("on_log", logs)
@@ -272,19 +280,19 @@ class GRPOTrainer:
             raise StopRun
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
-        """Train, and return the final state, also in `train_state`; a run in `output_dir` is always resumed.
+        """Train, and return the final state, also stored as `train_state`. A run in `output_dir` is always resumed.
 
-        Params that the trainer has loaded are donated to the run: `policy` is empty until it ends. The only values of
-        `resume_from_checkpoint` are None and True.
+        Params loaded by the trainer are donated to the run, so `policy` is empty until the run ends.
+        `resume_from_checkpoint` must be None or True.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
-                f"resume_from_checkpoint = {resume_from_checkpoint!r}: a run continues from the newest checkpoint in "
-                "output_dir; for a fresh run give another output_dir."
+                f"resume_from_checkpoint must be None or True, since a run always resumes from the latest checkpoint in"
+                f" output_dir; got {resume_from_checkpoint!r}. For a new run use a different output_dir"
             )
         if self.train_dataset is None:
-            raise ValueError("train_dataset is None: give GRPOTrainer rows with a prompt.")
-        if isinstance(self.policy.params, Donated):  # to an interrupted run
+            raise ValueError("train_dataset is None; pass rows with a prompt to GRPOTrainer")
+        if isinstance(self.policy.params, Donated):  # the previous call was interrupted
             self.policy = self._load()
         self._lines, self._control = [], TrainerControl()
         self._call("on_train_begin", {})
@@ -295,7 +303,7 @@ class GRPOTrainer:
             self.config,
             eval_dataset=self.eval_dataset,
             run_dir=self.run_dir,
-            callbacks=[*self._functions, self._logged],
+            callbacks=[*self._functions, self._log],
             optimizer=self._optimizer,
             sampler=self._sampler,
             tools=self._tools,
@@ -307,10 +315,10 @@ class GRPOTrainer:
         return self.train_state
 
     def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
-        """Return mean rewards on held-out rows by TRL's names: `eval_reward`, `eval_rewards/<function>/mean`, …"""
+        """Return mean rewards on held-out rows under TRL's names: `eval_reward`, `eval_rewards/<function>/mean`, …"""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
-            raise ValueError("eval_dataset is None, here and in GRPOTrainer: give rows to evaluate on.")
+            raise ValueError("eval_dataset is None; pass rows to evaluate or to GRPOTrainer")
         metrics, rows = evaluate_rows(
             self.policy,
             data,
@@ -323,25 +331,25 @@ class GRPOTrainer:
         return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], named_datasets(data))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the policy and its tokenizer in Hugging Face's layout, adapters in PEFT's; push it with `push_to_hub`.
+        """Write the policy and its tokenizer to `output_dir` (default: `args.output_dir`), keeping other files there.
 
-        Other files in `output_dir` (by default `args.output_dir`) are kept.
+        The layout is Hugging Face's, and PEFT's for adapters. With `push_to_hub`, the policy is also pushed.
         """
-        where = self.run_dir if output_dir is None else output_dir
-        if where is None:
-            raise ValueError("output_dir is None, here and in GRPOConfig: say where to write the model.")
-        policies.write_into(Path(where).expanduser(), self.policy, self._base_name)
+        directory = self.run_dir if output_dir is None else output_dir
+        if directory is None:
+            raise ValueError("output_dir is None; pass it to save_model or to GRPOConfig")
+        policies.write_into(Path(directory).expanduser(), self.policy, self._base_name)
         if self.config.push_to_hub:
             self.push_to_hub("Model save")
 
     def push_to_hub(self, commit_message: str = "End of training", *, dataset_name: str | None = None) -> str:
-        """Push the policy to `hub_model_id`, by default the name of `output_dir`, and return the URL of the commit.
+        """Push the policy to `hub_model_id` (default: the name of `output_dir`), and return the URL of the commit.
 
         `dataset_name` appears in the model card.
         """
         repository = self.config.hub_model_id or (self.run_dir and Path(self.run_dir).absolute().name)
         if repository is None:
-            raise ValueError("hub_model_id and output_dir are None: give one in GRPOConfig, to name the repository.")
+            raise ValueError("hub_model_id and output_dir are None; set one of them in GRPOConfig")
         return push_to_hub(
             self.policy,
             repository,
@@ -351,14 +359,3 @@ class GRPOTrainer:
             revision=self.config.hub_revision,
             commit_message=commit_message,
         )
-
-
-def _check_arguments(args: object, optimizers: tuple[object, object], others: Json) -> None:
-    """Raise ValueError for arguments that TRL accepts and this trainer does not."""
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"GRPOTrainer does not take {name}: {_INSTEAD.get(name, _PAGE)}.")
-    if not isinstance(args, GRPOConfig):
-        raise ValueError(f"args is a {type(args).__module__}.{type(args).__name__}: use grpo_jax.compat.GRPOConfig.")
-    if optimizers[1] is not None:
-        raise ValueError("optimizers has a scheduler: give None; an optax transformation contains its schedule.")

@@ -1,6 +1,6 @@
-"""Every field of TRL 1.16's `GRPOConfig`, with advice on the ones that are not fields here; TRL's names of metrics.
+"""Every field of TRL 1.16's `GRPOConfig`, with advice on those that are not fields here; TRL's names of metrics.
 
-One table serves the error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md`.
+The error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md` use this table.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
-    """A field of TRL that is not a field here.
+    """A field of TRL that is not a field here: TRL's default, how to replace it, and what to do.
 
-    Attributes:
-      default: TRL's default, which needs no translation.
-      kind: "other name": another argument replaces it. "set outside": it is set by the environment, JAX or Python.
-        "not needed", "not here": nothing has to, or can, replace it.
-      advice: what to do, or why there is nothing to do.
-      field: the field of `GRPOConfig` that takes the same values.
+    "other name": another argument replaces it (`field`, if it is a field of `GRPOConfig` with the same values). "set
+    outside": the environment, JAX or Python sets it. "not needed": it has no effect here. "not here": not supported.
     """
 
     default: object
@@ -55,13 +51,17 @@ def _absent(advice: str, **defaults: object) -> _Fields:
 
 
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
-_ENGINE = ", which has an effect with a sampler passed to train"
-_OPTIMIZER = "pass optimizer to train, an optax transformation"
+_ENGINE = "; it only has an effect with a sampler passed to train"
+_OPTIMIZER = "pass an optax transformation as optimizer to train"
+_TORCH = "it only affects PyTorch"
 _DECODED = "completions that have ended are not decoded further"
 _VLLM = "it is an option of `vllm serve`"
-_TRACKIO = "call trackio.init(space_id=...) and pass its log to train, in callbacks"
-_EVALUATION = "evaluation generates and scores; logits are not gathered"
-_LOADER = "prompts are found by index, without a data loader"
+_TRACKIO = "call trackio.init(space_id=...) and pass its log function to train in callbacks"
+_ONE_WRITER = "only one process writes"
+_EVALUATION = "evaluation generates and scores completions; logits are not gathered"
+_LOADER = "prompts are read by index, without a data loader"
+_LABELS = "there are no labels"
+_SCRIPTS = "it is an option for scripts, which trainers ignore; call train and evaluate"
 _MESH = "use mesh: there is one process per host, and XLA communicates between devices"
 _SHARDED = "leave it out: mesh determines how params are sharded"
 
@@ -79,57 +79,57 @@ _UNNOTED = (
 
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
-    "per_device_train_batch_size": "completions, as in TRL; a micro-batch may be a part of a group",
+    "per_device_train_batch_size": "in completions, as in TRL; a micro-batch may be a part of a group",
     "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is left out",
-    "seed": "the same seed gives other samples than in TRL",
+    "seed": "the same seed gives different samples than in TRL",
     "scale_rewards": "True and False are accepted too",
-    "importance_sampling_level": '"trajectory" is ours',
-    "epsilon_high": 'required with `loss_type="cispo"`: if it is unset, TRL scales on-policy gradients by 0.2',
-    "delta": "caps the first term of the min only, as in TRL",
-    "router_aux_loss_coef": "over the completions' tokens; TRL also counts a prompt's tokens, once for each completion",
-    "beta": "with 0 the reference is not kept, as in TRL",
-    "use_bias_correction_kl": "as in TRL, but corrected by the token's ratio at the sequence level too, without bias; "
-    '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement` are ours',
-    "sync_ref_model": "refused with `beta = 0`; checkpoints contain the mixed reference",
+    "importance_sampling_level": '"trajectory" is not in TRL',
+    "epsilon_high": 'required with `loss_type="cispo"`; if it is unset, TRL scales on-policy gradients by 0.2',
+    "delta": "limits the first term of the min only, as in TRL",
+    "router_aux_loss_coef": "over the tokens of completions; TRL also counts a prompt's tokens, once per completion",
+    "beta": "with 0 there is no reference, as in TRL",
+    "use_bias_correction_kl": "as in TRL, but at the sequence level the token's ratio is used too, which is unbiased; "
+    '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement`'
+    " are not in TRL",
+    "sync_ref_model": "rejected with `beta = 0`; checkpoints contain the mixed reference",
     "ref_model_mixup_alpha": "for adapters, the products A·B are mixed",
     "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
     "weight_decay": "not applied to norms and biases; applied to embeddings and LoRA's factors",
-    "gradient_checkpointing": "TRL's default is True; here None: on if activations would not fit into memory",
-    "eval_steps": "a whole number or None; there is always an evaluation before the first step and after the last",
-    "num_generations_eval": "1 if evaluation is greedy (`temperature_eval`, ours)",
-    "logging_steps": "a whole number; ratios below 1 are not supported",
-    "save_steps": "a whole number or None; one checkpoint at the end is always written",
+    "gradient_checkpointing": "TRL's default is True; here None enables it if activations would not fit into memory",
+    "eval_steps": "an integer or None; there is always an evaluation before the first step and after the last",
+    "num_generations_eval": "1 if evaluation is greedy (`temperature_eval`, not in TRL)",
+    "logging_steps": "an integer; ratios below 1 are not supported",
+    "save_steps": "an integer or None; the last step always writes a checkpoint",
     "logging_first_step": "default True",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
-    "metrics of training are accepted too; an evaluation loss does not exist",
-    "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` takes `eval/reward`; "
-    "the last policy is kept in the checkpoints too",
-    "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5; transformers 4 reported to all",
+    "metrics of training are accepted too; there is no evaluation loss",
+    "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` uses `eval/reward`; "
+    "checkpoints also keep the last policy",
+    "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5 (transformers 4 reported to all)",
     "project": "also for wandb, unless WANDB_PROJECT is set",
     "push_to_hub": "pushes the directory `hub` of the run directory, with a model card of the run",
     "hub_strategy": "checkpoints are not pushed",
 }
-"""TRL's fields that are fields here, with the same meaning and default, and notes on them."""
+"""TRL's fields that are also fields here, with the same meaning and default, and notes on them."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
-    # Model and numbers.
+    # Model and numerics.
     **_other("pass dtype to from_pretrained", model_init_kwargs=None),
-    **_absent("the families of checkpoints are implemented here; no code is downloaded", trust_remote_code=False),
-    **_needless("models do not have dropout; GRPOTrainer then disables it in adapters too", disable_dropout=False),
+    **_absent("the model families are implemented in this library; no code is downloaded", trust_remote_code=False),
+    **_absent("set lora_dropout=0 in peft_config; models do not have other dropout", disable_dropout=False),
     **_needless("logits are always float32", cast_lm_head_to_fp32=False),
     **_other('use compute_dtype="bfloat16"', bf16=None),
-    **_other('use compute_dtype="auto": there is no float16 with loss scaling', fp16=False),
-    **_outside("JAX_DEFAULT_MATMUL_PRECISION is JAX's switch", tf32=None),
-    **_needless("evaluation computes in compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
+    **_other('use compute_dtype="auto": float16 needs loss scaling, which is not supported', fp16=False),
+    **_outside("set JAX_DEFAULT_MATMUL_PRECISION", tf32=None),
+    **_needless("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.
     **_other(
-        "its stop_strings (vLLM: stop) and stop_token_ids are stop and stop_token_ids; the sampler also takes"
-        " temperature, top_k, top_p and min_p",
+        "set stop (stop_strings, vLLM: stop), stop_token_ids, temperature, top_k, top_p and min_p as fields",
         generation_kwargs=None,
     ),
     **_absent(
-        "leave it out: the sampler does not have this penalty, which the log-probs of the loss would need too (TRL's"
-        " lack it); there is get_repetition_penalty_reward",
+        "leave it out: it would also change the log-probs in the loss (which TRL ignores); use"
+        " get_repetition_penalty_reward instead",
         repetition_penalty=1.0,
     ),
     **_needless("the cache is built in", cache_implementation=None),
@@ -137,17 +137,17 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_DECODED, use_transformers_paged=False),
     **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
     **_needless(
-        "the sampler is built in; a running vLLM server is sampler=engines.vllm(base_url), in a TRL script"
+        "the sampler is built in; for a running vLLM server, pass sampler=engines.vllm(base_url), in a TRL script"
         ' vllm_mode="server"',
         use_vllm=False,
     ),
-    **_other(_SERVER + "; in one process with the trainer there is the built-in sampler", vllm_mode="colocate"),
+    **_other(_SERVER + "; the built-in sampler replaces vLLM in the trainer's process", vllm_mode="colocate"),
     **_needless(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
     **_needless(_VLLM, vllm_tensor_parallel_size=1),
     **_needless("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
-    **_absent("the sampler does not support grammars; reward the format instead", vllm_structured_outputs_regex=None),
+    **_absent("grammars are not supported; reward the format instead", vllm_structured_outputs_regex=None),
     **_other(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
-    **_other(_SERVER + ", its patience", vllm_server_timeout=240.0),
+    **_other(_SERVER + " with patience", vllm_server_timeout=240.0),
     **_needless("the server reads weights from files that both sides can access", vllm_group_port=51216),
     **_other("use sampler_correction, None for False" + _ENGINE, vllm_importance_sampling_correction=True),
     **_renamed("sampler_correction", _ENGINE, vllm_importance_sampling_mode="sequence_mask"),
@@ -155,72 +155,60 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_renamed("sampler_correction_min", _ENGINE, vllm_importance_sampling_clip_min=None),
     **_renamed("sampler_correction_max", _ENGINE, vllm_importance_sampling_cap=None),
     # Optimizer.
-    **_absent(_OPTIMIZER + " with its own schedule", lr_scheduler_kwargs=None),
-    **_other("leave it out: it is AdamW; for another, pass optimizer to train", optim="adamw_torch_fused"),
-    **_absent(_OPTIMIZER, optim_args=None),
-    **_absent("pass optimizer to train, with optax.masked", optim_target_modules=None),
+    **_other("leave it out: AdamW is the default; for others, " + _OPTIMIZER, optim="adamw_torch_fused"),
+    **_absent(_OPTIMIZER, lr_scheduler_kwargs=None, optim_args=None, optim_target_modules=None),
     **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
-    **_absent("labels do not exist", label_smoothing_factor=0.0),
-    **_absent("noise is not added to embeddings", neftune_noise_alpha=None),
-    **_absent("half a batch could split groups: lower per_device_train_batch_size", auto_find_batch_size=False),
+    **_absent(_LABELS, label_smoothing_factor=0.0),
+    **_absent("embedding noise is not supported", neftune_noise_alpha=None),
+    **_absent("half a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
     **_renamed("gradient_checkpointing", activation_checkpointing=None),
-    **_needless(
-        "whole layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None
-    ),
-    **_needless("everything is compiled", torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
-    **_needless("logits exist for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
-    **_needless("the sampler has its own cache, training needs none", use_cache=False),
-    **_needless("it is a setting of PyTorch", torch_empty_cache_steps=None),
+    **_needless("layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None),
+    **_needless(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
+    **_needless(_TORCH, torch_empty_cache_steps=None),
+    **_needless("logits are computed for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
+    **_needless("training needs no cache, and sampling always uses one", use_cache=False),
     # Logging.
     **_other("pass run_dir to train", output_dir=None),
     **_other("leave it out: use logging_steps", logging_strategy="steps"),
-    **_needless("one process writes", log_on_each_node=True),
+    **_needless(_ONE_WRITER, log_on_each_node=True, log_level_replica="warning"),
     **_needless("values that are not finite are left out of means and counted", logging_nan_inf_filter=True),
     **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
     **_outside("use the levels of logging and the filters of warnings", log_level="passive"),
-    **_needless("one process writes", log_level_replica="warning"),
-    **_needless("progress is shown on a terminal only", disable_tqdm=None),
+    **_needless("the progress bar is only shown in a terminal", disable_tqdm=None),
     **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     **_absent("prompts are text", log_multimodal=True),
-    **_needless("completions.jsonl contains them all, and report.html filters them", log_unique_prompts=False),
-    **_absent(
-        "completions.jsonl contains them; huggingface_hub's upload_folder publishes a directory",
-        log_completions_hub_repo=None,
-    ),
+    **_needless("completions.jsonl contains all prompts, and report.html filters them", log_unique_prompts=False),
+    **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
     **_other("leave it out: use eval_steps", eval_strategy="no"),
-    **_needless("there is an evaluation if eval_dataset is given", do_eval=False),
-    **_absent("evaluations come before the first step, every eval_steps and after the last", eval_delay=0),
+    **_needless("passing eval_dataset enables evaluation", do_eval=False),
+    **_absent("evaluations run before the first step, every eval_steps and after the last", eval_delay=0),
     **_needless("there is always an evaluation before the first step", eval_on_start=False),
     **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
     **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
-    **_needless("it is an option of scripts, which trainers do not read; call evaluate", do_predict=False),
     # Checkpoints.
     **_other("leave it out: use save_steps (None: at the end only)", save_strategy="steps"),
-    **_absent(
-        "a checkpoint contains everything that a run needs to resume; save_pretrained writes the model",
-        save_only_model=False,
-    ),
-    **_absent("all processes write one checkpoint, to a place that all can access", save_on_each_node=False),
+    **_absent("checkpoints contain the whole state; save_pretrained writes the model", save_only_model=False),
+    **_absent("all processes write one checkpoint to a shared file system", save_on_each_node=False),
     **_needless("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
     **_absent("the state of callbacks is not saved", restore_callback_states_from_checkpoint=False),
     **_other("call train again with the same run_dir: it resumes", resume_from_checkpoint=None),
     **_needless("a resumed run continues with the next prompt, at no cost", ignore_data_skip=False),
-    **_absent("log in by `hf auth login` or set HF_TOKEN: a config is written into the run directory", hub_token=None),
-    **_absent("a push is skipped while another is under way, except the last", hub_always_push=False),
+    **_absent("log in with `hf auth login` or set HF_TOKEN; the run directory contains the config", hub_token=None),
+    **_absent("a push is skipped while another one is running, except the last", hub_always_push=False),
     # Data.
     **_other("use seed: it also determines the order of the prompts", data_seed=None),
     **_outside(
-        "on a CPU the same seed gives the same run; for a GPU set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
+        "on a CPU the same seed gives the same run; on a GPU also set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
         full_determinism=False,
     ),
     **_needless(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
     **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
     **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
     **_needless(_LOADER, length_column_name="length"),
-    **_needless("reward functions get the columns that they name", remove_unused_columns=False),
-    **_needless("labels do not exist", label_names=None),
+    **_needless("reward functions get the columns that they name as arguments", remove_unused_columns=False),
+    **_needless(_LABELS, label_names=None),
     **_other("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
     **_outside("set JAX_PLATFORMS=cpu", use_cpu=False),
@@ -228,12 +216,12 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
     **_needless(_MESH, local_rank=-1),
     **_other(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
-    # Debugging.
-    **_needless("an update that is not finite is always skipped and counted, with its cause", debug=""),
+    # Debugging and scripts.
+    **_needless("updates that are not finite are always skipped, counted and explained", debug=""),
     **_needless("`rehearse` prints the memory of a run", skip_memory_metrics=True),
-    **_needless("it is an option of scripts, which trainers do not read; call train", do_train=False),
+    **_needless(_SCRIPTS, do_train=False, do_predict=False),
 }
-"""TRL's fields that are not fields here, in the order of the page."""
+"""TRL's fields that are not fields here, in the order of docs/coming_from_trl.md."""
 
 HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
 """Name → advice, for error messages of `GRPOConfig`."""
@@ -242,15 +230,13 @@ HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
 def trl_names(
     metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics of a line, except its step, by TRL's names; `parts` are the names of several eval_datasets.
+    """Return the metrics of a line, except "step", under TRL's names. `parts` are the names of evaluation datasets.
 
     Example:
-      >>> trl_names({"eval/right": 1.0, "eval/mean_length": 3.0, "eval/reward": 1.0}, ["right"])
-      {'eval_rewards/right/mean': 1.0, 'eval_completions/mean_length': 3.0, 'eval_reward': 1.0}
-      >>> trl_names({"step": 3, "loss": 0.5, "eval/hard/right": 0.0}, ["right"], ["hard"])
-      {'loss': 0.5, 'eval_hard_rewards/right/mean': 0.0}
+      >>> trl_names({"step": 3, "loss": 0.5, "eval/right": 1.0, "eval/hard/reward": 0.0}, ["right"], ["hard"])
+      {'loss': 0.5, 'eval_rewards/right/mean': 1.0, 'eval_hard_reward': 0.0}
     """
-    scored, named = set(reward_names), {}
+    rewards, named = set(reward_names), {}
     for name, number in metrics.items():
         value = math.nan if number is None else number  # JSON has no NaN
         if not name.startswith("eval/"):
@@ -260,8 +246,9 @@ def trl_names(
         for part in parts:
             if part and metric.startswith(f"{part}/"):
                 metric, start = metric.removeprefix(f"{part}/"), f"eval_{part}_"
-        if metric in scored:
-            named[f"{start}rewards/{metric}/mean"] = value
-        else:
-            named[f"{start}{'completions/' * (metric in ('mean_length', 'clipped_ratio'))}{metric}"] = value
+        if metric in rewards:
+            metric = f"rewards/{metric}/mean"
+        elif metric in ("mean_length", "clipped_ratio"):
+            metric = f"completions/{metric}"
+        named[start + metric] = value
     return {name: value for name, value in named.items() if name != "step"}

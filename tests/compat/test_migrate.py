@@ -112,15 +112,15 @@ def test_the_metric_of_the_best_model():
     ("values", "advice"),
     [
         ({"hub_token": "hf_secret"}, "HF_TOKEN"),
-        ({"optim": "adafactor"}, "'adafactor': pass optimizer to train"),
-        ({"eval_strategy": "epoch"}, "'epoch' does not count steps: give eval_steps a number"),
+        ({"optim": "adafactor"}, "'adafactor': pass an optax transformation"),
+        ({"eval_strategy": "epoch"}, "'epoch': only steps are supported; set eval_steps"),
         ({"logging_strategy": "no"}, "always logged"),
         ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
-        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: its stop_strings"),
-        ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained takes"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: set stop (stop_strings"),
+        ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained accepts"),
         ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
-        ({"metric_for_best_model": "eval_loss"}, "'eval_loss': evaluations measure rewards; name eval_reward or"),
-        ({"vllm_mode": "serve", "use_vllm": True}, "'serve': \"server\" names a server of vLLM"),
+        ({"metric_for_best_model": "eval_loss"}, "'eval_loss' is not a metric; use eval_reward or"),
+        ({"vllm_mode": "serve", "use_vllm": True}, "'serve': use \"server\" for a vLLM server"),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_fields_that_are_not_supported_are_named_with_advice(values, advice):
     (name,) = moved.missing
     assert name in values
     assert advice in moved.missing[name]
-    assert f"  {name}: {moved.missing[name]}" in moved.notes()[moved.notes().index("NOT HERE:") :]
+    assert f"  {name}: {moved.missing[name]}" in moved.notes()[moved.notes().index("NOT SUPPORTED:") :]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_the_dtype_that_a_model_is_loaded_with(kwargs, dtype, values):
 def test_a_vllm_server_is_a_sampler():
     server = {"use_vllm": True, "vllm_mode": "server"}
     moved = from_trl({**server, "vllm_server_base_url": "http://a:1/v1", "vllm_server_timeout": 30})
-    assert moved.sampler == ("http://a:1/v1", 30.0)
+    assert moved.sampler == {"base_url": "http://a:1/v1", "patience": 30.0}
     assert moved.translated == {"use_vllm": "sampler=engines.vllm('http://a:1/v1', patience=30) of train"}
-    assert from_trl(server).sampler == ("http://127.0.0.1:8000", 240.0)
+    assert from_trl(server).sampler == {"base_url": "http://127.0.0.1:8000", "patience": 240.0}
     moved = from_trl({"use_vllm": True, "vllm_server_base_url": "http://a:1"})
     assert (moved.sampler, list(moved.left_out)) == (None, ["use_vllm", "vllm_server_base_url"])
 

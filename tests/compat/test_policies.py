@@ -30,7 +30,7 @@ def test_adapters_are_on_the_named_projections():
     assert (policy.model.scale, policy.model.dropout) == (2.0, 0.1)
     assert adapted(policy) == {f"layers_0/self_attn/{name}_proj" for name in "qv"}
     assert {x.shape[1] for path, x in flatten_dict(policy.params).items() if path[-1] == "a"} == {4}
-    stable = with_adapters(tiny_policy(), peft_config(use_rslora=True, lora_dropout=0.1), seed=0, dropout=False)
+    stable = with_adapters(tiny_policy(), peft_config(use_rslora=True), seed=0)
     assert (stable.model.scale, stable.model.dropout) == (4.0, 0)  # 8 / √4
     other = with_adapters(tiny_policy(), peft_config(target_modules=["mlp.up_proj"]), seed=0)
     assert adapted(other) == {"layers_0/mlp/up_proj"}
@@ -39,12 +39,12 @@ def test_adapters_are_on_the_named_projections():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_dora": True, "bias": "all"}, r"has bias = 'all', use_dora = True, which is not supported: leave it out"),
+        ({"use_dora": True, "bias": "all"}, r"unsupported fields: bias = 'all', use_dora = True; remove"),
         ({"init_lora_weights": False}, "init_lora_weights = False"),
-        ({"peft_type": "ADALORA"}, "peft_config is a SimpleNamespace: only LoRA is supported, give a LoraConfig"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"has 'lm_head' in target_modules: name .*\(down_proj,"),
-        ({"target_modules": None}, "has target_modules = None: name projections of the policy"),
-        ({"target_modules": r".*\.q_proj"}, "or 'all-linear'"),
+        ({"peft_type": "ADALORA"}, "peft_config must be a LoraConfig; got SimpleNamespace"),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"list projections \(down_proj, .*; got 'lm_head'"),
+        ({"target_modules": None}, "target_modules must list projections .*; got None"),
+        ({"target_modules": r".*\.q_proj"}, "or be 'all-linear'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -83,7 +83,7 @@ def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
     assert dtypes("half", "auto") == ({"bfloat16"}, "bfloat16")
     with pytest.raises(ValueError, match="model_init_kwargs has dtype 'float32', but model is a Policy"):
         load_policy(tiny_policy(), "float32", "auto")
-    with pytest.raises(ValueError, match="model is a object: give a name, a directory or a Policy"):
+    with pytest.raises(ValueError, match="model must be a name, a directory or a Policy; got object"):
         load_policy(object(), None, "auto")
 
 

@@ -155,8 +155,8 @@ def test_arguments_reach_train(calls, tmp_path):
     assert settings == {**wanted, "environment_factory": dict, "donate": False}
     assert state is trainer.train_state
     peft = types.SimpleNamespace(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=["o_proj"])
-    trainer = GRPOTrainer(tiny_policy(), reward, GRPOConfig(disable_dropout=True), rows, peft_config=peft)
-    assert (trainer.policy.model.scale, trainer.policy.model.dropout) == (2.0, 0.0)
+    trainer = GRPOTrainer(tiny_policy(), reward, train_dataset=rows, peft_config=peft)
+    assert (trainer.policy.model.scale, trainer.policy.model.dropout) == (2.0, 0.3)
     trainer.train()
     trainer.train()
     assert [settings["donate"] for _, settings in calls[1:]] == [True, False]
@@ -207,12 +207,12 @@ def test_a_callback_object_can_stop_the_run(calls):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reward_processing_classes": 4}, "does not take reward_processing_classes: a reward model is a reward func"),
-        ({"use_liger": True}, "does not take use_liger: docs/coming_from_trl.md lists what is supported"),
-        ({"args": grpo_jax.GRPOConfig()}, "args is a grpo_jax.config.config.GRPOConfig: use grpo_jax.compat.GRPOC"),
-        ({"optimizers": (None, 1)}, "optimizers has a scheduler: give None"),
-        ({"callbacks": [Logged([])]}, "a Logged with on_step_end: give a function .* logging_steps=1, on_step_end"),
-        ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "a Saving with on_save: give a function"),
+        ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
+        ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
+        ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config of grpo_jax.conf"),
+        ({"optimizers": (None, 1)}, "optimizers must not have a scheduler"),
+        ({"callbacks": [Logged([])]}, "a Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
+        ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "a Saving with on_save; pass a function"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -225,12 +225,12 @@ def test_an_unsupported_argument_is_refused_by_name(arguments, message):
 @pytest.mark.parametrize(
     ("reach", "message"),
     [
-        (lambda t: t.model, r"GRPOTrainer has no model: use trainer.policy, with .model and .params\."),
-        (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine: docs/coming_from_trl.md lists what is supported"),
-        (lambda t: t.state.best_metric, "trainer.state has no best_metric: it has global_step and log_history"),
-        (lambda t: t.args.learning_rat, "has no learning_rat: did you mean learning_rate?"),
+        (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
+        (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
+        (lambda t: t.state.best_metric, "trainer.state has no best_metric, only global_step and log_history"),
+        (lambda t: t.args.learning_rat, "has no learning_rat; did you mean learning_rate?"),
         (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would never be called"),
-        (lambda t: setattr(t, "model", 1), r"GRPOTrainer\.model would never be used: use trainer\.policy"),
+        (lambda t: setattr(t, "model", 1), r"GRPOTrainer\.model would never be used; use trainer\.policy"),
     ],
 )
 def test_any_other_attribute_is_refused_by_name(reach, message):
@@ -242,9 +242,9 @@ def test_any_other_attribute_is_refused_by_name(reach, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: t.evaluate(), "eval_dataset is None, here and in GRPOTrainer"),
-        (lambda t: t.push_to_hub(), "hub_model_id and output_dir are None: give one in GRPOConfig"),
-        (lambda t: t.train(), "train_dataset is None: give GRPOTrainer rows"),
+        (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
+        (lambda t: t.push_to_hub(), "hub_model_id and output_dir are None; set one"),
+        (lambda t: t.train(), "train_dataset is None; pass rows"),
     ],
 )
 def test_missing_arguments_are_named(call, message):
@@ -258,9 +258,9 @@ def test_fields_are_translated_and_checked_when_they_are_set():
     assert args.config == grpo_jax.GRPOConfig(compute_dtype="bfloat16", beta=0.1)
     args.learning_rate = 1e-4
     assert (args.output_dir, args.learning_rate, args.config.learning_rate) == ("out", 1e-4, 1e-4)
-    with pytest.raises(ValueError, match=r"fields that are not supported:\n  hub_token: .*\n  optim: 'sgd': pass opt"):
+    with pytest.raises(ValueError, match=r"fields that are not supported:\n  hub_token: .*\n  optim: 'sgd': pass an"):
         GRPOConfig(hub_token="hf_secret", optim="sgd")
-    with pytest.warns(UserWarning, match='fp16 became compute_dtype="auto", as there is no float16'):
+    with pytest.warns(UserWarning, match='fp16 was converted to compute_dtype="auto", since float16'):
         assert GRPOConfig(fp16=True).config == grpo_jax.GRPOConfig()
     with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
         args.num_generations = 1
