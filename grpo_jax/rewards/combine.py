@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardF
     """Clip the scores of a reward function to [low, high]. Infinite scores remain faults."""
     if not low <= high:
         raise ValueError(f"low={low} must not exceed high={high}")
-    return _Clipped(fn, float(low), float(high))
+    return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
@@ -149,13 +150,12 @@ class _Combinator:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Clipped(_Combinator):
-    low: float
-    high: float
+class _Mapped(_Combinator):
+    function: Callable[[np.ndarray], np.ndarray]
 
     async def score(self, inputs: Inputs) -> list[float | None]:
         values, faults = await _call(self.fn, inputs)
-        return give_scores(np.clip(values, self.low, self.high), faults)
+        return give_scores(self.function(values), faults)
 
 
 @dataclasses.dataclass(frozen=True)

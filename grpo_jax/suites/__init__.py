@@ -1,4 +1,4 @@
-"""Suites of tasks of other packages, each by an adapter. A RUN.yaml has `{reasoning_gym: chain_sum, size: 2000}`."""
+"""Adapters for the tasks of other packages. In a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000}`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from grpo_jax.types import Json
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""The key of a suite in a mapping → its function. The key's value is the first argument, other keys are the others."""
+"""Functions by their key in a RUN.yaml. The key's value is the first argument; the other keys are keyword arguments."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
-    """Return whether a value under `data` names a suite.
-
-    Example:
-      >>> is_suite({"reasoning_gym": "chain_sum"}), is_suite({"path": "rows.jsonl"}), is_suite("rows.jsonl")
-      (True, False, False)
-    """
+    """Return whether the value of `data` is a mapping with the key of a suite."""
     return isinstance(source, Mapping) and bool(SUITES.keys() & source.keys())
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Return the suite that a mapping names; raise ValueError for one that is not valid, beginning with `argument`."""
+    """Return the suite described by a mapping. Raises ValueError, starting with `argument`, if it is invalid."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
-        raise ValueError(f"{argument} names {' and '.join(names)}: give one suite")
+        raise ValueError(f"{argument} must name one suite; got {' and '.join(names)}")
     function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
     _, *known = inspect.signature(function).parameters.values()
     optional = {parameter.name: parameter.default is not parameter.empty for parameter in known}
@@ -45,7 +40,7 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
             raise ValueError(f"{argument}.{name}: no such key; {hint}")
     for parameter in known:
         if parameter.kind is parameter.KEYWORD_ONLY and not optional[parameter.name] and parameter.name not in keywords:
-            raise ValueError(f"{argument}.{parameter.name}: is missing, and {names[0]} needs it")
+            raise ValueError(f"{argument}.{parameter.name} is missing; {names[0]} needs it")
     try:
         return function(source[names[0]], **keywords)
     except ValueError as error:

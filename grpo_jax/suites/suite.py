@@ -1,4 +1,4 @@
-"""A suite as the arguments of `train`."""
+"""Arguments of `train` for the tasks of a suite."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ from grpo_jax.messages import show
 from grpo_jax.types import Environments, RewardFn, Row
 
 Foreign = Any
-"""A module or object of a suite's package, which may not be installed."""
+"""A module or object of an optional package."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks of another package, as arguments of `train`.
+    """Tasks of a different package as arguments of `train`, with the same names.
 
-    ```
-    suite = reasoning_gym("chain_sum", size=2000, seed=1)
-    train(policy, suite.rows, suite.reward_fns, config, environment_factory=suite.environment_factory)
-    ```
-
-    Attributes:
-      rows: a dict for each task, with a `prompt` and the columns that its rewards take.
-      reward_fns: reward functions; empty if the environments give the rewards.
-      reward_weights: a weight for each of them; None: ones.
-      tools: functions that the policy may call.
-      environment_factory: makes an environment for each completion.
+    `rows` contains a dict for each task, with a `prompt` and the columns of the rewards. `reward_fns` is empty if
+    environments return the rewards.
     """
 
     rows: list[Row]
@@ -37,7 +28,7 @@ class Suite:
     environment_factory: Environments | None = None
 
 
-def check_whole_number(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless an argument is a whole number from `least` up."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} = {show(value)}: give a whole number from {least} up")
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """Raise ValueError unless an argument is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}; got {show(value)}")

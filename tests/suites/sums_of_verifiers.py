@@ -36,20 +36,13 @@ class Rewriting(SumTask):
         """Leave it as it is."""
 
 
-class Changing(SumTask):
-    @vf.intercept
-    async def shout(self, request: vf.Request) -> vf.Request:
-        request.messages[-1].content = "WHAT?"
-        return request
-
-
 class Failing(SumTask):
     @vf.reward
     async def broken(self, trace: vf.Trace) -> float:
         raise ZeroDivisionError("no score")
 
 
-KINDS = {one.__name__: one for one in (SumTask, Contained, Rewriting, Changing, Failing)}
+KINDS = {one.__name__: one for one in (SumTask, Contained, Rewriting, Failing)}
 
 
 class SumConfig(vf.TasksetConfig):

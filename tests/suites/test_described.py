@@ -70,8 +70,8 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
     [
         ("data: {made: sums, size: 0}", "data: size = 0: give more"),
         ("data: {made: sums, sead: 0}", "data.sead: no such key; did you mean 'seed'"),
-        ("data: {openenv: 'http://127.0.0.1:1'}", "data.prompt: is missing, and openenv needs it"),
-        ("data: {made: sums, reasoning_gym: acre}", "data names made and reasoning_gym: give one suite"),
+        ("data: {openenv: 'http://127.0.0.1:1'}", "data.prompt is missing; openenv needs it"),
+        ("data: {made: sums, reasoning_gym: acre}", "data must name one suite; got made and reasoning_gym"),
         ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
     ],
 )

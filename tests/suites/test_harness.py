@@ -1,11 +1,9 @@
 """Tasks of verifiers with tools: its own servers, called by the policy's turns; its own record of them, and scores."""
 
 import contextlib
-import gc
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +60,8 @@ def found():
 
 @pytest.fixture(scope="module")
 def adding():
-    """A taskset of ours, whose tools are one server for all episodes; a list, for the test that lets go of it."""
-    return [verifiers("tools_of_verifiers")]
+    """A taskset whose tools are one server for all episodes."""
+    return verifiers("tools_of_verifiers")
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +100,9 @@ def test_a_dead_tool_server_is_an_error_of_its_episode(own, monkeypatch):
     os.kill(int(server), signal.SIGKILL)
     call = message(("sum_add", {"n": 1}))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ToolsetError: the server of sum_add does not answer \("):
+        with pytest.raises(RuntimeError, match=r"ToolsetError: the server of sum_add does not respond \("):
             within(environment.answer_calls, call, [])
-    with pytest.raises(RuntimeError, match="the server of sum_add does not answer"):
+    with pytest.raises(RuntimeError, match="the server of sum_add does not respond"):
         within(environment.get_reward)
     assert not servers_of("tools_of_verifiers")
     assert not environment.trace.ok
@@ -112,18 +110,18 @@ def test_a_dead_tool_server_is_an_error_of_its_episode(own, monkeypatch):
 
 @pytest.mark.quick
 def test_episodes_have_separate_states_and_stop_conditions(adding):
-    factory = adding[0].environment_factory
+    factory = adding.environment_factory
     first, second, third = factory(), factory(), factory()
     openings = [within(one.reset, index=index) for one, index in ((first, 0), (second, 1), (third, 1))]
     assert openings == ["", "", ""]
     add = lambda one, *numbers: within(one.answer_calls, message(*(("sum_add", {"n": n}) for n in numbers)), [])
     assert add(first, 2) == [("2", False)]
-    assert add(second, 12, 1) == [("12", False), ("(unlucky)", False)], "a task may rewrite what a tool says"
+    assert add(second, 12, 1) == [("12", False), ("13", False)]
     assert add(first, -1) == [("Error executing tool add: only from 0 up", True)]
     unread = within(first.answer_calls, message(("sum_add", {"n": 1})), ["no JSON"])
     assert unread == [("3", False), ("Error: no JSON", True)]
     assert within(first.answer_calls, message(("sum_add", [1])), []) == [
-        ("Error: sum_add: the arguments are [1]; give a JSON object", True)
+        ("Error: sum_add: the arguments must be a JSON object; got [1]", True)
     ]
     assert add(first, 2) is None, "the goal is reached, which the task stops at before the next turn"
     assert add(first, 2) is None, "however often it is asked"
@@ -140,7 +138,7 @@ def test_episodes_have_separate_states_and_stop_conditions(adding):
 
 
 def test_a_thought_is_not_the_answer_and_other_tools_are_refused(adding):
-    environment = adding[0].environment_factory()
+    environment = adding.environment_factory()
     within(environment.reset, index=0)
     assert within(environment.respond, "<think>\nSix? No.\n</think>\n\nFive.") is None
     said = environment.trace.nodes[-1].message
@@ -148,14 +146,3 @@ def test_a_thought_is_not_the_answer_and_other_tools_are_refused(adding):
     environment.tool_schemas = []
     with pytest.raises(RuntimeError, match="the tools of this task differ from"):
         within(environment.reset, index=0)
-
-
-def test_their_servers_end_with_the_suite(adding):
-    """The last of this file: nothing of it holds the suite any more."""
-    assert len(servers_of("tools_of_verifiers")) == 1
-    adding.clear()
-    gc.collect()
-    limit = time.monotonic() + 20
-    while servers_of("tools_of_verifiers") and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not servers_of("tools_of_verifiers")

@@ -90,7 +90,7 @@ def test_a_session_by_hand(server):
 def test_observation_and_action_are_fields_of_the_environment(server):
     _, opening = begun(server, observation=None)
     assert '"echoed_message": "Echo environment ready!"' in opening
-    with pytest.raises(ValueError, match=r"observation = 'text': the server's observations have .*echoed_message"):
+    with pytest.raises(ValueError, match=r"observation='text' must be one of the server's fields .*echoed_message"):
         begun(server, observation="text")
     wrong, _ = begun(server, action="text")
     with pytest.raises(RuntimeError, match="message"):
@@ -103,9 +103,9 @@ def test_observation_and_action_are_fields_of_the_environment(server):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"base_url": "ftp://host"}, "base_url = 'ftp://host': begin with http"),
-        ({"size": 0}, "size = 0: give a whole number from 1 up"),
-        ({"timeout": 0}, "timeout = 0: give a positive number of seconds"),
+        ({"base_url": "ftp://host"}, "base_url must start with http:// or https://; got 'ftp://host'"),
+        ({"size": 0}, "size must be an integer of at least 1; got 0"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -117,12 +117,12 @@ def test_a_server_that_hangs_or_dies_ends_its_sessions(server):
     """The last of this file, which ends the server."""
     (hanging, _), (lost, _) = begun(server, timeout=2.0), begun(server)
     os.kill(server.process.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match=r"the server at .* did not answer in time"):
+    with pytest.raises(TimeoutError, match=r"the server at .* did not respond in time"):
         call_within(60.0, hanging.respond, "hello")
     assert call_within(30.0, hanging.get_reward) is None  # not scored
     server.end()
-    with pytest.raises(ConnectionError, match=r"the session at .* is lost"):
+    with pytest.raises(ConnectionError, match=r"lost the session at .*"):
         call_within(30.0, lost.respond, "hello")
     assert call_within(30.0, lost.get_reward) is None
-    with pytest.raises(ConnectionError, match=r"no OpenEnv server answers at .*: start it, or correct base_url"):
+    with pytest.raises(ConnectionError, match=r"no OpenEnv server responds at .*; start it or correct base_url"):
         begun(server, wait=0.1)

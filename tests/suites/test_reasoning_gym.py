@@ -84,11 +84,11 @@ def test_an_answer_is_the_whole_completion_or_in_tags():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"task": "chain_sums"}, "does not have the task 'chain_sums'; did you mean 'chain_sum'"),
     ({"task": "chain_sum", "max_term": 3}, "chain_sum.max_term: no such setting of this task; did you mean 'max_te"),
-    ({"task": "chain_sum", "min_terms": 9}, "refuses chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
-    ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight = 0: give a positive number"),
-    ({"task": {"chain_sum": {}}, "max_terms": 2}, "max_terms: several tasks have their settings behind"),
-    ({"task": "chain_sum", "size": 0}, "size = 0: give a whole number from 1 up"),
-    ({"task": "chain_sum", "timeout": -1}, "timeout is -1"),
+    ({"task": "chain_sum", "min_terms": 9}, "rejects chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
+    ({"task": {"chain_sum": {"weight": 0}}}, "chain_sum.weight must be a positive number; got 0"),
+    ({"task": {"chain_sum": {}}, "max_terms": 2}, "max_terms: write settings of several tasks next to"),
+    ({"task": "chain_sum", "size": 0}, "size must be an integer of at least 1; got 0"),
+    ({"task": "chain_sum", "timeout": -1}, "timeout must be a positive number of seconds; got -1"),
 ])  # fmt: skip
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):

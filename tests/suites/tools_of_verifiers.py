@@ -48,13 +48,6 @@ class AddTask(vf.Task[AddData, AddState, AddConfig]):
     async def gives_up(self, response: vf.Response) -> bool:
         return "I give up" in (response.message.content or "")
 
-    @vf.intercept
-    async def hidden(self, request: vf.Request) -> vf.Request:
-        for message in request.messages:
-            if message.role == "tool" and message.content == "13":
-                message.content = "(unlucky)"
-        return request
-
     @vf.reward(weight=2.0)
     async def exact(self, trace: vf.Trace) -> float:
         return float(trace.state.total == self.data.goal)
