@@ -45,23 +45,23 @@ def test_a_run_takes_its_defaults_from_the_suite(tmp_path):
     unless it is asked for.
     """
     path = written(tmp_path, "data: {made: sums, size: 3, seed: 1}\neval_data: {made: sums, seed: 9}")
-    run = read_run(path, wanted=ALL)
+    run = read_run(path, load=ALL)
     assert [row["prompt"] for row in run.rows] == ["sums 1: ", "sums 2: ", "sums 3: "]
     assert [row["prompt"] for row in run.eval_rows] == ["sums 9: ", "sums 10: "]
     assert (run.rewards, run.config.reward_weights, run.tools) == ([answers, judge], (1.0, 0.25), [sorted])
     (tmp_path / "again.yaml").write_text(dump_yaml({**run.values, "folder": str(run.folder)}))
-    assert read_run(tmp_path / "again.yaml", wanted=ALL).rows == run.rows
+    assert read_run(tmp_path / "again.yaml", load=ALL).rows == run.rows
 
 
 def test_what_a_run_says_replaces_the_suites(tmp_path):
     text = "data: {made: sums}\nprompt: '{answer}?'\n"
     run = read_run(
-        written(tmp_path, text + "rewards: [suite, test_described:judge]\nreward_weights: [1, 0, 1]"), wanted=ALL
+        written(tmp_path, text + "rewards: [suite, test_described:judge]\nreward_weights: [1, 0, 1]"), load=ALL
     )
     assert [fn.__name__ for fn in run.rewards] == ["answers", "judge", "judge"]
     assert run.config.reward_weights == (1, 0, 1)
     assert run.rows[0]["prompt"] == "a?"
-    run = read_run(written(tmp_path, text + "rewards: test_described:judge"), wanted=ALL)
+    run = read_run(written(tmp_path, text + "rewards: test_described:judge"), load=ALL)
     assert ([fn.__name__ for fn in run.rewards], run.config.reward_weights) == (["judge"], None)
 
 
@@ -77,7 +77,7 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
 )
 def test_errors_name_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
-        read_run(written(tmp_path, text), wanted=ALL)
+        read_run(written(tmp_path, text), load=ALL)
 
 
 def test_a_suite_that_is_not_installed_is_named(monkeypatch):
