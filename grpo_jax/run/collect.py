@@ -1,42 +1,48 @@
 """One iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
+`collect` gets completions from a source of rollouts. The default source, `LocalRollouts`, samples them when they are
+requested; `run.sources` has the sources that prefetch.
+
 While the reward functions run on the host, the device computes the log-probs under the reference (with
-`dynamic_sampling` afterwards, because rewards choose the groups), and then, if completions are prefetched
-(`run.sources`), samples the next ones. It holds the training state (`run.new_state`), a frozen base, a teacher and,
-without `donate`, the caller's params; the prompts' keys and values with one packed sequence; and the caches of the next
-rollout. The caches of this iteration's rollout are freed, and its tokens and log-probs are on the host.
+`dynamic_sampling` afterwards, because rewards choose the groups), and then, if completions are prefetched, samples the
+next ones. It holds the training state (`run.new_state`), a frozen base, a teacher and, without `donate`, the caller's
+params; the prompts' keys and values with one packed sequence; and the caches of the next rollout. The caches of this
+iteration's rollout are freed, and its tokens and log-probs are on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from grpo_jax.config import settings
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.models.sharding import fetch
-from grpo_jax.rewards.calls import Rewards, means_of
-from grpo_jax.rewards.contract import check_metrics, reward_names
+from grpo_jax.models.sharding import fetch, own_part
+from grpo_jax.policy import Policy
+from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
+from grpo_jax.rewards.contract import TrainerState, check_metrics, reward_names
+from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.rollout.generate import generate
+from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, refill_groups, rollout_metrics
 from grpo_jax.run.run import Run
-from grpo_jax.run.sample import RolloutResult
-from grpo_jax.run.scores import (
-    completion_rows,
-    gather_rewards,
-    join_groups,
-    rollout_metrics,
-    score_rollout,
-    take_groups,
-    zero_signal,
-)
-from grpo_jax.run.sources import LocalRollouts
-from grpo_jax.types import Batch, Params
+from grpo_jax.text.completions import reward_inputs
+from grpo_jax.text.prompts import EncodedPrompts, make_prompts
+from grpo_jax.text.rows import is_conversation
+from grpo_jax.types import Batch, Completions, Params, Prompts, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
+
+if TYPE_CHECKING:  # optional capabilities
+    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.rollout.turns import Answers
+    from grpo_jax.run.sampler import Sampler
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Called with the name of a phase; returns a context in which its seconds are measured."""
@@ -44,6 +50,79 @@ Phase = Callable[[str], AbstractContextManager[None]]
 _jit_advantages = jax.jit(
     compute_advantages, static_argnames=("weights", "estimator", "scale_rewards", "multi_objective_aggregation")
 )
+
+
+class LocalRollouts:
+    """The default source of rollouts: samples completions when they are requested, from the present policy.
+
+    The n-th prompt of a run is the n-th entry of the shuffled epochs, and the keys of its samples are made from n, so
+    one integer is the position of a run in its dataset. `cursor` and `in_progress` are stored in checkpoints, and
+    change only in `commit`: a resumed run repeats an interrupted iteration.
+
+    Attributes:
+      cursor: prompts of completed iterations, since the start of the run.
+      next_cursor: `cursor` plus the prompts that the present iteration has sampled.
+      in_progress: whether an engine is sampling the prompts from `cursor` on.
+    """
+
+    in_progress = False
+
+    def __init__(
+        self, run: Run, *, cursor: int = 0, count: int | None = None, interrupt: Callable[[], None] = lambda: None
+    ):
+        self.run, self._interrupt = run, interrupt
+        self._count = run.sizes.prompts if count is None else count
+        self.cursor = self.next_cursor = cursor
+
+    def wait_pending(self, state: TrainState) -> None:
+        """Wait for completions in progress, while `state` still holds the policy that samples them."""
+
+    def next(self, state: TrainState) -> RolloutResult:
+        """Return the completions of the next prompts."""
+        start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
+        return self.sample_from(state, start)
+
+    def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
+        """Return a context in which the next completions may be sampled; the device may still compute `batch`."""
+        return contextlib.nullcontext()
+
+    def commit(self) -> None:
+        """End the iteration: all prompts before `next_cursor` are used."""
+        self.cursor = self.next_cursor
+
+    def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
+        """Return the prefetched completions as arrays for a checkpoint."""
+        return None, None
+
+    def close(self) -> None:
+        """Abandon completions in progress."""
+
+    def sample_from(self, state: TrainState, start: int) -> RolloutResult:
+        """Sample completions of the prompts from number `start` on."""
+        params = sampling_params(state)
+        result = self.sample_by(params, sampling_key(state), start, self._interrupt)
+        if self.run.sampler is None:
+            return result
+        from grpo_jax.run.sampler import with_old_log_probs
+
+        return with_old_log_probs(result, self.run.updater, params)
+
+    def sample_by(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
+        """Sample from `params`; an engine's completions have no `old_log_probs` yet."""
+        run = self.run
+        return sample(
+            run.policy,
+            params,
+            run.data,
+            run.rows_at(start, self._count),
+            key,
+            run.config,
+            prompt_indices=start + np.arange(self._count),
+            prompt_length=run.prompt_length,
+            interaction=run.interaction,
+            sampler=run.sampler,
+            interrupt=interrupt,
+        )
 
 
 def collect(
@@ -58,27 +137,28 @@ def collect(
 
     Args:
       state: completions are sampled from its `old_params`, or from `params` if no old policy is kept.
-      source: the source of rollouts; its position advances.
-      phase: measures the seconds of "rollout", "reference", "rewards" and "teacher".
+      source: the source of rollouts; its cursor advances.
+      phase: measures the seconds of "rollout", "reference" (log-probs and advantages), "rewards" and "teacher".
       interrupt: called before each phase and at the end; an exception that it raises ends the iteration.
 
     Returns:
-      batch: the whole iteration's `Batch`, [B, G, T], in NumPy's arrays, as long as the updater needs them.
-      metrics: of the rollout; with `dynamic_sampling` as in `_refill`.
+      batch: the whole iteration's `Batch`, [B, G, T], as NumPy arrays, with the T that the updater needs.
+      metrics: of the rollout; with `dynamic_sampling` as in `refill_groups`.
       rows: one dict per completion, for `completions.jsonl`.
     """
     config = run.config
 
-    def timed(name: str) -> AbstractContextManager[None]:
+    def timed(name: str) -> AbstractContextManager[None]:  # a signal stops the iteration between two phases
         interrupt()
         return phase(name)
 
-    rollout, rewards, metrics, batch = _score_rollout(run, state, source, timed)
+    rollout, rewards, metrics, batch = _next_rollout(run, state, source, timed)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        rollout, rewards, metrics, counted = _refill(run, state, source, timed, rollout, rewards, metrics)
+        more = functools.partial(_next_rollout, run, state, source, timed)
+        rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, more)
         with timed("reference"):
-            batch = _with_log_probs(run, state, rollout, counted)
+            batch = _make_batch(run, state, rollout, counted)
     assert batch is not None
     with timed("reference"):  # waits for the log-probs
         batch = fetch(batch)
@@ -95,67 +175,33 @@ def collect(
     return batch, metrics, completion_rows(rewards, reward_names(run.reward_fns), rollout, _per_completion(batch))
 
 
-def _score_rollout(
+def _next_rollout(
     run: Run, state: TrainState, source: LocalRollouts, timed: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """The next rollout, its rewards and metrics, and its batch with log-probs (None with `dynamic_sampling`)."""
-    config, trainer_state = run.config, run.trainer_state(int(state.step), source.position)
+    config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)
     with timed("rollout"):
         rollout = source.next(state)
     batch = None
     if not config.dynamic_sampling:
         with timed("reference"):  # the device may still be computing when this returns
-            batch = _with_log_probs(run, state, rollout)
+            batch = _make_batch(run, state, rollout)
     with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
-        own = score_rollout(
+        process_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
         )
     with timed("rewards"):
-        rewards = gather_rewards(own, run.reward_fns)
+        rewards = gather_rewards(process_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
     check_metrics(rewards.metrics, metrics)
     return rollout, rewards, means_of(rewards.metrics) | metrics, batch
 
 
-def _refill(
-    run: Run,
-    state: TrainState,
-    source: LocalRollouts,
-    timed: Phase,
-    rollout: RolloutResult,
-    rewards: Rewards,
-    metrics: dict[str, float],
-) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
-    """Replace groups whose rewards are all equal by groups of further prompts (DAPO's dynamic sampling).
+def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
+    """The `Batch` of a rollout with reference log-probs, which the device may still be computing; advantages are 0.
 
-    Sampling stops after `MAX_REFILLS` further rollouts. Zero-signal groups then fill the batch, and are not counted in
-    the loss, its denominators and batch statistics. Metrics are the first rollout's, whose prompts are not
-    selected; costs are summed over the rollouts.
-
-    Returns:
-      The selected completions, their rewards, the metrics, and [B] bool, which groups count.
-    """
-    config, count, refills = run.config, len(rollout.rows), 0
-    costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]
-    while True:
-        has_signal = ~zero_signal(rewards.values, config)
-        if has_signal.sum() >= count or refills == settings.MAX_REFILLS:
-            break
-        more_rollout, more_rewards, more, _ = _score_rollout(run, state, source, timed)
-        rollout, rewards = rollout.join(more_rollout), join_groups(rewards, more_rewards)
-        metrics |= {name: metrics[name] + more[name] for name in ("num_tokens", *costs)}
-        refills += 1
-    metrics["dynamic_sampling/refills"] = float(refills)
-    metrics["dynamic_sampling/groups_without_signal"] = float((~has_signal).sum())
-    groups = np.argsort(~has_signal, kind="stable")[:count]
-    return rollout.take(groups), take_groups(rewards, groups), metrics, has_signal[groups]
-
-
-def _with_log_probs(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """The `Batch` of some completions with the log-probs under the references, which the device may still be computing.
-
-    Its advantages are 0. `counted` [B] bool is False for groups that only fill the batch; None: all count.
+    `counted` [B] bool is False for groups that only fill the batch; None: all count.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
@@ -168,13 +214,13 @@ def _with_log_probs(run: Run, state: TrainState, rollout: RolloutResult, counted
     def log_probs(params: Params | None) -> jax.Array | None:
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
-    zeros: Any = np.zeros(mask.shape[:2], np.float32)  # typed as JAX's arrays
+    zeros: Any = np.zeros(mask.shape[:2], np.float32)  # the fields of `Batch` have the type of JAX arrays
     return Batch(
         prompts=prompts,
         tokens=tokens,
         mask=mask,
         advantages=zeros,
-        sampling_log_probs=completions.log_probs[:, :, :t],  # also the old ones of the ratio: see `types.Batch`
+        sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs of the ratio: see `types.Batch`
         ref_log_probs=log_probs(state.ref_params),
         initial_log_probs=log_probs(state.initial_params),
         counted=counted,
@@ -187,11 +233,17 @@ def _advantages(
 ) -> np.ndarray:
     """The advantages [B, G] or [B, G, T] of a batch; `counted` [B] is False for groups that only fill it."""
     config = run.config
+    # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
+    values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
     if run.advantage_fn is not None:
-        return run.advantage_fn(state, batch, rollout, rewards, counted, reward_names(run.reward_fns))
+        return run.advantage_fn(state, batch, rollout, rewards._replace(values=values), counted)
+    if config.turn_credit == "to_go":
+        from grpo_jax.run.multi_turn import credit_turns
+
+        names = reward_names(run.reward_fns)
+        return credit_turns(batch, rollout, rewards._replace(values=values), names, config)
     advantages = _jit_advantages(
-        # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
-        np.where(counted[:, None, None], rewards.values, np.float32(np.nan)),
+        values,
         weights=config.reward_weights,
         multi_objective_aggregation=config.multi_objective_aggregation,
         estimator=config.advantage_estimator,
@@ -205,3 +257,126 @@ def _per_completion(batch: Batch) -> np.ndarray:
     """One advantage for each completion [B, G]: the mean over its tokens, if each token has its own."""
     advantages = np.asarray(batch.advantages)
     return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def sampling_params(state: TrainState) -> Params:
+    """The params to sample from: the old policy's, if it is kept."""
+    return state.params if state.old_params is None else state.old_params
+
+
+def sampling_key(state: TrainState) -> jax.Array:
+    """The key of all samples of a run; `prompt_indices` are folded into it."""
+    return jax.random.fold_in(state.key, 0)
+
+
+def sample(
+    policy: Policy,
+    params: Params,
+    data: EncodedPrompts,
+    rows: Sequence[int],
+    key: jax.Array,
+    config: GRPOConfig,
+    *,
+    prompt_indices: np.ndarray,
+    prompt_length: int,
+    evaluation: bool = False,
+    interaction: Interaction | None = None,
+    sampler: Sampler | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> RolloutResult:
+    """Sample completions of these `rows` of `data` by `generate`, or by the engine `sampler`.
+
+    The keys of the samples are made from `prompt_indices` [B]. P is `prompt_length`, unless environments make a prompt
+    longer. `evaluation` selects the settings for evaluations. `interaction` has the tools and environments of several
+    turns. `interrupt` is called every few tokens; an exception that it raises ends the sampling.
+    """
+    ends, group = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
+    draw: Callable[..., Completions] = generate
+    if sampler is not None:
+        from grpo_jax.run.sampler import generate_by
+
+        draw = functools.partial(generate_by, sampler, policy)
+
+    def complete(prompts: Prompts, answers: Answers | None = None) -> Completions:
+        return draw(
+            policy.model,
+            params,
+            prompts,
+            key,
+            num_generations=group,
+            max_completion_length=config.max_completion_length,
+            temperature=config.eval_temperature if evaluation else config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            eos_token_ids=policy.eos_token_ids,
+            stop=ends.stop,
+            stop_token_ids=ends.stop_token_ids,
+            max_turn_length=ends.max_turn_length,
+            tokenizer=policy.tokenizer,
+            pad_token_id=policy.pad_token_id,
+            prompt_indices=prompt_indices,
+            batch_size=None if evaluation else config.rollout_batch_size,
+            answers=answers,
+            interrupt=interrupt,
+            on_host=True,
+        )
+
+    if interaction is None:
+        prompts = make_prompts([data.token_ids[i] for i in rows], length=prompt_length, on_host=True)
+        result = RolloutResult([data.rows[i] for i in rows], prompts, complete(prompts))
+    else:  # one call of `generate`, with the episodes as its `answers`
+        from grpo_jax.run.multi_turn import sample_episodes
+
+        result = sample_episodes(interaction, complete, data, rows, group, prompt_length, config.padding)
+    return result._replace(metrics=dict(getattr(sampler, "measured", {})))
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def call_reward_fns(
+    tokenizer: Tokenizer,
+    reward_fns: RewardFn | Sequence[RewardFn],
+    rollout: RolloutResult,
+    *,
+    on_error: str,
+    trainer_state: TrainerState | None = None,
+) -> Rewards:
+    """Call the reward functions for this process's rows, which are none if there are more processes than rows.
+
+    `gather_rewards` joins the results of all processes.
+    """
+    tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
+    g = np.shape(tokens)[1]
+    process_rows = own_part(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
+    if not process_rows:
+        return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
+    rows = slice(process_rows.start, process_rows.stop)
+    places = slice(rows.start * g, rows.stop * g)  # of B·G completions
+    prompts = zip(np.asarray(rollout.prompts.tokens)[rows], np.asarray(rollout.prompts.lengths)[rows], strict=True)
+    ids = [row[:length] for row, length in prompts]
+    inputs = reward_inputs(tokenizer, rollout.rows[rows], tokens[rows], present[rows], prompt_ids=ids)
+    if rollout.episodes is not None:
+        if is_conversation(rollout.rows[0]["prompt"]):
+            inputs = inputs._replace(completions=[episode.messages for episode in rollout.episodes[places]])
+        inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[places]]
+    if rollout.environments is not None:
+        inputs.columns["environments"] = list(rollout.environments[places])
+    if not names:  # there is only a teacher
+        texts = list(inputs.completions)
+        return Rewards(np.zeros((len(process_rows), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
+    return compute_rewards(
+        reward_fns,
+        prompts=inputs.prompts,
+        completions=inputs.completions,
+        completion_ids=inputs.completion_ids,
+        columns=inputs.columns,
+        num_generations=g,
+        turns=rollout.turn_counts[places],
+        on_error=on_error,
+        trainer_state=trainer_state,
+    )

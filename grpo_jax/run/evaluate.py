@@ -17,9 +17,9 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
-from grpo_jax.run.sample import sample
-from grpo_jax.run.scores import completion_rows, gather_rewards, score_rollout
+from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
@@ -241,8 +241,8 @@ def _evaluate_part(
             interrupt=interrupt,
         )
         interrupt()
-        sampled = sampled.first(len(data.rows[start : start + batch_size]))
-        own = score_rollout(
+        sampled = sampled.head(len(data.rows[start : start + batch_size]))
+        own = call_reward_fns(
             policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
         )
         scored.append(gather_rewards(own, reward_fns))

@@ -1,4 +1,4 @@
-"""The memory that a run's largest programs take on a device, and whether activations are recomputed to fit it."""
+"""Memory of a run's largest programs on a device; decides whether activations are recomputed."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from grpo_jax.update.programs import update_bytes, update_calls
 from grpo_jax.update.state import TrainState
 
 FILLED = 0.7
-"""Share of a device's memory that a run may be estimated to hold; the rest is for a program's other temporaries."""
+"""Share of a device's memory that the estimate may reach; the rest is for other temporaries of a program."""
 
 COMPILED = 0.9
-"""Share of a device's memory that an update may hold by the compiler's count; the rest is for fragmentation."""
+"""Share of a device's memory that the compiler's count may reach; the rest is for fragmentation."""
 
 
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
-    """The run with `gradient_checkpointing` decided by the memory of a device, if its config leaves it open.
+    """Decide `gradient_checkpointing` by the bytes of a device's memory, if the config leaves it open.
 
-    Activations are kept if they fit into the `memory` of each device, in bytes, next to the state and the caller's
-    params. `peak_bytes` counts all that a traced forward pass keeps; a compiler keeps a part of it. If the estimate
-    does not fit, the update is compiled, and the compiler's count decides. Of several processes, the one with the least
-    memory decides for all.
+    Activations are kept if they fit next to the state and the caller's params. `peak_bytes` counts everything that a
+    traced forward pass keeps, of which a compiler keeps a part. If this estimate does not fit, the update is compiled,
+    and the compiler's count decides. The process with the least memory decides for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -58,13 +57,13 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def peak_bytes(run: Run) -> int:
-    """Estimate of the bytes that a device holds in an update, without a compiler."""
+    """Estimate of the bytes that a device holds during an update, without compilation."""
     held, state, batch = _held(run)
     return held + update_bytes(run.updater, state, batch)
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Bytes that a device holds in an update, by the compiler's count."""
+    """Bytes that a device holds during an update, by the compiler's count."""
     held, state, batch = _held(run)
     arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
@@ -72,19 +71,16 @@ def compiled_peak_bytes(run: Run) -> int:
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
-    """Bytes that an update adds on a device to what stays there, by the cost of its largest program.
+    """Bytes that an update adds on a device to the state, by the `cost` of its largest program.
 
-    The program of a part of a minibatch takes the gradients so far.
+    The program of one part of a minibatch takes the sum of earlier parts' gradients as an argument.
     """
     params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
-    """The shapes of the state at step 0 and of a minibatch, with their shardings on the mesh of the run.
-
-    Without a mesh only the params have one.
-    """
+    """Shapes of the state at step 0 and of a minibatch; without a mesh only the params have shardings."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -98,7 +94,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 
 
 def _held(run: Run) -> tuple[int, TrainState, Batch]:
-    """Bytes that stay on a device, and the shapes of the state and of a minibatch."""
+    """Bytes that stay on a device between programs, and the shapes of the state and of a minibatch."""
     state, batch = abstract_arrays(run)
     held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
     if run.teaching is not None:
@@ -107,10 +103,10 @@ def _held(run: Run) -> tuple[int, TrainState, Batch]:
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """The largest decode of a rollout by `params`; None for a model without a cache, or if an engine samples."""
+    """The call of a rollout's largest decode; None for a model without a cache, or if an engine samples."""
+    config = run.config
     if run.sampler is not None:
         return None
-    config = run.config
     return decode_call(
         run.policy.model,
         params,
@@ -119,12 +115,6 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
         num_generations=config.num_generations,
         max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
         batch_size=config.rollout_batch_size,
-        settings=decode_settings(
-            sampling_of(config),
-            run.policy.eos_token_ids,
-            run.policy.pad_token_id,
-            stop=None if run.policy.tokenizer is None else config.stop,  # `plan` has none; stop adds no array
-            stop_token_ids=config.stop_token_ids,
-            tokenizer=run.policy.tokenizer,
-        ),
+        # Without `stop`, which needs a tokenizer and adds no large array.
+        settings=decode_settings(sampling_of(config), run.policy.eos_token_ids, run.policy.pad_token_id),
     )

@@ -25,7 +25,7 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
-    """The mesh of the config, or the one that the policy is on; and the config with its sizes."""
+    """The mesh of the config, or else of the policy's params; and the config with its sizes."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
@@ -39,12 +39,12 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
 
 
 def shape_of(policy: Policy) -> TransformerConfig | None:
-    """The shape of a policy's decoder; None for a model that is not of this package."""
+    """The shape of a policy's decoder; None for a model from outside this package."""
     return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
 
 
 def vocab_size(model: Model, params: Params) -> int:
-    """V, of the model's logits."""
+    """V, the last axis of the model's logits."""
     if is_cached(model):
         return int(model.config.vocab_size)
 
@@ -57,9 +57,9 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """The model with the config's compute dtype and recomputation, and the attention that suits the devices.
+    """The model with the config's compute dtype and recomputation, and the attention for these devices.
 
-    A model that is not of this package is returned unchanged.
+    A model from outside this package is returned unchanged.
     """
     if not isinstance(model, Transformer | LoraModel):
         return model
@@ -67,7 +67,7 @@ def with_settings(
         model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
-        # On a mesh the layers would wait for a number from another device.
+        # On a mesh, layers would wait for a number from another device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
@@ -78,14 +78,14 @@ def with_settings(
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
-    """The policy with its params, and a frozen base, on a mesh by `sharding.TABLE`; unchanged without a mesh."""
+    """The policy with its params and a frozen base on a mesh, by `sharding.TABLE`; unchanged without a mesh."""
     model = policy.model if mesh is None else with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
     frozen = not jax.tree_util.all_leaves([model])
     return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
 def with_shape(model: Model, **changes: Any) -> Model:
-    """The model with other fields of its `TransformerConfig`; one that is not of this package is unchanged."""
+    """The model with changed fields of its `TransformerConfig`; a model from outside this package is unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from grpo_jax.config.checks import position_problems
 from grpo_jax.messages import show
@@ -18,10 +17,15 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Json, Messages, Params, Row
 
 
-def check_policy(policy: Any, ends: TurnEnds = BY_EOS, *, trained: bool = True) -> None:
-    """Raise a `ValueError` unless `policy` can be sampled from, and `trained`."""
+def check_is_policy(policy: object) -> None:
+    """Raise a `ValueError` for an object of another type."""
     if not isinstance(policy, Policy):
         raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+
+
+def check_policy(policy: Policy, ends: TurnEnds = BY_EOS, *, trained: bool = True) -> None:
+    """Raise a `ValueError` unless the policy can be sampled from, and `trained`."""
+    check_is_policy(policy)
     if trained and is_quantized(policy.params):
         raise ValueError(
             "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
@@ -49,12 +53,13 @@ def _with_eos(policy: Policy, token: int) -> str:
 
 
 def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
-    """Raise a `ValueError` for texts and ids that no turn of a policy can end with."""
-    ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
+    """Raise a `ValueError` for stop texts and ids that the policy's tokenizer or model does not have."""
+    if policy.tokenizer is not None:  # `check_policy` reports its absence
+        ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
 def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0) -> None:
-    """Raise a `ValueError` for tokens that the model lacks, and for prompts and completions beyond its positions."""
+    """Raise a `ValueError` for tokens outside the model's vocabulary, and for lengths beyond its positions."""
     largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
     if shape is None:
         return
@@ -72,24 +77,23 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
 def warn_of_tokens(
     data: EncodedPrompts, policy: Policy, argument: str, *, ends: TurnEnds = BY_EOS, template_kwargs: Json | None = None
 ) -> None:
-    """Warn of prompts or examples with repeated special tokens, None in the arguments of a call, or endless turns."""
+    """Warn of repeated special tokens, turns without an end, and tool calls with None as an argument."""
     for line in (
         *_special_twice(data, policy, argument),
-        _empty_arguments(data.rows, argument),
-        _endless(data, policy, ends, template_kwargs, argument),
+        *_empty_arguments(data.rows, argument),
+        *_endless(data, policy, ends, template_kwargs, argument),
     ):
-        if line is not None:
-            warnings.warn(line, stacklevel=3)
+        warnings.warn(line, stacklevel=3)
 
 
 def _messages_in(row: Row) -> Messages:
-    """The messages of a row; [] for text and tokens."""
+    """The messages of a row; [] for a row of text or tokens."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
     return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
 
 
 def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
-    """Warnings of texts to which the tokenizer adds a special token that they already have."""
+    """Yield a warning if the tokenizer adds a special token to texts that already have it."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     examples = data.masks is not None  # an example ends with one EOS
     texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
@@ -107,45 +111,49 @@ def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Itera
 
 def _endless(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
-) -> str | None:
-    """A warning if no learned token ends a turn, or the chat template ends turns with a token that does not."""
-    stops, token, foreign = {*policy.eos_token_ids, *ends.stop_token_ids}, None, None
+) -> Iterator[str]:
+    """Yield a warning if no learned token ends a turn, or if the template's closing token does not end completions."""
+    stops, token, closing = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
     if _messages_in(data.rows[0]):
         token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
     if token is not None:
-        name = policy.tokenizer.decode([token])
-        foreign = (
-            f"the chat template ends a turn with {name!r} ({token}), which does not end completions"
-            f" (policy.eos_token_ids = {list(policy.eos_token_ids)}): {_with_eos(policy, token)}"
+        closing = (
+            f"the chat template ends a turn with {policy.tokenizer.decode([token])!r} ({token}), which does not end"
+            f" completions (policy.eos_token_ids = {list(policy.eos_token_ids)}): {_with_eos(policy, token)}"
         )
     if data.masks is None:
-        return f"{argument}: {foreign}, or stop_token_ids=[{token}]" if foreign and not ends.stop else None
-    for ids, mask in zip(data.token_ids, data.masks, strict=True):
-        if not stops.isdisjoint(itertools.compress(ids[1:], mask[1:])):
-            return None
-    return f"{argument}: no learned token ends a turn, so completions will not end: " + (
-        foreign
-        or "end texts with tokenizer.eos_token, or use a chat template that writes an EOS after the assistant's turns,"
-        " inside of its generation tags; where max_length cuts all examples off, raise it"
-    )
+        if closing and not ends.stop:
+            yield f"{argument}: {closing}, or stop_token_ids=[{token}]"
+        return
+    learned = zip(data.token_ids, data.masks, strict=True)
+    if all(stops.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in learned):
+        yield f"{argument}: no learned token ends a turn, so completions will not end: " + (
+            closing
+            or "end texts with tokenizer.eos_token, or use a chat template that writes an EOS after the assistant's"
+            " turns, inside of its generation tags; where max_length cuts all examples off, raise it"
+        )
 
 
-def _empty_arguments(rows: Sequence[Row], argument: str) -> str | None:
-    """A warning of tool calls with None as an argument."""
-    found = [(i, name) for i, row in enumerate(rows) for name, value in _arguments(row) if value is None]
-    if not found:
-        return None
-    row, name = found[0]
-    return (
-        f"{argument} row {row} has a call of a tool with the argument {name!r} = None ({len(found)} such arguments in"
-        " all): the package datasets fills in arguments of other rows' calls, and the policy reads null. Remove them,"
-        " or store arguments as JSON text, which is decoded for the chat template"
-    )
+def _empty_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
+    """Yield a warning if tool calls have None as an argument."""
+    found = [
+        (i, name)
+        for i, row in enumerate(rows)
+        for message in _messages_in(row)
+        for call in message.get("tool_calls") or ()
+        for name, value in _arguments(call).items()
+        if value is None
+    ]
+    if found:
+        row, name = found[0]
+        yield (
+            f"{argument} row {row} has a call of a tool with the argument {name!r} = None ({len(found)} such arguments"
+            " in all): the package datasets fills in arguments of other rows' calls, and the policy reads null. Remove"
+            " them, or store arguments as JSON text, which is decoded for the chat template"
+        )
 
 
-def _arguments(row: Row) -> Iterator[tuple[str, object]]:
-    """Names and values of the arguments of all tool calls in a row."""
-    for message in _messages_in(row):
-        for call in message.get("tool_calls") or ():
-            arguments = (call.get("function") or call).get("arguments")
-            yield from arguments.items() if isinstance(arguments, Mapping) else ()
+def _arguments(call: Json) -> Json:
+    """The arguments of a tool call by name; {} if they are not an object."""
+    arguments = (call.get("function") or call).get("arguments")
+    return arguments if isinstance(arguments, Mapping) else {}

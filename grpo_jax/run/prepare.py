@@ -19,11 +19,11 @@ from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import arguments_of, check_reward_fns, reward_names
+from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
-from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.run import Run
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
@@ -34,7 +34,6 @@ from grpo_jax.update.packed import choose_updater
 
 if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.rollout.interaction import Interaction
-    from grpo_jax.run.custom import CheckedAdvantageFn
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
 
@@ -54,15 +53,19 @@ def prepare(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Check the arguments of `train` and derive its run; one `ValueError` lists everything that is wrong."""
+    """Check the arguments of `train` and derive its run.
+
+    A config or policy of another type is refused at once. One `ValueError` lists everything else that is wrong.
+    """
     if not isinstance(config, GRPOConfig):
         raise ValueError(
             f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
         )
-    faults = Faults()
-    if isinstance(policy, Policy):
-        policy.check_held()  # nothing else can be checked without params
-    faults.of(check_policy, policy, TurnEnds.of(config))
+    check_is_policy(policy)
+    policy.check_held()
+    ends, faults = TurnEnds.of(config), Faults()
+    faults.of(check_policy, policy, ends)
+    faults.of(check_ends, ends, policy, policy.params)
     faults.of(check_optimizer, optimizer)
     fns = faults.of(_as_functions, reward_fns)
     rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
@@ -70,73 +73,50 @@ def prepare(
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = faults.of(load_rows, some, argument=argument)
     interaction = None
-    if isinstance(policy, Policy) and (tools or environment_factory is not None):
+    if tools or environment_factory is not None:
         interaction = faults.of(_make_interaction, policy, config, rows, tools, environment_factory)
-    has_rewards = fns is None or bool(fns) or environment_factory is not None
-    _check_engines(policy, config, interaction, sampler, teacher, faults, has_rewards=has_rewards)
+    if sampler is not None:
+        from grpo_jax.run.sampler import check_sampler
+
+        faults.of(check_sampler, sampler, interaction, ends)
+    if teacher is not None or config.distillation_coef > 0:
+        from grpo_jax.run.teacher import check_teacher
+
+        has_rewards = fns is None or bool(fns) or environment_factory is not None
+        faults.of(check_teacher, teacher, policy, config, has_rewards=has_rewards)
     # Environments that could not be read may have been the only source of rewards.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, faults, required=teacher is None)
-    if not isinstance(policy, Policy):
-        faults.raise_together("this run")
-    checked_fn = faults.of(_check_custom, advantage_fn, surrogate, config, len(fns or ()) or 1)
+    checked_fn = None
+    if advantage_fn is not None or surrogate is not None:
+        from grpo_jax.run.custom import check_advantage_fn, check_surrogate
+
+        faults.of(check_surrogate, surrogate, config)
+        checked_fn = faults.of(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
     policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, faults)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
     data, *held_out = encoded.values()
-    names = named_datasets(eval_dataset)
-    run = derive_run(
-        policy,
-        config,
-        data,
-        join_prompts(dict(zip(names, held_out, strict=True))) if held_out else None,
-        mesh=mesh,
+    run = dataclasses.replace(
+        derive_run(policy, config, data, mesh=mesh, optimizer=optimizer, surrogate=surrogate, teacher=teacher),
+        eval_data=join_prompts(dict(zip(named_datasets(eval_dataset), held_out, strict=True))) if held_out else None,
         reward_fns=fns or (),
         interaction=interaction,
         sampler=sampler,
-        optimizer=optimizer,
         advantage_fn=None if checked_fn is None else dataclasses.replace(checked_fn, config=config),
-        surrogate=surrogate,
-        teacher=teacher,
     )
-    return _decide_checkpointing(run, devices)
-
-
-def _check_engines(
-    policy: object,
-    config: GRPOConfig,
-    interaction: Interaction | None,
-    sampler: Sampler | None,
-    teacher: Policy | Scorer | None,
-    faults: Faults,
-    *,
-    has_rewards: bool,
-) -> None:
-    """Check the sampler, what ends its turns, and the teacher."""
-    ends = TurnEnds.of(config)
-    if sampler is not None:
-        from grpo_jax.run.sampler import check_sampler
-
-        faults.of(check_sampler, sampler, interaction, ends)
-    if not isinstance(policy, Policy):
-        return
-    if policy.tokenizer is not None:
-        faults.of(check_ends, ends, policy, policy.params)
-    if teacher is not None or config.distillation_coef > 0:
-        from grpo_jax.run.teacher import check_teacher
-
-        faults.of(check_teacher, teacher, policy, config, has_rewards=has_rewards)
-
-
-def _decide_checkpointing(run: Run, devices: Sequence[jax.Device]) -> Run:
-    """The run with `gradient_checkpointing` decided by the memory of its devices, if its config leaves it open."""
-    if run.config.gradient_checkpointing is not None:
+    if config.gradient_checkpointing is not None:
         return run
     from grpo_jax.run.memory import decide_checkpointing
 
+    return decide_checkpointing(run, _local_memory(devices))
+
+
+def _local_memory(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes of a device of this process; None if unknown."""
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
-    return decide_checkpointing(run, None if local is None else memory_of(local))
+    return None if local is None else memory_of(local)
 
 
 def _encode(
@@ -147,15 +127,17 @@ def _encode(
     interaction: Interaction | None,
     faults: Faults,
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
-    """The policy and the config on the devices of the run, its mesh, and the tokens of its datasets by their arguments.
+    """Tokenize the datasets, and place the policy on the devices of the run.
 
-    Raises the `faults` so far together with errors of tokens, sizes and devices.
+    Returns the policy and the config for these devices, their mesh, and the tokens by the name of the dataset's
+    argument. Raises the `faults` so far together with errors of tokens, sizes and devices.
     """
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
-    found = {
-        name: faults.of(_encode_rows, policy, some, config, interaction, name) for name, some in rows.items() if some
-    }
-    encoded = {name: some for name, some in found.items() if some is not None}
+    encoded = {}
+    for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports its absence
+        found = faults.of(_encode_rows, policy, given, config, interaction, name) if given else None
+        if found is not None:
+            encoded[name] = found
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     if interaction is not None:
@@ -186,19 +168,14 @@ def derive_run(
     policy: Policy,
     config: GRPOConfig,
     data: EncodedPrompts,
-    eval_data: EncodedPrompts | None = None,
     *,
-    prompt_length: int | None = None,
     mesh: jax.sharding.Mesh | None,
-    reward_fns: Sequence[Callable[..., Any]] = (),
-    interaction: Interaction | None = None,
-    sampler: Sampler | None = None,
+    prompt_length: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    advantage_fn: CheckedAdvantageFn | None = None,
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """The run of checked arguments, with the fields of `Run`; params of policy and teacher may be shapes."""
+    """The run of checked arguments, without rewards and evaluation. Params of policy and teacher may be shapes."""
     if prompt_length is None:
         longest = max(map(len, data.token_ids))
         prompt_length = -(-longest // config.padding) * config.padding
@@ -211,16 +188,12 @@ def derive_run(
         from grpo_jax.run.teacher import make_teaching
 
         teaching = make_teaching(teacher, functools.partial(choose_updater, config=config, micro=micro, mesh=mesh))
-        distributions = teaching.teacher if teaching and config.distillation_mode == "full_logits" else None
+        distributions = teaching.teacher if config.distillation_mode == "full_logits" else None
     return Run(
         policy=policy,
         config=config,
         data=data,
-        eval_data=eval_data,
         prompt_length=prompt_length,
-        reward_fns=reward_fns,
-        interaction=interaction,
-        sampler=sampler,
         mesh=mesh,
         sizes=sizes,
         total_steps=total_steps,
@@ -235,13 +208,12 @@ def derive_run(
             surrogate=surrogate,
             teacher=distributions,
         ),
-        advantage_fn=advantage_fn,
         teaching=teaching,
     )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise unless it is an optax transformation, or None."""
+def check_optimizer(optimizer: object) -> None:
+    """Raise a `ValueError` unless it is an optax transformation, or None."""
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
             f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
@@ -258,10 +230,8 @@ def _as_functions(reward_fns: Any) -> list[RewardFn]:
     return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
-def _training_rows(dataset: Dataset, policy: object, config: GRPOConfig) -> list[Row]:
+def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
     """Rows to train on; of an iterable dataset as many as the run samples."""
-    if not isinstance(policy, Policy):
-        return load_rows(dataset, max_rows=1)  # already refused
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
             "dataset is an IterableDataset, which does not say how many rows it has: set max_steps, by which as many"
@@ -284,48 +254,19 @@ def _check_functions(
     *,
     required: bool,
 ) -> list[RewardFn]:
-    """Check reward functions against the datasets; returns them with the environments' own."""
+    """Check reward functions against the datasets; returns them together with the environments' rewards."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import reward_columns, with_environments
 
         reward_fns, own_columns = with_environments(reward_fns, interaction), reward_columns((), interaction)
-    faults.of(_check_no_environments, reward_fns, config)
+        if config.rollout_ahead:  # prefetched completions have no environments
+            own_columns = [name for name in own_columns if name != "environments"]
     read = {name: some for name, some in rows.items() if some} or {"dataset": []}
     for name, some in read.items() if reward_fns or required else ():
-        faults.of(
-            check_reward_fns,
-            reward_fns,
-            [*some[0], *own_columns] if some else None,
-            argument="the dataset" if name == "dataset" else name,
-            rows=some,
-        )
+        columns, argument = [*some[0], *own_columns] if some else None, "the dataset" if name == "dataset" else name
+        faults.of(check_reward_fns, reward_fns, columns, argument=argument, rows=some)
     return reward_fns
-
-
-def _check_no_environments(reward_fns: Sequence[RewardFn], config: GRPOConfig) -> None:
-    """Raise if a reward function reads environments that are closed when it is called."""
-    if not config.rollout_ahead:
-        return
-    for fn, name in zip(reward_fns, reward_names(reward_fns), strict=True):
-        if "environments" in arguments_of(fn):
-            raise ValueError(
-                f"rollout_ahead = True: reward function {name!r} reads environments, and they cannot wait in a"
-                " checkpoint: let their get_reward() return the reward (reward functions get environment_rewards), or"
-                " leave rollout_ahead False"
-            )
-
-
-def _check_custom(
-    advantage_fn: AdvantageFn | None, surrogate: Surrogate | None, config: GRPOConfig, num_reward_fns: int
-) -> CheckedAdvantageFn | None:
-    """Check the caller's functions of the algorithm; returns the one that computes the advantages, if there is one."""
-    if advantage_fn is None and surrogate is None and config.turn_credit == "episode":
-        return None
-    from grpo_jax.run.custom import check_advantage_fn, check_surrogate
-
-    check_surrogate(surrogate, config)
-    return check_advantage_fn(advantage_fn, config, num_reward_fns)
 
 
 def _make_interaction(
@@ -358,18 +299,15 @@ def _make_interaction(
 
 def _encode_rows(
     policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
-) -> EncodedPrompts | None:
-    """The tokens of a dataset's prompts; None without a tokenizer, which `check_policy` reports."""
-    if policy.tokenizer is None:
-        return None
-    shown = interaction is not None and interaction.format is not None
+) -> EncodedPrompts:
+    """Tokenize the prompts of a dataset."""
     data = encode_prompts(
         rows,
         policy.tokenizer,
         max_prompt_length=config.max_prompt_length,
         on_long_prompt=config.on_long_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
-        tools=[interaction.schemas(row) for row in rows] if interaction is not None and shown else None,
+        tools=None if interaction is None else [interaction.schemas(row) for row in rows],
         argument=argument,
     )
     check_tokens(policy, data)

@@ -19,11 +19,10 @@ from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.run.collect import collect
+from grpo_jax.run.collect import LocalRollouts, collect
 from grpo_jax.run.memory import rollout_call
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
-from grpo_jax.run.sources import LocalRollouts
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, RewardFn, as_argument
 from grpo_jax.update.not_finite import name_not_finite

@@ -1,4 +1,4 @@
-"""A run: what `train` and `sft` derive from their arguments once these have been checked, and its first state."""
+"""A run, which `train` and `sft` derive from their checked arguments, and its first state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_jax.models.sharding import place
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
-from grpo_jax.types import AdvantageFn, Batch, Prompts, RewardFn
+from grpo_jax.types import Batch, Prompts, RewardFn
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:  # optional capabilities
 
 @dataclasses.dataclass(frozen=True)
 class BaseRun:
-    """The part of a run that `train` and `sft` share; constant from its start to its end.
+    """The part of a run that `train` and `sft` share. It is constant.
 
     Attributes:
       policy: model, tokenizer and token ids; its params are the initial ones, and empty once a `TrainState` has them.
-      config: the settings, with the mesh and the dtype that the devices have decided.
+      config: the settings, with the mesh and the dtype of the devices.
       data: the encoded dataset.
       prompt_length: P, one for all batches, so that each program is compiled once.
-      mesh: where params and batches are; None for one device.
+      mesh: of params and batches; None for one device.
       sizes: prompts, minibatches and micro-batches of an iteration.
       total_steps: optimizer steps.
-      optimizer: the transformation of the state's `opt_state`.
-      schedule: its learning rate by step; None if the caller has given an optimizer.
+      optimizer: the config's or the caller's.
+      schedule: learning rate by step; None for the caller's optimizer.
       updater: scores completions and makes updates.
     """
 
@@ -69,7 +69,7 @@ class BaseRun:
         return self.sizes.updates > 1
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """A minibatch of zeros, with the arrays that an update of `state` reads; under `eval_shape` their shapes."""
+        """A minibatch of zeros with the fields that an update reads; under `eval_shape`, their shapes."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
         return Batch(
             prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
@@ -86,18 +86,18 @@ class Run(BaseRun):
 
     Attributes:
       eval_data: the prompts to evaluate on; None for no evaluation.
-      reward_fns: K reward functions, with the environments' own.
-      interaction: tools and environments of completions of several turns; None: completions have one turn.
-      sampler: the engine that samples instead of `generate`; None: `generate`.
-      advantage_fn: computes the advantages instead of `compute_advantages`: the caller's function, or `turn_credit`'s.
-      teaching: the teacher, None without one.
+      reward_fns: K reward functions, including those of environments.
+      interaction: tools and environments of completions of several turns; None for one turn.
+      sampler: the engine that samples instead of `generate`.
+      advantage_fn: the caller's function instead of `compute_advantages`.
+      teaching: the teacher.
     """
 
     config: GRPOConfig
-    eval_data: EncodedPrompts | None
-    reward_fns: Sequence[RewardFn]
-    interaction: Interaction | None
-    sampler: Sampler | None
+    eval_data: EncodedPrompts | None = None
+    reward_fns: Sequence[RewardFn] = ()
+    interaction: Interaction | None = None
+    sampler: Sampler | None = None
     advantage_fn: CheckedAdvantageFn | None = None
     teaching: Teaching | None = None
 
@@ -105,7 +105,7 @@ class Run(BaseRun):
     def samples_in_background(self) -> bool:
         """Whether an engine samples the next completions during the rewards and the updates (`EngineRollouts`).
 
-        Not with several processes, whose threads would have to agree on the order of their collectives.
+        False with several processes, because their threads would issue collectives in different orders.
         """
         follows = callable(getattr(self.sampler, "follow", None))
         return self.config.rollout_ahead and follows and jax.process_count() == 1
@@ -115,27 +115,21 @@ class Run(BaseRun):
         """Whether the policy that sampled is needed after the first update: by its ratios, or by an engine."""
         return self.sizes.updates > 1 or self.samples_in_background
 
-    @property
-    def callers_advantage_fn(self) -> AdvantageFn | None:
-        """The caller's `advantage_fn`; None for `turn_credit`'s."""
-        return None if self.advantage_fn is None or self.config.turn_credit != "episode" else self.advantage_fn.function
-
     def rows_at(self, cursor: int, count: int) -> list[int]:
-        """Indices of the rows of `count` prompts from `cursor` on, in the order of the epochs."""
+        """Row indices of the `count` prompts from number `cursor` on, in the order of the shuffled epochs."""
         config, num_rows = self.config, len(self.data.rows)
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
         return [row for _, row in entries]
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
-        """The progress that reward functions may read, after `step` optimizer steps and `cursor` sampled prompts."""
+        """The `trainer_state` of reward functions after `step` optimizer steps and `cursor` sampled prompts."""
         return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
 
     def zero_batch(self, state: TrainState) -> Batch:
         """A minibatch of zeros, as in `BaseRun`."""
         batch, config = super().zero_batch(state), self.config
         log_probs = batch.sampling_log_probs
-        # `plan` derives a run without functions.
-        per_token = config.turn_credit != "episode" if self.advantage_fn is None else self.advantage_fn.per_token
+        per_token = config.turn_credit == "to_go" if self.advantage_fn is None else self.advantage_fn.per_token
         batch = batch.replace(
             advantages=log_probs if per_token else batch.advantages,
             ref_log_probs=None if state.ref_params is None else log_probs,
@@ -157,7 +151,7 @@ class SFTRun(BaseRun):
 
     Attributes:
       eval_data: the examples to evaluate on by name, "" for a single dataset; empty for no evaluation.
-      num_groups: prompts of a batch, if all examples begin with the same tokens; None: each has a prompt of its own.
+      num_groups: prompts of a batch if all examples begin with the same tokens; None if each has its own prompt.
     """
 
     config: SFTConfig
@@ -173,7 +167,7 @@ class SFTRun(BaseRun):
 
 
 def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
-    """The state at step 0, which holds only what this config reads; with `donate` the params of the run's policy."""
+    """The state at step 0, with only the fields that the config needs. With `donate` it owns the policy's arrays."""
     config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
     state = create_state(
@@ -185,7 +179,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         keep_initial=config.sync_ref_model,
         mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
         entropy_coef=config.entropy_coef,
-        # The adaptive bonus acts on a measured entropy, and none has been measured yet.
+        # The adaptive bonus depends on a measured entropy, and none has been measured yet.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
         donate=donate,
     )

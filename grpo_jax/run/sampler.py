@@ -11,7 +11,6 @@ engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the sa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -30,7 +29,8 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.placement import vocab_size
-from grpo_jax.types import Batch, Completions, Params, Prompts
+from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.types import Batch, Completions, Model, Params, Prompts
 from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
@@ -45,56 +45,56 @@ ROUNDING = 1e-2
 
 
 class Sampler(Protocol):
-    """An engine that samples: a function with any of the arguments of `generate`, which are passed by name.
+    """An engine that samples: a function that takes any of `generate`'s arguments, by name.
 
-    It may also have an argument `policy`, for its config and tokenizer, and `answers`: None, or the function that
-    answers the turns of a completion (`rollout.turns.Answers`), which several turns need. A `**kwargs` receives all
-    arguments except these two. `engines.vllm` makes a sampler.
+    Two more arguments may be named: `policy`, for its config and tokenizer, and `answers`, the function that answers
+    the turns of a completion (`rollout.turns.Answers`; None for one turn), which several turns need. `**kwargs`
+    receives all arguments except these two. `engines.vllm` makes a sampler.
 
-    It returns `Completions` of NumPy's, JAX's or PyTorch's arrays on the host; values under a False `mask` are ignored:
+    A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Values where `mask` is False are
+    ignored:
 
       tokens: [B, G, T] integers, T ≤ `max_completion_length`.
-      mask: [B, G, T] bool, True from the first token of a row to its last, which is the EOS if one was sampled.
+      mask: [B, G, T] bool, True from the first token of a completion to its last, which is the EOS if one was sampled.
       log_probs: [B, G, T] floats ≤ 0 of the distribution that was sampled from: after `temperature`, `top_k`, `top_p`
         and `min_p`, as in the trainer's log-probs.
-      ended: [B, G] bool, True if the row ends with an EOS or a stop id (both are among `eos_token_ids`), or with a text
-        of `stop`.
-      present: for several turns [B, G, T] bool, True from the first token of a row to its last; `mask` is True on the
-        sampled ones, and `ended` where `answers` returned None.
+      ended: [B, G] bool, True if the completion ends with an EOS or a stop id (both are among `eos_token_ids`), or with
+        a text of `stop`.
+      present: for several turns [B, G, T] bool, True from the first token of a completion to its last; `mask` is True
+        on the sampled ones, and `ended` where `answers` returned None.
 
-    `params` are the parameters to sample from, at every call. `key` is the same at all calls of a run; with
-    `prompt_indices` it determines samples that a resumed run reproduces. With `rollout_ahead` the engine is called from
-    another thread. With several processes all of them call it, and the first one's result is used.
+    Every call receives the `params` to sample from. All calls of a run receive the same `key`, which together with
+    `prompt_indices` determines samples that a resumed run reproduces. With `rollout_ahead` the engine is called from
+    another thread. With several processes each of them calls it, and the first process's result is used.
 
-    Two attributes are optional. `follow(policy, params)` sets the params of later calls: with `rollout_ahead` it is
-    called first, and then the engine with shapes for `params`, while the trainer's update changes the arrays in place
-    (`run.sources`). `measured` is a dict of numbers about the last call, which become metrics of the run.
+    Two attributes are optional. `follow(policy, params)` sets the params of later calls. With `rollout_ahead` it is
+    called first, and the engine then gets only shapes as `params`, because the trainer's update changes the arrays in
+    place. `measured` is a dict of numbers about the last call, which become metrics of the run.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise a `ValueError` unless it is a function that can be called with the names of `generate`'s arguments.
+    """Raise a `ValueError` unless a run can call this sampler with `generate`'s arguments by name.
 
-    Tools and environments need an argument `answers` and one process; stop texts and a length need their arguments.
+    Tools and environments need an argument `answers` and one process; stop texts and a turn length need their
+    arguments.
     """
     wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
     if not callable(sampler):
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
-    required = [
-        p for p in parameters_of(sampler) if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    parameters, takes_all = parameters_of(sampler), takes_everything(sampler)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
     if unknown:
         raise ValueError(f"sampler requires {', '.join(unknown)}, which is not passed by name: {wanted}")
-    named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
-    needed = {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
+    named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
     untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
         raise ValueError(
-            f"{' and '.join(untaken)}: sampler does not take {'it' if len(untaken) == 1 else 'them'}: give one with"
-            f" {'this argument' if len(untaken) == 1 else 'these arguments'}, such as engines.vllm, or None"
+            f"sampler does not take {' and '.join(untaken)}: give one with all arguments that end a turn, such as"
+            " engines.vllm, or None"
         )
     if interaction is None:
         return
@@ -109,33 +109,28 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
         )
 
 
-def completions_by(
+def generate_by(
     sampler: Sampler,
     policy: Policy,
+    model: Model,
     params: Params,
     prompts: Prompts,
     key: jax.Array,
-    answers: Answers | None = None,
     *,
-    settings: Mapping[str, Any],
+    answers: Answers | None = None,
+    on_host: bool = True,
+    **settings: Any,
 ) -> Completions:
-    """Completions [B, G, T] by an engine, on the host; all processes return the first one's.
-
-    `settings` are the keywords of `generate`. Raises a `ValueError` for a result that is not as `Sampler` says.
-    """
-    ends = TurnEnds(settings["stop"], settings["stop_token_ids"], settings["max_turn_length"])
-    every = {"model": policy.model, "params": params, "prompts": prompts, "key": key, **settings}
-    every |= {"eos_token_ids": (*policy.eos_token_ids, *ends.stop_token_ids), "answers": answers, "policy": policy}
-    named, takes_all = {p.name for p in parameters_of(sampler)}, takes_everything(sampler)
-    # A function with **kwargs does not get names that it can do without.
-    unrequested = FURTHER if ends != BY_EOS else (*FURTHER, *BY_EOS._fields, "tokenizer")
-    returned = sampler(
-        **{name: value for name, value in every.items() if name in named or (takes_all and name not in unrequested)}
-    )
+    """`generate` by an engine: its completions, validated and on the host. All processes return the first one's."""
+    eos_token_ids = (*policy.eos_token_ids, *settings["stop_token_ids"])
+    every = {"model": model, "params": params, "prompts": prompts, "key": key, "answers": answers, "policy": policy}
+    every |= settings | {"eos_token_ids": eos_token_ids}
+    named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if takes_everything(sampler) else set())
+    returned = sampler(**{name: value for name, value in every.items() if name in named})
     completions = read_completions(
         returned,
         (prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]),
-        vocab_size=vocab_size(policy.model, params),
+        vocab_size=vocab_size(model, params),
         pad_token_id=policy.pad_token_id,
         turns=answers is not None,
     )
@@ -144,17 +139,19 @@ def completions_by(
     return completions
 
 
-def with_old_log_probs(completions: Completions, updater: Updater, params: Params, prompts: Prompts) -> Completions:
-    """An engine's completions with log-probs under the same params by the trainer's own scorer."""
+def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
+    """An engine's completions with their log-probs under the params they were sampled from, by the trainer's scorer."""
+    completions = result.completions
     t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
-    old = fetch(updater.score(params, prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
-    return completions.replace(old_log_probs=_padded(old, completions.mask.shape[-1], 0))
+    old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
+    padded = _padded(old, completions.mask.shape[-1], 0)
+    return result._replace(completions=completions.replace(old_log_probs=padded))
 
 
 def read_completions(
     returned: object, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
 ) -> Completions:
-    """An engine's completions, validated, padded to [B, G, T], with zeros where their mask is False."""
+    """An engine's completions, validated, padded to `shape` [B, G, T], and zero where the mask is False."""
     if not isinstance(returned, Completions):
         raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
     tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
@@ -176,46 +173,43 @@ def read_completions(
     _refuse(
         (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],
         mask,
-        "a mask that is not True from the first token of a row to its last, with one token at least"
+        "a mask that is not True from the first token of a completion to its last, with one token at least"
         if present is mask
-        else "a row whose first token it did not draw, or with a gap in present",
+        else "a completion whose first token it did not sample, or with a gap in present",
     )
     _refuse(
         present & ((tokens < 0) | (tokens >= vocab_size)), tokens, f"a token outside of the vocabulary of {vocab_size}"
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
     _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
-    on_host: dict[str, Any] = {
-        "tokens": _padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
-        "mask": _padded(mask, longest, False),
-        "log_probs": _padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
-        "ended": ended,
-        "present": _padded(present, longest, False) if turns else None,
-    }
-    return Completions(**on_host)
+    return Completions(
+        tokens=_padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
+        mask=_padded(mask, longest, False),
+        log_probs=_padded(np.where(mask, log_probs, 0).astype(np.float32), longest, 0),
+        ended=ended,
+        present=_padded(present, longest, False) if turns else None,
+    )
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Differences between the log-probs of an engine and of the trainer, and the importance weights.
+    """Metrics of |log π_old − log π_sampler| and of the importance weights; {} for a batch of the built-in sampler.
 
-    Differences are |log π_old − log π_sampler| of tokens. The mean, least and largest weight are over tokens in the
-    token modes, and over completions in the sequence modes.
+    Weights are counted over tokens in the token modes of `sampler_correction`, and over completions in the others.
     """
-    if batch.old_log_probs is None:
-        return {}
     mask = np.asarray(batch.mask)
+    if batch.old_log_probs is None or not mask.any():
+        return {}
     gaps = np.abs(np.asarray(batch.old_log_probs) - np.asarray(batch.sampling_log_probs))[mask]
-    found = {"sampler/log_prob_difference_mean": gaps, "sampler/log_prob_difference_max": gaps}
+    found = {"log_prob_difference_mean": gaps.mean(), "log_prob_difference_max": gaps.max()}
     weights = sampler_correction_weights(batch, config)
     if weights is not None:
-        of_weights = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
-        found |= {f"sampler/importance_weight_{kind}": of_weights for kind in ("mean", "min", "max")}
-    of_kind: Mapping[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "min": np.min, "max": np.max}
-    return {name: float(of_kind[name.rpartition("_")[2]](x)) for name, x in found.items() if x.size}
+        w = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
+        found |= {f"importance_weight_{kind}": getattr(w, kind)() for kind in ("mean", "min", "max")}
+    return {f"sampler/{name}": float(value) for name, value in found.items()}
 
 
-def _array(returned: Completions, name: str, kinds: str) -> np.ndarray:
-    """A field as a NumPy array; raises a `ValueError` unless its dtype is of one of these kinds."""
+def _array(returned: Completions, name: str, kinds: str) -> Any:
+    """A field of the completions as a NumPy array; raises a `ValueError` unless its dtype is of one of these kinds."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))
@@ -235,6 +229,6 @@ def _refuse(bad: np.ndarray, values: np.ndarray, what: str) -> None:
         raise ValueError(f"sampler returned {what}; prompt {b}, completion {g}, token {t} has {values[b, g, t]}")
 
 
-def _padded(x: np.ndarray, length: int, value: Any) -> np.ndarray:
-    """[B, G, T] with a longer T."""
+def _padded(x: np.ndarray, length: int, value: Any) -> Any:
+    """[B, G, T] padded to T = `length`."""
     return np.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])), constant_values=value)

@@ -1,4 +1,4 @@
-"""The host's side of a run, shared by `train` and `sft`: log, stop signals, evaluation, checkpoints, publishing."""
+"""The host's side of a run, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from grpo_jax.watch.monitor import Callback, Monitor, Progress
 from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
+    from grpo_jax.run.collect import LocalRollouts
     from grpo_jax.run.publish import Publisher
-    from grpo_jax.run.sources import LocalRollouts
 
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
@@ -56,22 +56,17 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """The `Session` of a run, in which signals are deferred and the run directory is locked.
+    """The `Session` of a run. SIGTERM and SIGINT are deferred in it, unless `run_dir` is None.
 
-    All processes of a run write its checkpoints together; the first one locks the directory, logs and publishes.
-
-    Args:
-      run: the run.
-      run_dir: its directory; None: nothing is written, and signals have their usual effect.
-      description: from `resume.describe`, which decides whether a checkpoint belongs to this run.
-      callbacks: called after every logged step, in the first process.
-      hints: returns what looks wrong in a line of metrics (`watch.hints.Hints`); None disables hints.
+    All processes write checkpoints together; the first one locks the directory, logs, publishes and calls `callbacks`.
+    `description` (`resume.describe`) decides whether a checkpoint belongs to this run. `hints` returns what looks wrong
+    in a line of metrics.
     """
     first = jax.process_index() == 0
     own_dir = run_dir if first else None
     publisher = None
-    if run.config.push_to_hub:  # `check_run_dir` has seen that there is a directory
-        assert run_dir is not None
+    if run.config.push_to_hub:
+        assert run_dir is not None  # by `check_run_dir`
         from grpo_jax.run.publish import Publisher
 
         publisher = Publisher(run.config, run.policy, run_dir)
@@ -88,14 +83,8 @@ def open_session(
 class Session:
     """Progress of a run, and the objects that log, stop, save and publish it.
 
-    Attributes:
-      run: the run.
-      run_dir: its directory, in the first process; else None.
-      monitor: files, callbacks, display and stopwatch.
-      signals: SIGTERM and SIGINT.
-      checkpoints: of the run directory.
-      publisher: pushes the policy to the hub; None without `push_to_hub`.
-      progress: counters, as stored in a checkpoint.
+    `run_dir` is None in all processes but the first. Checkpoints store `progress` and the completions of `source`.
+    `train` and `sft` set `evaluate`, which returns the metrics of some params; None disables evaluation.
     """
 
     run: BaseRun
@@ -105,13 +94,12 @@ class Session:
     checkpoints: Checkpoints
     publisher: Publisher | None
     progress: Progress = dataclasses.field(default_factory=Progress)
+    source: LocalRollouts | None = None
+    evaluate: Callable[[Params], dict[str, float]] | None = None
     _warned_of_skipped: bool = False
 
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
-        """The newest checkpoint, or `state` for a new run; begins the log.
-
-        `resume` and `donate` are as in `train`. Raises a `ValueError` for a checkpoint of another run.
-        """
+        """Begin the log, and return the newest checkpoint, or `state` for a new run; arguments as in `train`."""
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
         data = self.run.data
@@ -144,12 +132,12 @@ class Session:
         """Whether the run has another update to make."""
         return self.progress.step < self.run.total_steps and not self.stopping()
 
-    def collected(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
-        """Log the batch of an iteration: its metrics, and its completions if it was sampled."""
+    def log_batch(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
+        """Log an iteration's batch: its metrics, and its completions if it was sampled."""
         self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, rows)
 
-    def updated(self, metrics: dict[str, float]) -> None:
+    def log_update(self, metrics: dict[str, float]) -> None:
         """Log an optimizer step: the means since the last line, every `logging_steps` and after the last step."""
         run, progress = self.run, self.progress
         if run.schedule is not None:
@@ -165,17 +153,11 @@ class Session:
             self.monitor.advance(progress.step)
 
     def check_skipped(
-        self,
-        state: TrainState,
-        minibatch: Batch,
-        metrics: Mapping[str, float],
-        batch: Batch | None,
-        source: LocalRollouts | None = None,
+        self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
         """Warn of the first skipped update, and raise a `FloatingPointError` after `max_skipped_updates` in a row.
 
-        The run is saved before, and may skip as many again when it resumes. The error names the value that was not
-        finite.
+        Before the error, the run is saved with a count of 0: a resumed run may skip as many updates again.
         """
         run, progress = self.run, self.progress
         step, most = progress.step, run.config.max_skipped_updates
@@ -186,7 +168,7 @@ class Session:
         cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
         if ends:
             progress.skipped = 0
-            self.save(state, batch, source)
+            self.save(state, batch)
             raise FloatingPointError(
                 f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because loss or gradient was"
                 f" not finite; in the last one {cause}. The policy is unchanged since the first of them; fix the cause"
@@ -199,26 +181,20 @@ class Session:
             stacklevel=3,  # the call of `train`
         )
 
-    def evaluate_if_due(
-        self,
-        state: TrainState,
-        evaluate: Callable[[Params], dict[str, float]] | None,
-        batch: Batch | None = None,
-        source: LocalRollouts | None = None,
-    ) -> None:
-        """Evaluate before the first step, every `eval_steps`, and after the last step; `evaluate` None: never."""
+    def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
+        """Evaluate before the first step, every `eval_steps`, and after the last step."""
         run, progress, config = self.run, self.progress, self.run.config
         step, best = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
-        if evaluate is None or not due or progress.evaluated == step:
+        if self.evaluate is None or not due or progress.evaluated == step:
             return
         try:
             with self.monitor.phase("evaluation"):
-                metrics = evaluate(state.params)
+                metrics = self.evaluate(state.params)
         except Interrupted:  # the resumed run evaluates
             return
         except Exception:
-            self.save_after_error(state, batch, source)
+            self.save_after_error(state, batch)
             raise
         progress.evaluated = step
         measured = {f"eval/{name}": value for name, value in metrics.items()}
@@ -230,35 +206,33 @@ class Session:
         self.checkpoints.measured(progress)
         self.monitor.evaluation(step, metrics)
 
-    def save(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> None:
-        """Write a checkpoint: the state, the counters, an unfinished batch, and completions for the next iteration."""
+    def save(self, state: TrainState, batch: Batch | None = None) -> None:
+        """Write a checkpoint: the state, the counters, an unfinished batch, and prefetched completions."""
         completions = transcript = None
-        if source is not None:
-            self.progress.asked = source.in_progress
-            completions, transcript = source.stored()
+        if self.source is not None:
+            self.progress.asked = self.source.in_progress
+            completions, transcript = self.source.checkpoint_arrays()
         self.checkpoints.save(state, self.progress, batch, completions, transcript)
 
-    def save_if_due(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> None:
+    def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
         """Write a checkpoint if one is due, and push its policy to the hub if `save_steps` scheduled it."""
         step = self.progress.step
         if self.checkpoints.due(step):
-            self.save(state, batch, source)
+            self.save(state, batch)
             if self.publisher is not None and self.checkpoints.scheduled(step):
                 self.publisher.saved(step, state.params, last=self.run.total_steps)
 
-    def save_after_error(
-        self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None
-    ) -> None:
+    def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
         """Save a run that an error of a reward function, environment or engine is about to end.
 
-        An error in saving is printed only. Several processes write a checkpoint together, so none is written if one of
-        them fails.
+        An error in saving is only printed. Several processes write a checkpoint together, so they write none if one of
+        them has failed.
         """
         step = self.progress.step
         if step == 0 or not self.checkpoints.enabled or jax.process_count() > 1:
             return
         try:
-            self.save(state, batch, source)
+            self.save(state, batch)
             self.checkpoints.wait()
         except Exception as failed:
             self.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
@@ -268,11 +242,11 @@ class Session:
                 ' resume="changed" if a reward function or environment was edited)'
             )
 
-    def end(self, state: TrainState, batch: Batch | None = None, source: LocalRollouts | None = None) -> TrainState:
+    def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:
         """Save a stopped run; unless a signal ended it, return the best state and push its policy to the hub."""
         progress = self.progress
         if self.stopping():
-            self.save(state, batch, source)
+            self.save(state, batch)
         signalled = self.signalled()
         self.checkpoints.wait()
         best = self.checkpoints.best(progress)

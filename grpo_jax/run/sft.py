@@ -107,20 +107,19 @@ def sft(
         if donate:
             policy.empty()
         progress, monitor = session.progress, session.monitor
-        evaluate = (
-            functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt) if run.eval_data else None
-        )
-        session.evaluate_if_due(state, evaluate)
+        if run.eval_data:
+            session.evaluate = functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt)
+        session.evaluate_if_due(state)
         while session.running():
             batch, cursor, metrics = next_examples(run, progress.cursor)
-            session.collected(cursor, metrics)
+            session.log_batch(cursor, metrics)
             with monitor.phase("update"):
                 state, measured = run.updater.update(state, batch)
                 metrics = {name: float(value) for name, value in fetch(measured).items()}
-            session.updated(metrics)
+            session.log_update(metrics)
             session.check_skipped(state, batch, metrics, None)
             if not session.stopping():
-                session.evaluate_if_due(state, evaluate)
+                session.evaluate_if_due(state)
                 session.save_if_due(state)
         state = session.end(state)
     session.exit_if_signalled()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT stop a run after the update in progress, without waiting for a whole rollout."""
+"""SIGTERM and SIGINT stop a run after the update in progress, or in the middle of a rollout."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import Any, NoReturn
 
 
 class Interrupted(Exception):
-    """A signal arrived during a rollout or an evaluation, which the resumed run makes again."""
+    """A signal arrived during a rollout or an evaluation, which the resumed run repeats."""
 
 
 class StopSignals:
     """A context manager that records the first SIGTERM or SIGINT in `received`; a second one has its usual effect.
 
-    Handlers are set in the main thread only, and not for signals that are ignored or handled outside of Python.
-
-    Args:
-      enabled: False leaves the handlers unchanged, for runs that cannot be saved.
-      alone: False if other processes work on the same arrays, and would wait for a rollout that this one leaves.
+    Handlers are set only in the main thread, if `enabled`, and not for signals that are ignored or handled outside
+    Python. `alone` is False if other processes would wait for a rollout that this one leaves.
     """
 
     def __init__(self, enabled: bool = True, alone: bool = True):
@@ -38,12 +35,13 @@ class StopSignals:
 
     def __exit__(self, *_: Any) -> None:
         while self._previous:
-            signal.signal(*self._previous.popitem())
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self.__exit__()
-        # Not print: the signal may have come in the middle of one, and a stream cannot be entered twice.
+        # Not `print`: the signal may have interrupted one, and streams are not reentrant.
         name = self.received.name
         os.write(2, f"\n{name}: saving as soon as this update is done; a second signal ends the run at once\n".encode())
 
@@ -54,16 +52,14 @@ class StopSignals:
 
     @property
     def hurry(self) -> bool:
-        """Whether the signal is SIGTERM, which SIGKILL or the loss of the machine usually follows."""
+        """Whether the signal is SIGTERM, which is usually followed by SIGKILL or the loss of the machine."""
         return self.received is signal.SIGTERM
 
     def leave(self) -> NoReturn:
-        """End the program after the run is saved.
+        """Raise `SystemExit` with 128 + the signal's number, so that a supervisor does not see a finished run.
 
-        Raises:
-          KeyboardInterrupt: on SIGINT in a notebook or at the prompt, where it ends the cell and not the session.
-          SystemExit: otherwise, with 128 + the signal's number, so that a supervisor does not see a finished run.
+        SIGINT in a notebook or at the prompt is a `KeyboardInterrupt`, which ends only the cell.
         """
-        if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it as well
+        if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it too
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

@@ -1,11 +1,8 @@
-"""Rollouts: the completions that a run learns from, and when they are sampled.
-
-The n-th prompt of a run is the n-th entry of the shuffled epochs, and its samples have keys made from n: the position
-of a run in its dataset is one integer, `cursor`. A run has one source of rollouts, chosen once:
+"""Sources of rollouts: when completions are sampled, and by which policy. A run has one source.
 
 ```
 LocalRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
-                    host:                     │ rewards 1 │                             │ rewards 2 │
+(run.collect)       host:                     │ rewards 1 │                             │ rewards 2 │
 PrefetchedRollouts  device:  sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ …
 (rollout_ahead)     host:                     │ rewards 1        │          │ rewards 2        │
 EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ────────────┤ sample 3 from θ1 ────────────┤ …
@@ -16,129 +13,82 @@ EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ───�
 from __future__ import annotations
 
 import contextlib
-import threading
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Self
 
 import jax
 import numpy as np
 
 from grpo_jax.models.streams import in_background
 from grpo_jax.policy import Policy
+from grpo_jax.run.collect import LocalRollouts, sampling_key, sampling_params
+from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
-from grpo_jax.run.sample import RolloutResult, sample
 from grpo_jax.run.signals import Interrupted
+from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Batch, Completions, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
 
-class LocalRollouts:
-    """Samples a run's prompts when their completions are requested, by the present policy.
-
-    The stored attributes change only in `commit`, when an iteration has its batch: a resumed run repeats an iteration
-    that was interrupted.
+class PrefetchedRollouts(LocalRollouts):
+    """Samples the next completions while the reward functions run, from the policy that sampled the present ones.
 
     Attributes:
-      cursor: prompts sampled since the start of the run; stored.
-      waiting: completions of the prompts from `cursor` on, sampled for the next iteration; stored.
-      in_progress: whether an engine is sampling these; stored.
-      position: `cursor`, and the prompts of the present iteration.
+      waiting: completions of the prompts from `cursor` on, which checkpoints store.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        cursor: int = 0,
-        count: int | None = None,
-        waiting: RolloutResult | None = None,
-        interrupt: Callable[[], None] = lambda: None,
-    ):
-        self.run, self._interrupt = run, interrupt
-        self._count = run.sizes.prompts if count is None else count
-        self.cursor = self.position = cursor
+    waiting: RolloutResult | None = None
+    _next: RolloutResult | None = None
+
+    def restore(self, waiting: RolloutResult | None) -> None:
+        """Continue with the completions that a checkpoint has stored."""
         self.waiting = self._next = waiting
-        self.in_progress = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def settle(self, state: TrainState) -> None:
-        """Wait for completions in progress, while `state` still has the policy that they are sampled from."""
 
     def next(self, state: TrainState) -> RolloutResult:
-        """The completions of the next prompts."""
-        start, self.position = self.position, self.position + self._count
-        return self._sample(state, start)
-
-    def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """A context in which the next completions may be sampled; `batch` is what the devices still compute."""
-        return contextlib.nullcontext()
-
-    def commit(self) -> None:
-        """End the iteration: its prompts are done."""
-        self.cursor = self.position
-
-    def _sample(self, state: TrainState, start: int) -> RolloutResult:
-        """Completions of the prompts from `start` on, with the trainer's own log-probs if an engine samples."""
-        run, params = self.run, _sampling_params(state)
-        result = self._sample_by(params, _sampling_key(state), start, self._interrupt)
-        return result if run.sampler is None else _with_old_log_probs(run, result, params)
-
-    def _sample_by(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
-        run = self.run
-        return sample(
-            *(run.policy, params, run.data, run.rows_at(start, self._count), key, run.config),
-            prompt_indices=start + np.arange(self._count),
-            prompt_length=run.prompt_length,
-            interaction=run.interaction,
-            sampler=run.sampler,
-            interrupt=interrupt,
-        )
-
-    def stored(self) -> tuple[Completions, np.ndarray | None] | tuple[None, None]:
-        """`waiting` as the arrays of a checkpoint."""
-        if self.waiting is None:
-            return None, None
-        run = self.run
-        return self.waiting.to_arrays([run.data.rows[i] for i in run.rows_at(self.cursor, self._count)])
-
-
-class PrefetchedRollouts(LocalRollouts):
-    """Samples the next completions while the reward functions run, by the policy that sampled the present ones.
-
-    Their environments are closed by then, and not stored.
-    """
-
-    def next(self, state: TrainState) -> RolloutResult:
-        """The completions of the next prompts, sampled now if none wait."""
-        start, self.position = self.position, self.position + self._count
+        """Return the completions of the next prompts, sampled now if they were not prefetched."""
+        start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
         result, self._next = self._next, None
-        # Environments of waiting completions are not kept, so no iteration has any.
-        return (self._sample(state, start) if result is None else result)._replace(environments=None)
+        # A checkpoint does not store environments: reward functions get none, in the first iteration either.
+        return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Sample the next completions in a thread while the block runs, and wait for them at its end."""
+        """Return a context that samples the next completions in a thread, and waits for them at its end."""
         return self._in_thread(state, batch) if self._continues_after(state) else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _in_thread(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
         def sample_next() -> RolloutResult:
-            jax.block_until_ready(batch)  # programs of two threads could reach the devices of a mesh in another order
-            return self._sample(state, self.position)._replace(environments=None)
+            jax.block_until_ready(batch)  # the devices of a mesh must receive all programs in the same order
+            return self.sample_from(state, self.next_cursor)._replace(environments=None)
 
         with in_background(sample_next) as coming:
             yield
             self._next = coming.result()
 
     def commit(self) -> None:
-        """End the iteration: its prompts are done, and the next completions are stored from here on."""
-        self.cursor, self.waiting = self.position, self._next
+        """End the iteration; checkpoints store the next completions from here on."""
+        self.cursor, self.waiting = self.next_cursor, self._next
+
+    def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
+        """Return `waiting` as the arrays of a checkpoint.
+
+        A transcript accompanies completions of several turns: JSON as bytes [n] uint8, with the episodes and the
+        prompts to which environments added text.
+        """
+        if self.waiting is None:
+            return None, None
+        if self.waiting.episodes is None:
+            return self.waiting.completions, None
+        rows = [self.run.data.rows[i] for i in self.run.rows_at(self.cursor, self._count)]
+        pairs = zip(self.waiting.rows, rows, strict=True)
+        transcript = {
+            "prompts": [None if mine is row else mine["prompt"] for mine, row in pairs],
+            "episodes": [one.to_json() for one in self.waiting.episodes],
+        }
+        return self.waiting.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
 
     def _continues_after(self, state: TrainState) -> bool:
         """Whether there is an iteration after the present one."""
@@ -148,71 +98,67 @@ class PrefetchedRollouts(LocalRollouts):
 class EngineRollouts(PrefetchedRollouts):
     """Lets an engine sample the next completions in the background, during the rewards and the updates.
 
-    The engine takes its params beforehand (`follow`). `old_params` of the state keeps them, to score the completions
-    when they are there, and for a resumed run, which requests them again. Leaving the context abandons them.
+    The engine receives its params beforehand (`Sampler.follow`). `old_params` of the state keeps them, to score the
+    completions when they arrive. A checkpoint does not wait for the engine: a resumed run requests them again.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        cursor: int = 0,
-        waiting: RolloutResult | None = None,
-        interrupt: Callable[[], None] = lambda: None,
-    ):
-        super().__init__(run, cursor=cursor, waiting=waiting, interrupt=interrupt)
-        self._future: Future[RolloutResult] | None = None
-        self._thread, self._abandoned = contextlib.ExitStack(), threading.Event()
+    _future: Future[RolloutResult] | None = None
+    _thread = contextlib.ExitStack()
+    _abandoned = False
 
-    def __exit__(self, *error: object) -> None:
-        self._abandoned.set()
+    def close(self) -> None:
+        """Abandon completions in progress."""
+        self._abandoned = True
         self._thread.close()
 
     def begin(self, state: TrainState) -> None:
-        """Let the engine sample the next prompts by the params of `state`, which may change after this returns."""
-        run, params, start = self.run, _sampling_params(state), self.position
+        """Let the engine sample the next prompts from the params of `state`, which may change afterwards."""
+        run, params, start = self.run, sampling_params(state), self.next_cursor
         follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
         follow(run.policy, params)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # On one device: the programs of a mesh are the trainer's, and have to reach its devices in one order.
-        key = jax.device_put(_sampling_key(state), jax.local_devices()[0])
+        # On one device: the devices of a mesh must receive all programs in the same order.
+        key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:
-            if self._abandoned.is_set():
+            if self._abandoned:
                 raise Interrupted
             self._interrupt()
 
-        self._future = self._thread.enter_context(in_background(lambda: self._sample_by(shapes, key, start, interrupt)))
+        self._thread = contextlib.ExitStack()
+        self._future = self._thread.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
 
-    def settle(self, state: TrainState) -> None:
+    def wait_pending(self, state: TrainState) -> None:
         """Wait for completions in progress, and score them by the policy that sampled them."""
         if self._future is not None:
-            self.waiting = self._next = self._result(state)
+            self.restore(self._result(state))
             self.in_progress = False
 
     def next(self, state: TrainState) -> RolloutResult:
-        """The completions of the next prompts, which the engine may be sampling."""
+        """Return the completions of the next prompts, which the engine may still be sampling."""
         if self._future is not None:
             self._next = self._result(state)
         return super().next(state)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Let the engine begin; it continues after the block."""
+        """Let the engine begin; it continues after the context."""
         if self._continues_after(state):
             self.begin(state)
         return contextlib.nullcontext()
 
     def commit(self) -> None:
-        """End the iteration: its prompts are done, and the engine's completions are requested again on resume."""
+        """End the iteration; checkpoints record whether the engine is sampling."""
         super().commit()
         self.in_progress = self._future is not None
 
     def _result(self, state: TrainState) -> RolloutResult:
+        from grpo_jax.run.sampler import with_old_log_probs
+
         future, self._future = self._future, None
         assert future is not None
-        with self._thread.pop_all():
+        with self._thread:
             result = future.result()
-        return _with_old_log_probs(self.run, result, _sampling_params(state))._replace(environments=None)
+        return with_old_log_probs(result, self.run.updater, sampling_params(state))._replace(environments=None)
 
 
 def rollout_source(
@@ -224,39 +170,34 @@ def rollout_source(
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> LocalRollouts:
-    """The source of a run's rollouts; `completions` and `transcript` are from the checkpoint that it resumes from."""
+    """The source of a run's rollouts; `completions` and `transcript` are those that its checkpoint stored."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return LocalRollouts(run, cursor=cursor, interrupt=interrupt)
-    waiting = None
+    kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
+    source = kind(run, cursor=cursor, interrupt=interrupt)
     if completions is not None:
-        waiting = RolloutResult.from_arrays(
-            *(completions, transcript, run.data, run.rows_at(cursor, run.sizes.prompts)),
-            prompt_length=run.prompt_length,
-            padding=run.config.padding,
-            interaction=run.interaction,
-        )
-    if not run.samples_in_background:
-        return PrefetchedRollouts(run, cursor=cursor, waiting=waiting, interrupt=interrupt)
-    source = EngineRollouts(run, cursor=cursor, waiting=waiting, interrupt=interrupt)
-    if progress.asked:  # a checkpoint does not wait for the engine
+        source.restore(_restored(run, cursor, completions, transcript))
+    if isinstance(source, EngineRollouts) and progress.asked:
         source.begin(state)
         source.in_progress = True
     return source
 
 
-def _sampling_params(state: TrainState) -> Params:
-    """The policy that samples: the old one, if it is kept."""
-    return state.params if state.old_params is None else state.old_params
+def _restored(run: Run, cursor: int, completions: Completions, transcript: np.ndarray | None) -> RolloutResult:
+    """The rollout that `PrefetchedRollouts.checkpoint_arrays` returned."""
+    data, indices = run.data, run.rows_at(cursor, run.sizes.prompts)
+    rows = [data.rows[i] for i in indices]
+    if run.interaction is None or transcript is None:
+        prompts = make_prompts([data.token_ids[i] for i in indices], length=run.prompt_length, on_host=True)
+        return RolloutResult(rows, prompts, completions)
+    from grpo_jax.rollout.interaction import Played
+    from grpo_jax.run.multi_turn import episode_prompts
 
-
-def _with_old_log_probs(run: Run, result: RolloutResult, params: Params) -> RolloutResult:
-    """An engine's completions with the log-probs of the trainer's own scorer."""
-    from grpo_jax.run.sampler import with_old_log_probs
-
-    return result._replace(completions=with_old_log_probs(result.completions, run.updater, params, result.prompts))
-
-
-def _sampling_key(state: TrainState) -> jax.Array:
-    """The key of a run's samples, from which `prompt_indices` make their own."""
-    return jax.random.fold_in(state.key, 0)
+    stored = json.loads(np.asarray(transcript).tobytes())
+    pairs = zip(rows, stored["prompts"], strict=True)
+    rows = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in pairs]
+    prompts = episode_prompts(
+        run.interaction, data, indices, rows, length=run.prompt_length, padding=run.config.padding
+    )
+    return RolloutResult(rows, prompts, completions, [Played.from_json(one) for one in stored["episodes"]])

@@ -1,16 +1,17 @@
 """The teacher of a run: checks of the argument, and the log-probs that it adds to a batch.
 
-```
-Policy ─► in the update its whole distributions ("full_logits"), or before it the log-probs of the sampled tokens
-scorer ─► before the update log-probs of the sampled tokens, or of k tokens at each position ("topk_logits")
-```
+| teacher | `distillation_mode` | what is learned from |
+|---|---|---|
+| policy | "full_logits" | its whole distributions, computed in the update |
+| policy, scorer | "sampled_token" | log-probs of the sampled tokens, computed before the update |
+| scorer | "topk_logits" | log-probs of k tokens at each position, computed before the update |
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -27,13 +28,14 @@ from grpo_jax.update.teaching import Teacher
 
 
 class Scorer(Protocol):
-    """A teacher that returns log-probs, such as an engine with a model of its own; `engines.vllm_scorer` makes one.
+    """A teacher that returns log-probs, such as an engine with another model; `engines.vllm_scorer` makes one.
 
-    `prompts` are [B, P], the completions [B, G, T], NumPy's arrays. The log-probs are of each token given its prompt
-    and the tokens before it, at the run's temperature: a `TeacherLogProbs`, or the array of its `log_probs`.
+    `score` receives prompts [B, P] and completions [B, G, T] as NumPy arrays. It returns the log-prob of each token,
+    given its prompt and the tokens before it, at the run's temperature: a `TeacherLogProbs`, or only the array of its
+    `log_probs`.
 
-    An attribute `tokenizer`, if there is one, must be the policy's. A method `check(config)`, if there is one, is
-    called before anything is sampled, and raises a `ValueError` for settings that do not go with the teacher.
+    An optional attribute `tokenizer` must have the policy's vocabulary. An optional method `check(config)` is called
+    before anything is sampled; it raises a `ValueError` for settings that the teacher does not support.
     """
 
     def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs | np.ndarray: ...
@@ -41,13 +43,7 @@ class Scorer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-    """A checked teacher.
-
-    Attributes:
-      teacher: model and params; None for a scorer.
-      updater: scores completions by that model; None for a scorer.
-      scorer: returns log-probs; None for a model.
-    """
+    """A checked teacher: a model with its params and the updater that scores by it, or a scorer."""
 
     teacher: Teacher | None = None
     updater: Updater | None = None
@@ -55,15 +51,15 @@ class Teaching:
 
     @property
     def identity(self) -> Json:
-        """A description for checkpoints, which a resumed run must match."""
+        """Description stored in checkpoints, which a resumed run must match."""
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
         return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
 
     def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
-        """The batch, on the host, with the teacher's log-probs; unchanged if the update reads its distributions.
+        """Add the teacher's log-probs to a batch on the host, unless the update computes its distributions.
 
-        `completions` are the batch's; their T may be longer.
+        `completions` are those of the batch, with a T that may be longer.
         """
         if config.distillation_mode == "full_logits":
             return batch
@@ -80,47 +76,35 @@ class Teaching:
         return batch.replace(teacher_top_ids=ids, teacher_top_log_probs=top)
 
 
-def kind_of(teacher: object) -> Literal["policy", "scorer"]:
-    """Return the kind of a teacher; raise a `ValueError` for another object."""
-    if isinstance(teacher, Policy):
-        return "policy"
-    if callable(getattr(teacher, "score", None)):
-        return "scorer"
-    raise ValueError(
-        f"teacher is {show(teacher)}: give a Policy, or an object with score(prompts, completions) (run.teacher.Scorer)"
-    )
-
-
-def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool = True) -> None:
-    """Raise a `ValueError` unless a run can learn from the teacher, or without one.
-
-    Args:
-      has_rewards: whether there is a reward function.
-    """
+def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool) -> None:
+    """Raise a `ValueError` if the teacher cannot be used, contradicts the config, or is missing."""
     if teacher is None:
         if config.distillation_coef > 0:
             raise ValueError(f"distillation_coef = {config.distillation_coef}: there is no teacher; pass one to train")
         return
-    kind = kind_of(teacher)
-    raise_all("teacher", list(_contradictions(kind, config, has_rewards=has_rewards)))
+    if not isinstance(teacher, Policy) and not callable(getattr(teacher, "score", None)):
+        raise ValueError(
+            f"teacher is {show(teacher)}: give a Policy, or an object with score(prompts, completions)"
+            " (run.teacher.Scorer)"
+        )
+    raise_all("teacher", list(_contradictions(isinstance(teacher, Policy), config, has_rewards=has_rewards)))
+    check_same_tokenizer(policy.tokenizer, getattr(teacher, "tokenizer", policy.tokenizer))
     if isinstance(teacher, Policy):
         teacher.check_held()
-    check_same_tokenizer(policy.tokenizer, getattr(teacher, "tokenizer", policy.tokenizer))
-    own_check = getattr(teacher, "check", None) if kind == "scorer" else None
-    if callable(own_check):
+    elif callable(own_check := getattr(teacher, "check", None)):
         own_check(config)
 
 
-def _contradictions(kind: str, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
-    """Yield an error line for each setting that contradicts a teacher of that kind."""
+def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
+    """Yield an error line for each setting that contradicts the teacher."""
     if config.distillation_coef == 0:
         yield "distillation_coef = 0.0: the teacher would have no effect; set it above 0, or leave teacher out"
-    if kind == "scorer" and config.distillation_mode == "full_logits":
+    if not is_policy and config.distillation_mode == "full_logits":
         yield (
             "distillation_mode = 'full_logits': a scorer returns log-probs of a few tokens only; use 'sampled_token',"
             " or 'topk_logits' with distillation_topk"
         )
-    if kind != "scorer" and config.distillation_mode == "topk_logits":
+    if is_policy and config.distillation_mode == "topk_logits":
         yield (
             "distillation_mode = 'topk_logits': a teacher that is a model gives its whole distribution at the same"
             " cost; use 'full_logits'"
@@ -135,14 +119,14 @@ def _contradictions(kind: str, config: GRPOConfig, *, has_rewards: bool) -> Iter
             f"distillation_alpha = {config.distillation_alpha}: only distillation_divergence = 'jsd' has this weight;"
             " leave it at 0.5"
         )
-    if kind == "scorer" and jax.process_count() > 1:
+    if not is_policy and jax.process_count() > 1:
         yield "a scorer serves one process, and this run has several; give a Policy"
     if config.dynamic_sampling and not has_rewards:
         yield "dynamic_sampling = True: groups are chosen by rewards; give a reward function, or use False"
 
 
 def check_same_tokenizer(ours: object, theirs: object) -> None:
-    """Raise a `ValueError` unless two tokenizers have the same ids for the same tokens."""
+    """Raise a `ValueError` unless both tokenizers give the same ids to the same tokens."""
     if ours is theirs or ours is None or theirs is None:
         return
     one, other = (getattr(tokenizer, "get_vocab", None) for tokenizer in (ours, theirs))
@@ -158,33 +142,34 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
         )
 
 
-def make_teaching(teacher: Policy | Scorer | None, make_updater: Callable[[Model], Updater]) -> Teaching | None:
-    """The teacher of a run: a placed `Policy`, scored by the updater that `make_updater` makes, or a scorer."""
+def make_teaching(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Teaching:
+    """The teacher of a run: a scorer, or a placed `Policy` with the updater that scores by it."""
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
-    return None if teacher is None else Teaching(scorer=teacher)
+    return Teaching(scorer=teacher)
 
 
 def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
-    """Validate the result of a scorer."""
-    scores = TeacherLogProbs(*scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
-    k = config.distillation_topk
-    wanted = {"log_probs": mask.shape} | (
-        {} if k is None else dict.fromkeys(TeacherLogProbs._fields[1:], (*mask.shape, k))
-    )
-    arrays: dict[str, np.ndarray] = {}
-    for name, shape in wanted.items():
-        x = np.asarray(getattr(scores, name))
-        if x.shape != shape:
-            raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(shape)}")
-        seen = x[mask]
-        if name == "top_ids":
-            if x.dtype.kind not in "iu" or (seen.size and seen.min() < 0):
-                raise ValueError(f"teacher.score: its {name} are not ids of tokens, {x.dtype}; give integers from 0 on")
-            arrays[name] = np.where(mask[..., None], x, 0).astype(np.int32)
-            continue
-        if not np.isfinite(seen).all() or (seen > ROUNDING).any():
-            raise ValueError(f"teacher.score: its {name} are not all finite and at most 0; they are natural logarithms")
-        here = mask.reshape(mask.shape + (1,) * (x.ndim - 3))
-        arrays[name] = np.where(here, np.minimum(x, 0), 0).astype(np.float32)
-    return TeacherLogProbs(arrays["log_probs"], arrays.get("top_ids"), arrays.get("top_log_probs"))
+    """Validate the result of a scorer; values where the mask is False become 0."""
+    scores = TeacherLogProbs._make(scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
+    log_probs = _read_array(scores.log_probs, "log_probs", mask)
+    if config.distillation_topk is None:
+        return TeacherLogProbs(log_probs)
+    top_mask = np.repeat(mask[..., None], config.distillation_topk, axis=-1)
+    ids = _read_array(scores.top_ids, "top_ids", top_mask)
+    return TeacherLogProbs(log_probs, ids, _read_array(scores.top_log_probs, "top_log_probs", top_mask))
+
+
+def _read_array(given: object, name: str, mask: np.ndarray) -> np.ndarray:
+    """One array of a scorer's result as int32 ids, or as float32 log-probs of at most 0."""
+    x = np.asarray(given)
+    if x.shape != mask.shape:
+        raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(mask.shape)}")
+    seen = x[mask]
+    if name == "top_ids":
+        if x.dtype.kind not in "iu" or (seen < 0).any():
+            raise ValueError(f"teacher.score: its {name} are not ids of tokens, {x.dtype}; give integers from 0 on")
+        return np.where(mask, x, 0).astype(np.int32)
+    if not np.isfinite(seen).all() or (seen > ROUNDING).any():
+        raise ValueError(f"teacher.score: its {name} are not all finite and at most 0; they are natural logarithms")
+    return np.where(mask, np.minimum(x, 0), 0).astype(np.float32)

@@ -3,13 +3,14 @@
 ```
 prepare ─► state, or checkpoint ─► while there are updates to make:
                                        collect a batch          (run.collect: rollout, rewards, advantages, log-probs)
-                                       update with a minibatch  (update.packed; the reference sync belongs to it)
+                                       update with a minibatch  (update.packed, which also syncs the reference)
                                        log, evaluate, save      (run.session)
 ```
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,13 +67,13 @@ def train(
     """Train a policy by GRPO.
 
     Args:
-      policy: what `from_pretrained` returns; its params are copied, not changed, unless `donate` says otherwise.
-      dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which reward functions get
-        under their own names: a list, a dataset, a file or a name on the hub, whatever `text.load_rows` reads.
-      reward_fns: one or more reward functions with TRL's contract; with a `teacher` there may be none, [].
+      policy: from `from_pretrained`; its params are copied, unless `donate` is True.
+      dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which are passed to reward
+        functions by name: a list, a dataset, a file or a name on the hub (see `text.load_rows`).
+      reward_fns: one or more reward functions with TRL's contract (`types.RewardFn`); may be [] with a `teacher`.
       config: the settings.
-      eval_dataset: rows to evaluate on, before the first step, every `eval_steps`, and after the last; or a dict of
-        several such datasets by name, whose metrics are `eval/<name>/reward` and so on.
+      eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step; or a dict of
+        such datasets by name, with metrics such as `eval/<name>/reward`.
       run_dir: directory for metrics, completions, checkpoints and the report; None writes nothing. One process uses it
         at a time.
       resume: "auto" resumes the run in `run_dir`, if there is one, and ends in the same bytes as an uninterrupted run;
@@ -81,26 +82,26 @@ def train(
       callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
         raises `watch.StopRun` stops the run after a checkpoint.
       optimizer: an optax transformation instead of the config's AdamW, schedule and clip.
-      tools: functions, sync or async, that the policy may call between its turns: their signatures and docstrings are
-        shown by the chat template, and the policy reads what they return before its next turn.
+      tools: functions, sync or async, that the policy may call between its turns. The chat template shows their
+        signatures and docstrings, and the policy reads their results before its next turn.
       environment_factory: a class or function without arguments that makes an environment for each completion
         (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
         its `respond(text)` returns the text after a turn; `reset(**row)` may add to the prompt; `get_reward()` is a
         further reward, of weight 1 and named after the class. Reward functions with an argument `environments` receive
         them, except with `rollout_ahead`.
-      sampler: an engine that samples instead of `generate`, see `run.sampler.Sampler`; evaluations use `generate`
-        (`evaluate` has its own argument `sampler`).
+      sampler: an engine that samples instead of `generate`, see `run.sampler.Sampler`. Evaluations of the run use
+        `generate`.
       advantage_fn: a function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns the advantages, [B, G] or
-        [B, G, T], instead of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`; compiled.
+        [B, G, T], instead of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`. It is compiled.
         `types.AdvantageFn` lists the context.
       surrogate: a function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
-        [..., T], instead of the surrogate of `loss_type`, which still decides how the tokens are reduced to one number.
+        [..., T], instead of the surrogate of `loss_type`, which still determines the reduction to a scalar.
       teacher: a second source of learning, weighted by `distillation_coef`: another policy with the same tokenizer, of
-        any size, quantized or not, whose params are placed on the run's mesh; or a scorer, which returns log-probs
+        any size, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
       donate: train the arrays of `policy` in place instead of a copy, which saves a quarter of the memory of full
-        fine-tuning with AdamW. `policy` has no params from then on, and using them raises an error; its model,
-        tokenizer and files remain, for `policy.replace(params=state.params)`.
+        fine-tuning with AdamW. Afterwards `policy` has no params, and using them raises an error; its model, tokenizer
+        and files remain, for `policy.replace(params=state.params)`.
 
     Returns:
       The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's;
@@ -108,13 +109,13 @@ def train(
 
     Raises:
       ValueError: arguments that cannot be used, before anything expensive runs; or settings, data or a model that
-        differ from the run in `run_dir` in a way that can change its numbers.
+        differ from those of the run in `run_dir` and can change its numbers.
       RuntimeError: another process is using `run_dir`.
       FloatingPointError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
       OSError: a checkpoint or a line could not be written. Earlier checkpoints are intact.
       SystemExit: on SIGTERM (status 143) and SIGINT (status 130; in a notebook a KeyboardInterrupt), after a
-        checkpoint: an update in progress is completed, and an unfinished rollout is dropped and sampled again by the
-        resumed run. Without a `run_dir`, signals have their usual effect.
+        checkpoint. An update in progress is completed; the resumed run repeats an unfinished rollout. Without a
+        `run_dir`, signals have their usual effect.
 
     Example:
       A model of sixteen numbers, one for each pair of letters, learns in thirty steps to begin with a b:
@@ -156,47 +157,51 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    state = committed(new_state(run, donate=donate))  # committed as a checkpoint's arrays are: one set of programs
-    run.policy.empty()  # the run's own object; its params may be a copy on a mesh
+    state = committed(new_state(run, donate=donate))  # like a checkpoint's arrays, so that both use the same programs
+    run.policy.empty()  # not the caller's `policy`: a copy, whose params may be on a mesh
     description = None if run_dir is None else _describe(run, state)
     with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
-        state, _, batch, completions, transcript = session.start(state, resume, donate=donate)
-        if donate:  # only now: a run that was refused has taken nothing
+        restored = session.start(state, resume, donate=donate)
+        if donate:  # not before: nothing is taken from the caller if the run is refused
             policy.empty()
+        state, batch = restored.state, restored.batch
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
-        evaluate = None if run.eval_data is None else functools.partial(_evaluate, run, run.eval_data, session)
-        session.evaluate_if_due(state, evaluate, batch)
-        with rollout_source(run, state, progress, completions, transcript, interrupt=interrupt) as source:
+        if run.eval_data is not None:
+            session.evaluate = functools.partial(_evaluate, run, run.eval_data, session)
+        source = rollout_source(run, state, progress, restored.ahead, restored.transcript, interrupt=interrupt)
+        session.source = source
+        with contextlib.closing(source):
+            session.evaluate_if_due(state, batch)
             while session.running():
-                if batch is None:
+                if batch is None:  # an iteration begins, with an update for each minibatch
                     try:
-                        source.settle(state)
+                        source.wait_pending(state)  # what an engine samples is scored by the params it samples from
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
                         batch, metrics, rows = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
-                    except Interrupted:  # SIGTERM or SIGINT: the resumed run samples this batch again
+                    except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again
                         break
                     except Exception:
-                        session.save_after_error(state, source=source)
+                        session.save_after_error(state)
                         raise
-                    session.collected(source.cursor, metrics, rows)
+                    session.log_batch(source.cursor, metrics, rows)
                 minibatch = _minibatch(batch, progress.updates_done, run.sizes)
                 with monitor.phase("update"):
                     state, measured = run.updater.update(state, minibatch)
                     metrics = {name: float(value) for name, value in fetch(measured).items()}
-                session.updated(metrics)
-                if progress.updates_done == 0:  # the last update of the iteration
+                session.log_update(metrics)
+                if progress.updates_done == 0:  # reset by the last update of an iteration
                     batch = None
-                session.check_skipped(state, minibatch, metrics, batch, source)
+                session.check_skipped(state, minibatch, metrics, batch)
                 if not session.stopping():
-                    session.evaluate_if_due(state, evaluate, batch, source)
-                    session.save_if_due(state, batch, source)
-            state = session.end(state, batch, source)
-    session.exit_if_signalled()
+                    session.evaluate_if_due(state, batch)
+                    session.save_if_due(state, batch)
+            state = session.end(state, batch)  # saves the run, if it was stopped
+    session.exit_if_signalled()  # SystemExit after SIGTERM or SIGINT
     return state
 
 
 def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
-    """The minibatch of an iteration's next update, cut from the batch along B."""
+    """The prompts of the batch, along B, for the iteration's next update."""
     if sizes.minibatches == 1:
         return batch
     index, count = updates_done % sizes.minibatches, sizes.prompts_per_update
@@ -204,7 +209,7 @@ def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
 
 
 def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) -> dict[str, float]:
-    """The metrics of the held-out prompts, always sampled by `generate`."""
+    """The metrics of the held-out prompts, sampled by `generate`."""
     from grpo_jax.run.evaluate import evaluate_encoded
 
     metrics, _ = evaluate_encoded(
@@ -221,7 +226,8 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
 
 
 def _describe(run: Run, state: TrainState) -> Json:
-    """The settings, data and model that decide the run's numbers, as its checkpoints store them."""
+    """Everything that determines the run's numbers, as stored in checkpoints."""
+    own_function = None if run.advantage_fn is None else run.advantage_fn.function
     return describe(
         run.config,
         data=run.data,
@@ -234,6 +240,6 @@ def _describe(run: Run, state: TrainState) -> Json:
         interaction=run.interaction,
         own_optimizer=run.schedule is None,
         own_sampler=run.sampler is not None,
-        own_functions={"advantage_fn": run.callers_advantage_fn, "surrogate": run.updater.surrogate},
+        own_functions={"advantage_fn": own_function, "surrogate": run.updater.surrogate},
         teacher=None if run.teaching is None else run.teaching.identity,
     )

@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from grpo_jax.run.collect import collect
-from grpo_jax.run.sources import LocalRollouts
+from grpo_jax.run.collect import LocalRollouts, collect
 
 
 def collected(run, state, cursor=0, source=None):

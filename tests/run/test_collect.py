@@ -142,7 +142,7 @@ def test_prefetched_completions_are_those_of_their_place_in_the_run():
         dataclasses.replace(run, config=dataclasses.replace(run.config, rollout_ahead=True)),
         state,
         progress,
-        *source.stored(),
+        *source.checkpoint_arrays(),
     )
     changed = state.replace(params=tiny_policy(seed=1).params, step=jnp.int32(3))
     for again in (source, restored):

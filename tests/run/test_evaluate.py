@@ -12,7 +12,7 @@ from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.rewards import number_reward
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.run import sample as sample_module
+from grpo_jax.run import collect as collect_module
 from grpo_jax.run.evaluate import pass_at_k
 
 ROWS = [{"prompt": text, "answer": text} for text in ["ab", "c", "def", "gh", "i"]]
@@ -59,8 +59,8 @@ def test_no_key_of_an_evaluation_is_a_key_of_the_training_with_the_same_seed(mon
         keys.append(args[3])
         return generate(*args, **how)
 
-    generate = sample_module.generate
-    monkeypatch.setattr(sample_module, "generate", noted)
+    generate = collect_module.generate
+    monkeypatch.setattr(collect_module, "generate", noted)
     settings = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 1}
     config = GRPOConfig(**settings, num_generations_eval=2, seed=3)
     train(tiny_policy(), ROWS, length, config, eval_dataset=ROWS[:2])
@@ -99,7 +99,7 @@ def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
 def test_batches_have_few_shapes_so_that_little_is_compiled(monkeypatch):
     """Prompts are padded to a multiple, and five of them are batches of 3 and 2, not of 4 and 1."""
     shapes = []
-    monkeypatch.setattr(sample_module, "generate", lambda *args, **_: shapes.append(args[2].tokens.shape) or 1 / 0)
+    monkeypatch.setattr(collect_module, "generate", lambda *args, **_: shapes.append(args[2].tokens.shape) or 1 / 0)
     for multiple in (32, 5):
         with pytest.raises(ZeroDivisionError):
             evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, pad_to_multiple_of=multiple)

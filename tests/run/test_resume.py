@@ -26,7 +26,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.tools import environment_tools, read_tools
-from grpo_jax.run import scores
+from grpo_jax.run import collect
 from grpo_jax.run.resume import changed_functions, describe, differences, warn_of_changes, warn_of_no_rollout
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
@@ -173,7 +173,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_pat
 
         return wrapped
 
-    moments = [(PackedUpdater, "update", 1), (scores, "compute_rewards", 12), (evaluation, "evaluate_encoded", 15)]
+    moments = [(PackedUpdater, "update", 1), (collect, "compute_rewards", 12), (evaluation, "evaluate_encoded", 15)]
     for owner, name, step in moments:
         with monkeypatch.context() as patch:
             if name == "compute_rewards":  # go up to the next rollout; the newest checkpoint is of step 10

@@ -143,7 +143,7 @@ def sums(completion_ids):
 
 def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
     """Beside a sequence of the public pure functions, made by hand."""
-    sampling = sys.modules["grpo_jax.run.sample"]
+    sampling = sys.modules["grpo_jax.run.collect"]
     sampled, seen, states, threads = threading.Semaphore(0), [], [], []
     real_generate, real_update = sampling.generate, packed.PackedUpdater.update
 

@@ -154,7 +154,10 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
             raise AssertionError
 
     for given, message in (
-        ({"rollout_ahead": True, "fns": [lambda environments: [0.0]]}, "'lambda' reads environments, and they cannot"),
+        (
+            {"rollout_ahead": True, "fns": [lambda environments: [0.0]]},
+            "'lambda' needs the argument 'environments', which",
+        ),
         ({"policy": POLICY.replace(model=Plain())}, "several turns need a model of this package"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -180,7 +183,9 @@ def test_a_rollout_ahead_waits_without_its_environments():
     source = PrefetchedRollouts(found)
     collected(found, state, source=source)
     resumed = dataclasses.replace(found, config=dataclasses.replace(found.config, rollout_ahead=True))
-    second = collected(found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.stored()))
+    second = collected(
+        found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.checkpoint_arrays())
+    )
     assert given == [True, False, False], "not in the first iteration of such a run either"
     assert second.rows == alone.rows
     names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Game/mean", "num_tokens"]

@@ -11,9 +11,10 @@ from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.interaction import EpisodeCounts, Played
-from grpo_jax.run import scores as scoring
-from grpo_jax.run.sample import RolloutResult
-from grpo_jax.run.scores import completion_rows, gather_rewards, score_rollout
+from grpo_jax.run import rollout_rewards as gathering
+from grpo_jax.run.collect import call_reward_fns
+from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 
@@ -50,9 +51,9 @@ def run(monkeypatch, processes, rows, *fns, on_error="raise"):
         calls.append([])
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         sampled = RolloutResult(ROWS[:rows], PROMPTS, completions(rows))
-        parts.append(score_rollout(tiny_tokenizer(), fns, sampled, on_error=on_error))
+        parts.append(call_reward_fns(tiny_tokenizer(), fns, sampled, on_error=on_error))
     sent = [json.loads(json.dumps([*part._replace(values=part.values.tolist())])) for part in parts]
-    monkeypatch.setattr(scoring, "gather_objects", lambda own: sent)
+    monkeypatch.setattr(gathering, "gather_objects", lambda own: sent)
     return [gather_rewards(part, fns) for part in parts], calls
 
 
@@ -94,7 +95,7 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
     assert found.stats["rewards/fails_on_odd_rows/missing"] == pytest.approx(2 / 5)
     slow = found._replace(stats={"rewards/f/seconds": 3.0}, values=found.values[:2])
     fast = found._replace(stats={"rewards/f/seconds": 1.0}, values=found.values[2:])
-    monkeypatch.setattr(scoring, "gather_objects", lambda own: [fast, slow])
+    monkeypatch.setattr(gathering, "gather_objects", lambda own: [fast, slow])
     assert gather_rewards(fast, len).stats["rewards/f/seconds"] == 3.0
     with pytest.raises(RewardError, match="'fails_on_odd_rows' returned nan"):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
@@ -115,8 +116,8 @@ def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch,
         found.append([])
         monkeypatch.setattr(jax, "process_index", lambda rows=rows: rows.start // 2)
         there = [i if i // G in rows else None for i in range(4 * G)]
-        sampled = RolloutResult(ROWS[:4], PROMPTS, completions(4), played, there, rows).first(kept)
-        scores = score_rollout(tiny_tokenizer(), [own], sampled, on_error="raise")
+        sampled = RolloutResult(ROWS[:4], PROMPTS, completions(4), played, there, rows).head(kept)
+        scores = call_reward_fns(tiny_tokenizer(), [own], sampled, on_error="raise")
         assert scores.values.shape == (len(found[-1]) // G, G, 1)
     ends = min(2 * G, kept * G), kept * G
     assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]

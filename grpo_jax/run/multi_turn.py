@@ -1,0 +1,102 @@
+"""Rollouts of several turns, and the advantages of their turns.
+
+Environments are opened, `generate` calls them between turns, and they are closed when the completions are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.credit import in_units_of_rewards, turn_advantages
+from grpo_jax.rewards.calls import Rewards
+from grpo_jax.rewards.outcomes import place_rewards
+from grpo_jax.rollout.episodes import Episodes
+from grpo_jax.rollout.interaction import Interaction, encode_rows
+from grpo_jax.rollout.turns import Answers
+from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.text.prompts import EncodedPrompts, make_prompts
+from grpo_jax.types import Batch, Completions, Prompts, Row
+
+_jit_turn_advantages = jax.jit(
+    turn_advantages, static_argnames=("scale_rewards", "multi_objective_aggregation", "estimator")
+)
+
+
+def sample_episodes(
+    interaction: Interaction,
+    complete: Callable[[Prompts, Answers], Completions],
+    data: EncodedPrompts,
+    rows: Sequence[int],
+    num_generations: int,
+    prompt_length: int,
+    padding: int,
+) -> RolloutResult:
+    """Sample completions of several turns, of these rows of `data`; `complete` calls `generate` or an engine."""
+    opened = [data.rows[i] for i in rows]
+    with Episodes(interaction, opened, num_generations, rows) as episodes:
+        opened = episodes.reset(opened)
+        prompts = episode_prompts(interaction, data, rows, opened, length=prompt_length, padding=padding)
+        episodes.follow(opened, prompts)
+        completions = complete(prompts, episodes)
+        tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
+        played = episodes.end(tokens, mask)
+    environments = [episode.environment for episode in episodes.all]
+    return RolloutResult(opened, prompts, completions, played, environments, episodes.own)
+
+
+def episode_prompts(
+    interaction: Interaction,
+    data: EncodedPrompts,
+    rows: Sequence[int],
+    opened: Sequence[Row],
+    *,
+    length: int,
+    padding: int,
+) -> Prompts:
+    """The prompts of opened environments. A prompt to which `reset` added text is encoded again; P may exceed
+    `length`, by multiples of `padding`.
+    """
+    ids = []
+    for i, row in zip(rows, opened, strict=True):
+        encoded = data.token_ids[i]
+        if row is not data.rows[i]:
+            encoded = encode_rows(
+                interaction,
+                [row],
+                interaction.tokenizer,
+                chat_template_kwargs=interaction.template_kwargs,
+                argument="with what reset returned,",
+            ).token_ids[0]
+        ids.append(encoded)
+    longest = -(-max(map(len, ids)) // padding) * padding
+    return make_prompts(ids, length=max(length, longest), on_host=True)
+
+
+def credit_turns(
+    batch: Batch, rollout: RolloutResult, rewards: Rewards, names: Sequence[str], config: GRPOConfig
+) -> np.ndarray:
+    """The advantages [B, G, T] of turn_credit="to_go", 0 where the mask is False.
+
+    Raises a `ValueError` if a reward function has returned rewards of tokens, and advantages have another unit.
+    """
+    of_tokens = next((part for part in rewards.parts if part.per_token), None)
+    if of_tokens is not None and not in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
+        raise ValueError(
+            f"reward function {names[of_tokens.function]!r} returned an array, a reward for each token, and with"
+            f" turn_credit = {config.turn_credit!r} these are added to advantages in the unit of a reward: set"
+            ' scale_rewards="none" with advantage_estimator="grpo" or "rloo", or return a list, one for each turn'
+        )
+    t, turns = batch.mask.shape[2], rollout.turns
+    advantages = _jit_turn_advantages(
+        place_rewards(rewards.values, rewards.parts, turns, rollout.present)[:, :, :t],
+        turns[:, :, :t],
+        weights=np.asarray(config.reward_weights or [1.0] * rewards.values.shape[2], np.float32),
+        scale_rewards=config.scale_rewards,
+        multi_objective_aggregation=config.multi_objective_aggregation,
+        estimator=config.advantage_estimator,
+    )
+    return np.where(batch.mask, np.asarray(advantages, np.float32), np.float32(0))

@@ -1,0 +1,101 @@
+"""The result of a rollout: completions with their prompts, rows and episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.types import Completions, Prompts, Row
+
+if TYPE_CHECKING:  # optional capabilities
+    from grpo_jax.rollout.interaction import Played
+
+
+class RolloutResult(NamedTuple):
+    """Completions of B rows of a dataset, as NumPy arrays.
+
+    Attributes:
+      rows: the rows, with prompts that include what environments added to them.
+      prompts: the tokens of the prompts.
+      completions: [B, G, T].
+      episodes: records of B·G episodes, prompt-major; None for completions of one turn.
+      environments: the environments of this process's completions; None without environments and for prefetched
+        completions.
+      process_rows: the rows that this process scores; None: an equal share.
+      metrics: measurements of the engine that sampled.
+    """
+
+    rows: list[Row]
+    prompts: Prompts
+    completions: Completions
+    episodes: Sequence[Played] | None = None
+    environments: Sequence[object] | None = None
+    process_rows: range | None = None
+    metrics: Mapping[str, float] = {}
+
+    @property
+    def present(self) -> np.ndarray:
+        """[B, G, T] bool, True on all tokens of a completion, observations included."""
+        return np.asarray(self.completions.mask if self.completions.present is None else self.completions.present)
+
+    @property
+    def turns(self) -> np.ndarray:
+        """[B, G, T] int32, the turn of each sampled token, from 0; −1 elsewhere."""
+        sampled = np.asarray(self.completions.mask)
+        if self.episodes is None:
+            return np.where(sampled, np.int32(0), np.int32(-1))
+        from grpo_jax.rollout.interaction import turn_ids
+
+        return turn_ids(sampled.reshape(-1, sampled.shape[-1]), self.episodes).reshape(sampled.shape)
+
+    @property
+    def turn_counts(self) -> list[int]:
+        """B·G numbers of turns."""
+        if self.episodes is None:
+            return [1] * self.completions.ended.size
+        return [max(1, len(one.lengths)) for one in self.episodes]
+
+    @property
+    def episode_metrics(self) -> dict[str, float]:
+        """Metrics of the episodes; {} for completions of one turn."""
+        if self.episodes is None:
+            return {}
+        from grpo_jax.rollout.interaction import metrics_of
+
+        observed = (self.present & ~np.asarray(self.completions.mask)).sum(axis=-1)
+        return metrics_of(self.episodes) | {"completions/observation_tokens": float(observed.mean())}
+
+    def head(self, count: int) -> RolloutResult:
+        """The completions of the first `count` rows."""
+        process_rows, end = self.process_rows, count * self.completions.tokens.shape[1]
+        if process_rows is not None:
+            process_rows = range(min(process_rows.start, count), min(process_rows.stop, count))
+        environments = None if self.environments is None else self.environments[:end]
+        return self.take(np.arange(count))._replace(environments=environments, process_rows=process_rows)
+
+    def take(self, groups: np.ndarray) -> RolloutResult:
+        """The completions of these rows, in this order, without their environments."""
+        g = self.completions.tokens.shape[1]
+        prompts, completions = jax.tree.map(lambda x: np.asarray(x)[groups], (self.prompts, self.completions))
+        episodes = self.episodes
+        if episodes is not None:
+            episodes = [episodes[b * g + i] for b in groups for i in range(g)]
+        return RolloutResult([self.rows[b] for b in groups], prompts, completions, episodes, metrics=self.metrics)
+
+    def join(self, other: RolloutResult) -> RolloutResult:
+        """These completions followed by the others, without environments; prompts are padded to one length."""
+        longest = max(self.prompts.tokens.shape[1], other.prompts.tokens.shape[1])
+
+        def padded(prompts: Prompts) -> Prompts:
+            more = longest - prompts.tokens.shape[1]
+            return prompts.replace(tokens=np.pad(prompts.tokens, ((0, 0), (0, more))))
+
+        both = [(padded(x.prompts), x.completions) for x in (self, other)]
+        prompts, completions = jax.tree.map(lambda x, y: np.concatenate((x, y)), both[0], both[1])
+        episodes = None
+        if self.episodes is not None and other.episodes is not None:
+            episodes = [*self.episodes, *other.episodes]
+        return RolloutResult(self.rows + other.rows, prompts, completions, episodes, metrics=self.metrics)

@@ -1,0 +1,178 @@
+"""Rewards of a rollout: of all processes, as metrics and lines of `completions.jsonl`, and for dynamic sampling."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config import settings
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.maths.advantages import zero_signal_groups
+from grpo_jax.models.sharding import gather_objects
+from grpo_jax.rewards.calls import Rewards, mean_of_scored, reward_stats, total_rewards
+from grpo_jax.rewards.contract import copy_containers, reward_names
+from grpo_jax.rewards.outcomes import RewardParts
+from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.types import Batch, RewardFn
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.interaction import Played
+
+_jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
+
+
+def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
+    """The rewards of all rows; each process calls this with the rewards of its rows.
+
+    Statistics are computed over all completions; faults are summed, and the seconds are the slowest process's.
+    """
+    if jax.process_count() == 1:
+        return process_rewards
+    values = process_rewards.values
+    shape = (-1, *values.shape[1:])
+    sent = [Rewards._make(one) for one in gather_objects([*process_rewards._replace(values=values.tolist())])]
+    joined = join_rewards(
+        [
+            one._replace(
+                values=np.asarray(one.values, np.float32).reshape(shape), parts=list(map(RewardParts._make, one.parts))
+            )
+            for one in sent
+        ]
+    )
+    names = reward_names(reward_fns)
+    stats = reward_stats(names, joined.values.reshape(-1, len(names)))
+    for name in dict.fromkeys(name for one in sent for name in one.stats):
+        numbers = [one.stats[name] for one in sent if name in one.stats]
+        if name.endswith("/errors"):
+            stats[name] = float(sum(numbers))
+        elif name.endswith("/seconds"):
+            stats[name] = float(max(numbers))
+    return joined._replace(stats=stats)
+
+
+def join_rewards(parts: Sequence[Rewards]) -> Rewards:
+    """The rewards of all parts in their order; statistics are the first part's."""
+    firsts = itertools.accumulate((len(part.completions) for part in parts), initial=0)
+    metrics: dict[str, list[float]] = {}
+    for name, numbers in (item for part in parts for item in part.metrics.items()):
+        metrics.setdefault(name, []).extend(numbers)
+    return Rewards(
+        values=np.concatenate([part.values for part in parts]),
+        stats=parts[0].stats,
+        parts=[
+            one._replace(completion=first + one.completion)
+            for first, part in zip(firsts, parts, strict=False)
+            for one in part.parts
+        ],
+        metrics=metrics,
+        columns=[columns for part in parts for columns in part.columns],
+        completions=[completion for part in parts for completion in part.completions],
+    )
+
+
+def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
+    """[B] bool, True for groups whose rewards are all equal."""
+    found = _jit_zero_signal(
+        rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
+    )
+    return np.asarray(found)
+
+
+def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:
+    """Metrics of rewards [B, G, K] and of completion lengths, under TRL's names."""
+    lengths = rollout.present.sum(axis=-1)
+    totals = total_rewards(rewards, config.reward_weights)
+    spread = [np.std(group[~np.isnan(group)], ddof=1) for group in totals if (~np.isnan(group)).sum() > 1]
+    return {
+        "reward": mean_of_scored(totals),
+        "reward_std": float(np.mean(spread)) if spread else float("nan"),
+        "frac_reward_zero_std": float(zero_signal(rewards, config).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - rollout.completions.ended.mean()),
+        "num_tokens": float(lengths.sum()),
+    }
+
+
+def completion_rows(
+    rewards: Rewards, names: Sequence[str], rollout: RolloutResult, advantages: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """One dict per completion, prompt-major, as in `completions.jsonl`; `advantages` [B, G], None in an evaluation."""
+    rows, ended, episodes = rollout.rows, rollout.completions.ended, rollout.episodes
+    g = ended.shape[1]
+
+    of_turns: dict[int, dict[str, list[float]]] = {}
+    for part in rewards.parts:
+        if not part.per_token:
+            of_turns.setdefault(part.completion, {})[names[part.function]] = part.values
+
+    return [
+        {
+            **rewards.columns[i],
+            "prompt": copy_containers(rows[i // g]["prompt"]),
+            "completion": text,
+            **({} if episodes is None else {"turns": _turn_texts(episodes[i])}),
+            "rewards": dict(zip(names, rewards.values[i // g, i % g].tolist(), strict=True)),
+            **({"turn_rewards": of_turns[i]} if i in of_turns else {}),
+            **({} if advantages is None else {"advantage": float(advantages[i // g, i % g])}),
+            "ended": bool(ended[i // g, i % g]),
+        }
+        for i, text in enumerate(rewards.completions)
+    ]
+
+
+def _turn_texts(episode: Played) -> list[dict[str, str]]:
+    return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
+
+
+# Dynamic sampling -----------------------------------------------------------------------------------------------------
+
+
+def refill_groups(
+    rollout: RolloutResult,
+    rewards: Rewards,
+    metrics: dict[str, float],
+    config: GRPOConfig,
+    sample_more: Callable[[], tuple[RolloutResult, Rewards, dict[str, float], Batch | None]],
+) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
+    """Replace zero-signal groups by groups of the next prompts, which `sample_more` samples and scores (DAPO).
+
+    After `MAX_REFILLS` further rollouts, zero-signal groups fill the batch, without counting in the loss, its
+    denominators or batch statistics. Metrics are the first rollout's, whose prompts are not selected by their rewards;
+    only costs are summed over the rollouts.
+
+    Returns:
+      The selected completions, their rewards, the metrics, and a mask [B] of the groups that count.
+    """
+    count, refills = len(rollout.rows), 0
+    costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]
+    while True:
+        has_signal = ~zero_signal(rewards.values, config)
+        if has_signal.sum() >= count or refills == settings.MAX_REFILLS:
+            break
+        more_rollout, more_rewards, more, _ = sample_more()
+        rollout, rewards = rollout.join(more_rollout), join_rewards([rewards, more_rewards])
+        metrics |= {name: metrics[name] + more[name] for name in ("num_tokens", *costs)}
+        refills += 1
+    metrics["dynamic_sampling/refills"] = float(refills)
+    metrics["dynamic_sampling/groups_without_signal"] = float((~has_signal).sum())
+    groups = np.argsort(~has_signal, kind="stable")[:count]
+    return rollout.take(groups), _take_groups(rewards, groups), metrics, has_signal[groups]
+
+
+def _take_groups(rewards: Rewards, groups: np.ndarray) -> Rewards:
+    """The rewards of these groups, in this order."""
+    g = rewards.values.shape[1]
+    old = [b * g + i for b in groups.tolist() for i in range(g)]
+    new = {completion: at for at, completion in enumerate(old)}
+    return rewards._replace(
+        completions=[rewards.completions[i] for i in old],
+        columns=[rewards.columns[i] for i in old],
+        values=rewards.values[groups],
+        parts=[part._replace(completion=new[part.completion]) for part in rewards.parts if part.completion in new],
+    )
