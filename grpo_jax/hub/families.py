@@ -1,6 +1,6 @@
 """The table of model families: the `TransformerConfig` of each architecture of Hugging Face.
 
-A new family is one row of `FAMILIES`, and for a new idea one switch in the decoder.
+A new family is one row of `FAMILIES`; a new mechanism is one more switch in the decoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Qwen's windows: off unless `use_sliding_window`; then on the layers from `max_window_layers` on."""
+    """Return Qwen's windows: none unless `use_sliding_window`, else in each layer from `max_window_layers`."""
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
     windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None
@@ -35,7 +35,7 @@ def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
 
 def _smollm3(keys: Keys) -> Fields:
     layers, rotary = keys["num_hidden_layers"], keys["no_rope_layers"]
-    if rotary is None:  # The key names its opposite: 1 is a layer with rotary embedding.
+    if rotary is None:  # Despite the key's name, 1 marks a layer with a rotary embedding.
         rotary = [(i + 1) % keys["no_rope_layer_interval"] != 0 for i in range(layers)]
     if len(rotary) != layers:
         raise keys.refuse("no_rope_layers", rotary, "one 0 or 1 for each layer")
@@ -50,7 +50,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _gemma(keys: Keys) -> Fields:
-    """Return the fields of Gemma 2 and 3: sandwich norms around zero, scaled embeddings, their own query scale."""
+    """Return the fields of Gemma 2 and 3: sandwich norms around zero, scaled embeddings, a query scale."""
     return {
         **biases_of(keys),
         "norms": "sandwich",
@@ -113,8 +113,8 @@ def _ministral3(keys: Keys) -> Fields:
 def _olmo3(keys: Keys) -> Fields:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
-        # transformers takes the given base for full attention, and 500000 where a layer slides.
-        raise keys.refuse("rope_theta", theta, "500000.0; write another base into 'rope_parameters', for both kinds")
+        # transformers uses this base for full attention only, and 500000 for layers with a window.
+        raise keys.refuse("rope_theta", theta, "500000.0; give another base in 'rope_parameters', for both kinds")
     return {
         **biases_of(keys),
         "qk_norm": "flat",
@@ -187,7 +187,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3,
         defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6, "final_logit_softcapping": None},
-        # transformers reads attn_logit_softcapping here and then does not apply it: neither reading of it is safe.
+        # transformers reads attn_logit_softcapping but does not apply it, so that its meaning is unclear.
         only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     ),
     "Gemma4ForCausalLM": GEMMA4,
@@ -251,7 +251,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Json) -> Family:
-    """Return the row of `FAMILIES` for a config.json, or for the text model in it; ValueError if there is none."""
+    """Return the row of `FAMILIES` for a config.json or its text model; ValueError for another architecture."""
     raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
@@ -261,7 +261,7 @@ def family_of(raw: Json) -> Family:
 
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
-    """Return the `Transformer` config of a config.json; ValueError for a key that is missing or not supported."""
+    """Return the `TransformerConfig` of a config.json; ValueError for a missing key or an unsupported value."""
     family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:

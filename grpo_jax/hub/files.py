@@ -1,4 +1,4 @@
-"""The files of a checkpoint: JSON, tensors that are read by rows, and directories that appear when complete."""
+"""Files of a checkpoint: JSON, tensors read by rows, and directories that appear only when complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Files of a tokenizer, kept byte for byte."""
+"""Files of a tokenizer, copied unchanged."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a vision-language model's processor, kept byte for byte."""
+"""Files of a vision-language model's processor, copied unchanged."""
 
 STORED = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
@@ -31,34 +31,34 @@ STORED = {
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
-"""Dtypes of stored tensors, as a safetensors header names them."""
+"""Dtypes by their names in a safetensors header."""
 
 FLOAT32 = STORED["F32"]
 
 READ = ("F32", "F16", "BF16")
-"""Stored dtypes of parameters."""
+"""Dtypes that parameters may be stored in."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether a parser failed: an `Exception`, or a panic in the Rust code of `tokenizers`, a `BaseException`."""
+    """Whether an error is an `Exception`, or a panic in the Rust code of `tokenizers`, which is a `BaseException`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def reading(what: Path | str) -> Iterator[None]:
-    """Turn the exceptions of a parser into a ValueError that names `what`: a file, or a part of a file."""
+    """Turn exceptions of a parser into a ValueError that names `what`, a file or a part of one."""
     try:
         yield
     except BaseException as error:
         known = isinstance(error, ImportError | OSError) or (isinstance(error, ValueError) and str(what) in str(error))
         if known or not is_fault(error):
             raise
-        missing = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
-        raise ValueError(f"{what}: {error if isinstance(error, ValueError) else missing}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{what}: {error if isinstance(error, ValueError) else reason}") from error
 
 
 def read_json(path: Path) -> Json | None:
-    """Return the JSON object in a file; None if there is no such file."""
+    """Return the JSON object in a file; None if the file does not exist."""
     if not path.is_file():
         return None
     try:
@@ -81,7 +81,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def check_ids(path: Path, values: Json) -> None:
-    """Raise ValueError unless each token id in a config is an integer, a list of integers (not for padding) or None."""
+    """Raise ValueError unless each token id in a config is an int, None, or (except for padding) a list of ints."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
@@ -95,14 +95,10 @@ def write_json(path: Path, content: Json) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, read by rows.
+    """A tensor of a checkpoint, read by rows; a row is an entry on the first axis.
 
-    Attributes:
-      file: where it lies, for messages.
-      shape: its first axis counts the rows.
-      dtype: of the rows.
-      read: (start, count) → `count` numbers [count] from the number `start` on, in C order; both in whole rows.
-      offset: of its first byte in `file`, if the numbers lie there in C order.
+    `read(start, count)` returns `count` numbers [count] from number `start`, in C order; both are whole rows. `offset`
+    is the position of the first byte in `file` if the numbers are there in C order.
     """
 
     file: Path
@@ -115,10 +111,6 @@ class StoredTensor:
         """Return rows first..first+count-1."""
         width = math.prod(self.shape[1:])
         return self.read(first * width, count * width).reshape((count, *self.shape[1:]))
-
-    def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
-        """Return the same numbers in another shape."""
-        return dataclasses.replace(self, shape=shape)
 
     def mapped(self) -> np.ndarray:
         """Return all of a tensor with an `offset` as a memory map, which stays valid when the file is replaced."""
@@ -138,7 +130,7 @@ def computed(
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before a weight is read: `raw` is its config.json, `files` the tokenizer's files, name to bytes."""
+    """An open checkpoint, no weight read yet: `raw` is its config.json, `files` maps the tokenizer's files to bytes."""
 
     raw: Json
     generation_config: Json
@@ -148,7 +140,7 @@ class Checkpoint:
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return every tensor of a directory by name, from the headers of its safetensors files."""
+    """Return every tensor of a directory by name; only the headers of its safetensors files are read."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
@@ -196,7 +188,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> StoredTensor:
-    """Return a tensor that is read from its place in a file, since the pages of a memory map count as memory in use."""
+    """Return a tensor that is read from a file, not memory-mapped: mapped pages count as memory in use."""
 
     def read(start: int, count: int) -> np.ndarray:
         size = dtype.itemsize
@@ -206,7 +198,7 @@ def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -
 
 
 def check_read(stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError if a tensor is stored in a dtype that parameters are not read from."""
+    """Raise ValueError if a tensor's dtype is not in `READ`."""
     for name, tensor in stored.items():
         kind = next(kind for kind, dtype in STORED.items() if dtype == tensor.dtype)
         if kind not in READ:
@@ -217,7 +209,7 @@ def check_read(stored: Mapping[str, StoredTensor]) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise FileExistsError unless `target` is free, or a directory that holds only the files of a checkpoint."""
+    """Raise FileExistsError unless `target` is unused, or a directory with nothing but the files of a checkpoint."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; give another name.")
     if not target.exists():
@@ -234,7 +226,7 @@ def check_replaceable(target: Path) -> None:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Yield a scratch directory next to `target` that replaces it at the end, or is removed if anything fails."""
+    """Yield a scratch directory that replaces `target` at the end, and is removed after an exception."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as parent:
         scratch, old = Path(parent, "new"), Path(parent, "old")

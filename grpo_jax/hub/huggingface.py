@@ -1,7 +1,7 @@
 """Read and write checkpoints in Hugging Face's layout, without PyTorch.
 
-`from_pretrained` checks config.json and the headers of the weight files before it reads a weight. Parameters are read
-one at a time by rows, the largest first, so that the host never holds a second copy of the model.
+`from_pretrained` checks config.json and the headers of the weight files before it reads a weight. It reads one
+parameter at a time, the largest first, so that the host never holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.config.fields import NO_FLOAT16
-from grpo_jax.hub.families import family_of, read_config
+from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -51,10 +51,10 @@ from grpo_jax.types import Json, Tokenizer
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
 ModelName = str | os.PathLike[str] | Json
-"""A name on the hub, a directory, a config.json, or its content."""
+"""A name on the hub, a directory, or a config.json as a path or as its content."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
-"""A text that no working tokenizer encodes to nothing."""
+"""A text that every working tokenizer encodes to at least one id."""
 
 
 def from_pretrained(
@@ -93,9 +93,8 @@ def from_pretrained(
     Example:
       >>> import tempfile
       >>> from grpo_jax import init_policy
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_pretrained(f"{parent}/model", policy)
       ...     again = from_pretrained(f"{parent}/model", dtype="bfloat16")
@@ -116,8 +115,7 @@ def from_pretrained(
         raw, config = _with_head(found.raw, read_config(without_quantization(found.raw), dtype=dtype), stored)
         stacked = stacked_experts(stored)
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
-    tied, spare = config.tie_word_embeddings, family_of(raw).spare
-    extra = check_tensors(path, plan, stored, tied=tied, vision=has_vision(raw), spare=spare)
+    extra = check_tensors(path, plan, stored, raw, tied=config.tie_word_embeddings)
     return Policy(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
@@ -132,7 +130,7 @@ def from_pretrained(
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
-    """Open a directory or a GGUF file without reading a weight."""
+    """Return a directory or a GGUF file as a checkpoint; no weight is read yet."""
     if path.is_file():
         return read_gguf(path)
     raw = checkpoint_config(path)
@@ -156,7 +154,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_model(model: ModelName) -> Json:
-    """Return the content of a model's config.json, without its weights."""
+    """Return the content of a model's config.json; its weights are not read."""
     if isinstance(model, Mapping):
         return dict(model)
     path = Path(model)
@@ -166,7 +164,7 @@ def read_model(model: ModelName) -> Json:
 
 
 def checkpoint_config(path: Path) -> Json:
-    """Return the config.json of a directory, or the one that describes a GGUF file."""
+    """Return the config.json of a directory, or one for the model of a GGUF file."""
     if path.is_file():
         return gguf_config(path)
     if (raw := read_json(path / "config.json")) is not None:
@@ -185,9 +183,9 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    The config and generation config are written unchanged, except for `dtype`. The tokenizer's files are too, unless it
-    was replaced or changed (`policy.tokenizer.chat_template = ...`); then the present tokenizer is saved. A complete
-    directory replaces an older checkpoint. All processes of a run call this together; the first one writes.
+    The config and generation config are written unchanged, except for `dtype`. So are the tokenizer's files, unless the
+    tokenizer was replaced or changed (`policy.tokenizer.chat_template = ...`); then the current tokenizer is saved. The
+    complete directory replaces an older checkpoint. All processes of a run call this together; the first one writes.
 
     Args:
       directory: path to write to.
@@ -202,9 +200,8 @@ def save_pretrained(
     Example:
       >>> import tempfile
       >>> from grpo_jax import init_policy
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_pretrained(f"{parent}/model", policy)
       ...     sorted(path.name for path in Path(parent, "model").iterdir())
@@ -272,7 +269,7 @@ def _check_plain(policy: Policy) -> None:
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
-    """Return a config.json with the dtype of the weights, also in `text_config`."""
+    """Return a config.json with `dtype` as the dtype of the weights, also in `text_config`."""
     named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     inner = dict(config.get("text_config") or {})
     inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
@@ -280,7 +277,7 @@ def _with_dtype(config: Json, dtype: str) -> Json:
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
-    """Return one tensor of a checkpoint from the parameters by path, as a contiguous array on the host."""
+    """Return a tensor of a checkpoint as a contiguous array on the host, from the parameters by path."""
     parts = []
     for part in tensor.parts:
         leaf = leaves[part.path]
@@ -294,10 +291,10 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a directory, by transformers; ValueError if it does not load or encodes text to no ids.
+    """Return the tokenizer of a directory; ValueError if transformers cannot load it or it encodes text to no ids.
 
-    transformers rebuilds some tokenizers from their vocabulary by `model_type` in config.json, which breaks others (a
-    word-level tokenizer with a Qwen config, say). If the result encodes text to no ids, `tokenizer.json` is used alone.
+    For some `model_type`s, transformers rebuilds a tokenizer of another kind from the vocabulary. If that one encodes
+    text to no ids (a word-level tokenizer with a Qwen config, for example), `tokenizer.json` is used.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -322,8 +319,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return the local directory or GGUF file of a checkpoint, fetched from the hub if needed; optionally without its
-    weights."""
+    """Return the local directory or GGUF file of a checkpoint; download it from the hub if it is not local."""
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, and {str(file)!r} is a GGUF file, which has none.")
@@ -335,7 +331,7 @@ def find_checkpoint(
 def find_files(
     argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
 ) -> Path:
-    """Return the directory that an argument names, or one with the files of a hub repository that fit the patterns."""
+    """Return the directory that an argument names, or one with the hub repository's files that match the patterns."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
@@ -356,14 +352,14 @@ def find_files(
 
 
 def hub_endpoint() -> str | None:
-    """Return the hub that HF_ENDPOINT names; None for the default. huggingface_hub reads it only at import."""
+    """Return HF_ENDPOINT, or None for the default hub; huggingface_hub itself reads it only at import."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor | Nf4Tensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs is never tied."""
+    """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs stays untied."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
     prefixes = ("model.", *(model for model, _ in LAYOUTS))
     tables = [stored[name] for prefix in prefixes if (name := f"{prefix}embed_tokens.weight") in stored]

@@ -1,4 +1,4 @@
-"""Families with layers of several kinds: recurrent ones, mixtures of experts, and Gemma 4."""
+"""Families with layers of several kinds: delta nets, short convolutions, mixtures of experts, and Gemma 4."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
-"""Names of `layer_types` in a config.json, and the decoder's."""
+"""Values of `layer_types` in a config.json, and the decoder's names."""
 
 
 def hybrid(keys: Keys) -> Fields:
     """Return the fields of Qwen3.5 and Qwen3-Next: delta nets and gated attention, norms around zero."""
-    layers = {"mixers": full_attention_last(keys), "delta": delta_nets(keys), "attention_gate": True}
-    return {**biases_of(keys), **layers, "qk_norm": "head", "norm_offset": 1.0}
+    every = keys["full_attention_interval"]
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
+    return {
+        **biases_of(keys),
+        "mixers": _mixers(keys, types, "linear_attention"),
+        "delta": delta_nets(keys),
+        "attention_gate": True,
+        "qk_norm": "head",
+        "norm_offset": 1.0,
+    }
 
 
 def lfm2(keys: Keys) -> Fields:
-    """Return the fields of LFM2: gated short convolutions and attention, and an MLP of adjusted width."""
+    """Return the fields of LFM2: gated short convolutions, attention, and an MLP of adjusted width."""
     layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
     if not isinstance(kernel, int) or kernel < 2:
         raise keys.refuse("conv_L_cache", kernel, "an int ≥ 2")
@@ -37,20 +45,13 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Return the width of LFM2's MLP: two thirds of the config's, times a factor, rounded up to a multiple."""
+    """Return the width of LFM2's MLP: two thirds of the width in the config, times a factor, rounded up."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size
     size = int(2 * size / 3)
     factor, multiple = keys["block_ffn_dim_multiplier"], keys["block_multiple_of"]
     return size if factor is None else -(-int(factor * size) // multiple) * multiple
-
-
-def full_attention_last(keys: Keys) -> tuple[str, ...]:
-    """Return the mixer of each layer: by `layer_types` if the config has them, else attention in every n-th layer."""
-    every = keys["full_attention_interval"]
-    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
-    return _mixers(keys, types, "linear_attention")
 
 
 def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def gemma4(keys: Keys) -> Fields:
     """Return the fields of Gemma 4."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
-    windows = (*windows[:-1], None)  # in transformers the last layer always has full attention
+    windows = (*windows[:-1], None)  # as in transformers, where the last layer always has full attention
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0
     if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
@@ -112,12 +113,12 @@ def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
     if not isinstance(shared, int) or not 0 <= shared < layers:
         raise keys.refuse("num_kv_shared_layers", shared, f"0 to num_hidden_layers − 1 = {layers - 1}")
     if set(windows) != set(windows[: layers - shared]):
-        raise keys.refuse("num_kv_shared_layers", shared, "fewer: each kind of layer_types needs a layer before them")
+        raise keys.refuse("num_kv_shared_layers", shared, "fewer: each kind of layer_types needs an earlier layer")
     return shared
 
 
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return the number of key heads and their width in the layers with full attention."""
+    """Return the number and width of key heads in layers with full attention."""
     heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
     per_layer = keys["per_layer_config"]
     if per_layer is None:
@@ -238,9 +239,9 @@ GEMMA4 = Family(
         },
         "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
         "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
-    # "vision" is about images. transformers does not read the older keys of a rotary embedding here.
+    # "vision" applies to images only. transformers does not read the older keys of a rotary embedding here.
     only={"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
     stacked="halves",
-    # Files also hold weights that layers with shared keys and values do not use.
+    # Layers that share keys and values do not use these weights.
     spare=(r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
 )  # fmt: skip

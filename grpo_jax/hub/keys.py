@@ -1,4 +1,4 @@
-"""Keys of a config.json that several families read in the same way, and the text models of vision-language models."""
+"""Keys of a config.json that several families read the same way, and text models of vision-language models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from grpo_jax.types import Json
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-"""Names of `hidden_act` in a config.json, and ours."""
-
+"""Values of `hidden_act` in a config.json, and the decoder's names."""
 
 ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "default": {}, "linear": {"factor": ...}, "dynamic": {"factor": ...},
@@ -24,14 +23,12 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
     "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
 }  # fmt: skip
-"""The numbers a scaling needs and their defaults; `...` marks one that the config has to give."""
-
+"""Numbers of each scaling and their defaults; `...` marks a number that the config must contain."""
 
 PARTIAL_ROTARY = (
     "Phi3ForCausalLM", "Glm4ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-"""Families that rotate a part of a head only."""
-
+"""Families that may rotate only a part of each head."""
 
 Fields = dict[str, Any]
 """Fields of a `TransformerConfig`, by name."""
@@ -49,7 +46,7 @@ _DEFAULTS = {
 
 
 class Keys:
-    """A config.json with the defaults of its family; a key that is in neither is an error that names it."""
+    """A config.json with the defaults of its family; a key that is in neither raises ValueError."""
 
     def __init__(self, raw: Json, defaults: Json):
         self.raw = raw
@@ -60,18 +57,18 @@ class Keys:
             return self.raw[key]
         if key in self.defaults:
             return self.defaults[key]
-        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json has to give it.")
+        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json needs it.")
 
     @property
     def architecture(self) -> str:
         return self.raw["architectures"][0]
 
     def refuse(self, key: str, value: object, supported: str) -> ValueError:
-        """Return the error for a value that is not supported."""
+        """Return the error for an unsupported value."""
         return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
 
     def refuse_quantized(self, methods: Collection[str]) -> None:
-        """Raise ValueError for weights that are stored in a quantization that is not read."""
+        """Raise ValueError if the weights are stored in a quantization that is not in `methods`."""
         for key in ("quantization_config", "compression_config"):  # the second one in older compressed-tensors
             stored = self.raw.get(key) or {}
             method = stored.get("quant_method")
@@ -91,14 +88,14 @@ class Family:
     Attributes:
       model_type: as in config.json.
       fields: maps the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
-      defaults: values of config keys that the family's files may omit.
-      only: config keys with the only supported value; a file may omit them.
+      defaults: values of config keys that a config.json may omit.
+      only: config keys with a single supported value; a config.json may omit them.
       fused: projections stored as one tensor: its name, and its parameters in order of rows.
-      renamed: decoder's name of a module → its name in the family's files.
-      stacked: how gate and up of all experts are stored in one tensor: "columns" (alternating), "halves" (the rows of
-        gate first), or "" if each expert has tensors of its own.
-      quantized: each `quant_method` of config.json whose weights are read, as bfloat16.
-      spare: regular expressions of tensors that its files may contain and that are not read.
+      renamed: the decoder's name of a module → its name in a checkpoint.
+      stacked: layout of gate and up of all experts in one tensor: "columns" (alternating) or "halves" (the rows of gate
+        first); "" if each expert has its own tensors.
+      quantized: supported values of `quant_method`; the weights are read as bfloat16.
+      spare: regular expressions of tensors that a checkpoint may contain and that are ignored.
     """
 
     model_type: str
@@ -167,7 +164,7 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
     if kind in ("dynamic", "longrope", "yarn"):
         numbers["max_position_embeddings"] = keys["max_position_embeddings"]
     if kind in ("llama3", "yarn", "longrope"):
-        # Phi-3 has the number outside of the scaling, others in it; both are optional.
+        # In Phi-3 the number is outside the scaling, elsewhere in it; both are optional.
         original = keys["original_max_position_embeddings"] or rotary.get("original_max_position_embeddings")
         numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = rotary.get("partial_rotary_factor")
@@ -183,7 +180,7 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
-    """Return the rotary embeddings of full attention, which a scaling applies to, and of layers with a window."""
+    """Return the rotary embeddings of layers with full attention (scaled) and of layers with a window."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
         raise keys.refuse("rope_parameters", ropes, "one entry each for 'full_attention' and 'sliding_attention'")
@@ -213,7 +210,7 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
 }  # fmt: skip
 """Vision-language models: the architecture of the text model by its `model_type`, and defaults of its config.
 
-Only the text model is loaded; all other tensors of the checkpoint are copied into an export."""
+Only the text model is loaded; an export copies all other tensors of the checkpoint."""
 
 
 def has_vision(raw: Json) -> bool:
@@ -234,7 +231,7 @@ def text_config(raw: Json) -> Json:
             f"config key 'text_config.model_type' is {inner['model_type']!r}, which is not supported; "
             f"supported: {supported}."
         )
-    # Keys of the whole model that also apply to the text model.
+    # Keys outside `text_config` that also apply to the text model.
     of_all = ("tie_word_embeddings", "quantization_config", "compression_config")
     whole = {key: raw[key] for key in of_all if raw.get(key) is not None}
     return {**inner, **whole, "architectures": [architectures[inner["model_type"]]]}

@@ -1,11 +1,10 @@
-"""LoRA adapters of a policy: made, merged, and read and written in PEFT's format."""
+"""LoRA adapters of a policy: add, merge, and read and write them in PEFT's format."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +35,7 @@ def add_lora(
     dropout: float = 0.0,
     init: Literal["uniform", "gaussian"] = "uniform",
 ) -> Policy:
-    """Freeze a policy and add trainable low-rank adapters.
+    """Freeze a policy and add trainable low-rank adapters (LoRA, arXiv:2106.09685, section 4.1).
 
     Args:
       policy: from `from_pretrained` or `init_policy`; its projections may be quantized.
@@ -48,25 +47,21 @@ def add_lora(
       init: distribution of A: "uniform" in ±in^(−1/2), or "gaussian" with standard deviation 1 / rank.
 
     Returns:
-      A `Policy` with the same outputs. Its params are the adapters; its model holds the base.
+      A `Policy` with the same outputs. Its params are the adapters; its model contains the base.
 
     Raises:
-      ValueError: an argument out of range, targets without a match, or a policy that has adapters already.
-
-    References:
-      LoRA (arXiv:2106.09685), section 4.1.
+      ValueError: an argument out of range, targets without a match, or a policy that already has adapters.
 
     Example:
-      >>> from grpo_jax.models.transformer import Transformer
-      >>> from grpo_jax.models.config import TransformerConfig
-      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
-      >>> params = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.ones((16, 16))}}}}  # and many more
-      >>> adapted = add_lora(Policy(model, params), jax.random.key(0), rank=2)
+      >>> from grpo_jax import init_policy
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
+      >>> adapted = add_lora(policy, jax.random.key(1), rank=2)
       >>> {name: x.shape for name, x in adapted.params["layers_0"]["self_attn"]["q_proj"].items()}
       {'a': (16, 2), 'b': (2, 16)}
     """
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before adding others.")
+        raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before adding others.")
     if not isinstance(policy.model, Transformer):
         raise ValueError(
             f"policy.model is a {type(policy.model).__name__}: adapters need a model of from_pretrained or init_policy."
@@ -78,14 +73,14 @@ def add_lora(
 
 
 def merge_lora(policy: Policy) -> Policy:
-    """Add the adapters to the weights, for `save_pretrained` or further training of all weights.
+    """Add the adapters to the weights, for `save_pretrained` or for training all weights.
 
     Args:
       policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
 
     Returns:
-      A `Policy` with the projections W + alpha / rank · A·B. A quantized base is dequantized to plain arrays on the
-      host, and keeps its rounding error.
+      A `Policy` with the projections W + alpha / rank · A·B. A quantized base becomes plain arrays on the host, with
+      its rounding error.
 
     Raises:
       ValueError: a policy without adapters.
@@ -111,18 +106,17 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     Args:
       directory: path to write to, as in `save_pretrained`.
       policy: from `add_lora` or `load_lora`.
-      base_name: name or directory of the base, for PEFT to find it.
+      base_name: name or directory of the base, written into the config for PEFT.
 
     Raises:
-      FileExistsError: `directory` exists and holds files that do not belong to a checkpoint.
+      FileExistsError: `directory` contains files that do not belong to a checkpoint.
       ValueError: a policy without adapters.
 
     Example:
       >>> import tempfile
       >>> from grpo_jax import init_policy
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2))
       ...     sorted(path.name for path in Path(parent, "adapter").iterdir())
@@ -196,7 +190,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     """Add adapters in PEFT's format to a policy.
 
     Args:
-      directory: with adapter_config.json and adapter_model.safetensors, or the name of such a repository on the hub.
+      directory: contains adapter_config.json and adapter_model.safetensors; or the name of a repository on the hub.
       policy: the base that the adapters were trained on.
       revision: branch, tag or commit of a repository on the hub; None for its main branch.
 
@@ -205,15 +199,13 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
 
     Raises:
       FileNotFoundError: no adapter in the directory.
-      ValueError: a kind of adapter that is not supported, adapters that do not fit the policy, or a revision of a
-        directory.
+      ValueError: an unsupported kind of adapter, adapters of another base, or a revision of a directory.
 
     Example:
       >>> import tempfile
       >>> from grpo_jax import init_policy
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8}, jax.random.key(0))
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2, alpha=8.0))
       ...     again = load_lora(f"{parent}/adapter", policy)
@@ -225,7 +217,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     if config is None or not (path / "adapter_model.safetensors").is_file():
         raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy has adapters already; merge them by `merge_lora(policy)` before loading others.")
+        raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before loading others.")
     with reading(path / "adapter_config.json"):
         _check_supported(config)
         power = 0.5 if config.get("use_rslora") else 1.0
@@ -246,12 +238,13 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
                 f"directory {str(path)!r}: the adapter of {module} is {fan_in} → {rank} → {fan_out}, and the policy's "
                 f"projection is {tensor.shape[1]} → {tensor.shape[0]}; it belongs to another base."
             )
-        # The model has one scale; an adapter with another rank or alpha has the difference in its B.
-        own = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"]) / rank**power
+        # The model has a single scale; B absorbs the difference of an adapter with another rank or alpha.
+        patterns = (config.get("alpha_pattern") or {}).items()  # PEFT's keys match the end of a module's name
+        alpha = next((x for key, x in patterns if re.search(rf"(^|\.)({key})$", module)), config["lora_alpha"])
         a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)
         row = 0
         for part in tensor.parts:
-            rows = b[row : row + part.rows] * np.float32(own / scale)
+            rows = b[row : row + part.rows] * np.float32(alpha / rank**power / scale)
             adapters[(*part.path[:-1], "a")] = jnp.array(a.T, copy=True)
             adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
             row += part.rows
@@ -264,7 +257,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
 
 
 def _check_supported(config: Json) -> None:
-    """Raise ValueError for a PEFT config of other than plain low-rank adapters."""
+    """Raise ValueError unless a PEFT config describes plain low-rank adapters."""
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
@@ -283,11 +276,3 @@ def _lora_model(policy: Policy) -> LoraModel:
     if not isinstance(policy.model, LoraModel):
         raise ValueError("policy has no adapters; add some by `add_lora(policy, key)`.")
     return policy.model
-
-
-def _pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return PEFT's per-module override; its keys match the end of a module's name."""
-    for key, value in (pattern or {}).items():
-        if re.search(rf"(^|\.)({key})$", module):
-            return value
-    return default

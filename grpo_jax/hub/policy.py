@@ -1,4 +1,4 @@
-"""Policies with fresh weights or of a flax.nnx module, and their tokenizer's files."""
+"""Policies with fresh weights or from a flax.nnx module, and the files of their tokenizers."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def init_policy(
         `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
       key: typed PRNG key, consumed.
       tokenizer: of transformers, or None.
-      generation_config: content of generation_config.json; None means the token ids in `config`.
-      dtype: compute and parameter dtype.
+      generation_config: content of generation_config.json; None uses the token ids in `config`.
+      dtype: of the computation and the parameters.
 
     Returns:
       A `Policy`. Matrices are normal with standard deviation `initializer_range`, norms one and biases zero.
 
     Example:
-      >>> policy = init_policy({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_size": 16,
-      ...                       "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      ...                       "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": 3}, jax.random.key(0))
+      >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+      ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 3},
+      ...     jax.random.key(0))
       >>> policy.eos_token_ids, policy.config["model_type"]
-      ((3,), 'qwen3')
+      ((3,), 'llama')
     """
     if has_vision(config):
         inner = text_config(config)["architectures"]
@@ -71,16 +71,16 @@ def init_policy(
 
 
 def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
-    """Make a policy of a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
+    """Make a policy from a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
 
     The model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, several
     turns, quantization and `save_pretrained` need a model from `from_pretrained` or `init_policy`.
 
     Args:
-      module: maps [B, T] int32 right-padded tokens to logits [B, T, V]; position t depends on tokens 0..t only. Its
-        `nnx.Param` variables are trained, all others are constants. It is called in evaluation mode. Later changes of
+      module: maps right-padded tokens [B, T] int32 to logits [B, T, V]; position t depends only on tokens 0..t. Its
+        `nnx.Param` variables are trained, all others are constants. It is called in evaluation mode. Later changes to
         the module do not affect the policy.
-      tokenizer: of transformers; its EOS token ends a completion. None for a policy that only generates.
+      tokenizer: of transformers; its EOS token ends a completion. None suffices for `generate`.
 
     Returns:
       A `Policy`; its params are a nested dict.
@@ -112,11 +112,8 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
 class NnxModel:
     """A flax.nnx module without its params, as a `types.Model`.
 
-    Attributes:
-      graphdef: structure of the module, from `nnx.split`.
-      treedef: of the state of its `nnx.Param` variables.
-      paths: of the params in a nested dict, in the order of that state.
-      rest: state of all other variables.
+    `treedef` belongs to the state of the `nnx.Param` variables, `paths` are their places in a nested dict in the order
+    of that state, and `rest` is the state of all other variables.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -139,7 +136,7 @@ class NnxModel:
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """Return the tokenizer with its attributes that users change in place; None without one."""
+    """Return the tokenizer and a copy of the attributes that users change in place; None without a tokenizer."""
     if tokenizer is None:
         return None
     changing = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
@@ -147,7 +144,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """Return the files to write with a policy: the loaded ones, or new ones if the tokenizer has changed."""
+    """Return the files to write with a policy, name to bytes; the tokenizer's are made again if it has changed."""
     if policy.loaded_tokenizer == state_of(policy.tokenizer):
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
@@ -155,7 +152,7 @@ def files_of(policy: Policy) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files that a tokenizer of transformers is saved as, name to bytes."""
+    """Return the files of a transformers tokenizer, name to bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
@@ -164,8 +161,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def _random_params(model: Transformer, key: jax.Array) -> Params:
     """Return the params of `model.init`.
 
-    Compiled as one program they take 71 s for 24 layers on an H100 (a third of a second for each matrix). Except on
-    CPUs, each shape is therefore a program of its own.
+    Except on CPUs, each shape is a separate program: one program for all of 24 layers compiles for 71 s on an H100.
     """
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -174,7 +170,7 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Import transformers without its message that PyTorch was not found."""
+    """Suppress transformers' message that PyTorch was not found."""
     before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:

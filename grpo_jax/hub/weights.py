@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.hub.families import read_config
+from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import StoredTensor, check_read
+from grpo_jax.hub.keys import has_vision
 from grpo_jax.hub.quantize import (
     Nf4Tensor,
     Source,
@@ -109,25 +110,19 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_tensors(
-    directory: Path,
-    plan: tuple[Tensor, ...],
-    stored: Mapping[str, StoredTensor | Nf4Tensor],
-    *,
-    tied: bool,
-    vision: bool,
-    spare: tuple[str, ...] = (),
+    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor | Nf4Tensor], raw: Json, *, tied: bool
 ) -> list[str]:
-    """Compare a checkpoint's tensors with the plan; return the names of the tensors outside the language model.
+    """Raise ValueError if a checkpoint does not fit the plan; return the tensors outside the language model.
 
-    `tied`: the head is the embedding. `vision`: the language model is part of a vision-language model. `spare`: regular
-    expressions of tensors of the language model that are not read.
+    `tied`: the head is the embedding, and is not read.
     """
     wanted = {tensor.name: tensor.shape for tensor in plan}
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # old files hold the frequencies
-    inside = {name for name in stored if not vision or name.startswith(LAYOUTS[layout_of(stored)])}
-    left = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in spare)}
-    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in left]
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # old files store the frequencies
+    prefixes = LAYOUTS[layout_of(stored)] if has_vision(raw) else ("",)
+    inside = {name for name in stored if name.startswith(prefixes)}
+    spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
+    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in spare]
     problems = {
         "missing": [name for name in wanted if name not in stored],
         "unexpected": [name for name in others if name in inside],

@@ -1,7 +1,7 @@
-"""Every family against transformers with PyTorch, and against stored logits where PyTorch is absent.
+"""Every family against transformers with PyTorch, and against stored logits without PyTorch.
 
-Weights are made by numpy from the name of each tensor, so that the golden file holds logits only. To make it anew, with
-PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, with the names of cases for those alone.
+NumPy makes the weights from the name of each tensor, so that the golden file holds only logits. To write it again, with
+PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, followed by the names of cases to write only these.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ LLAMA3 = {
 SLIDING = ["sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 
-# One row a family, with the switches that are its own, thrown so that each of them shows in the logits.
+# One row for each family; the values make each of its own switches visible in the logits.
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -91,7 +91,7 @@ CASES["gpt_oss"] = (
         "truncate": False}},
 )  # fmt: skip
 
-# A layer with keys and values of each kind, and two over those.
+# One layer of each kind with keys and values of its own, and two that share them.
 GEMMA4 = {
     "hidden_size": 64, "head_dim": 12, "global_head_dim": 20, "num_hidden_layers": 4, "layer_types": SLIDING * 2,
     "sliding_window": WINDOW, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
@@ -155,14 +155,14 @@ VARIANTS = {
 
 
 def raw_config(name):
-    """The config.json of a case; a factor of `dynamic` lacks its base, which the older key gives."""
+    """Return the config.json of a case."""
     architecture, fields = {**CASES, **VARIANTS}[name]
     fields = {**SHAPE, "architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **fields}
     return fields | {"dtype": "float32"}
 
 
 def numpy_weight(name, shape, norm_center=1.0):
-    """A weight that depends on its name only; no norm is 1 and no bias 0, so that each of them shows."""
+    """Return a weight that depends only on its name; no norm is 1 and no bias 0, so that each is visible."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     draw = rng.standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
@@ -171,14 +171,14 @@ def numpy_weight(name, shape, norm_center=1.0):
 
 
 def write_checkpoint(directory, raw):
-    """A checkpoint of `numpy_weight`s."""
+    """Write a checkpoint of `numpy_weight`s."""
     from safetensors.numpy import save_file
 
     directory.mkdir()
     config = read_config(raw)
     center = 1 - config.norm_offset
     tensors = {t.name: numpy_weight(t.name, t.shape, center) for t in tensor_plan(raw, config)}
-    if config.query_scale == 1.0:  # what other families do by a factor, the norm of queries has learned here
+    if config.query_scale == 1.0:  # Gemma 4 has no scale of queries: their norm has learned it
         tensors |= {name: x * np.float32(len(x) ** -0.5) for name, x in tensors.items() if "q_norm" in name}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
@@ -186,7 +186,7 @@ def write_checkpoint(directory, raw):
 
 
 def tokens_and_lengths():
-    """A batch of right-padded rows, all longer than the sliding window."""
+    """Return a batch of right-padded rows, all longer than the sliding window."""
     rng = np.random.default_rng(7)
     tokens, lengths = rng.integers(0, SHAPE["vocab_size"], (3, T)), np.array([T, 13, 9])
     return np.where(np.arange(T)[None] < lengths[:, None], tokens, 0), lengths
@@ -215,7 +215,7 @@ def torch_logits(model, **kwargs):
 
 
 def greedy(model, params, tokens, lengths, steps):
-    """Tokens [B, steps] and the logits [B, steps, V] that they were taken from, by prefill and cached decode."""
+    """Return tokens [B, steps] and the logits [B, steps, V] that they maximize, by prefill and cached decode."""
     variables = {"params": params}
     last, prefix = model.apply(variables, tokens, lengths, method="prefill")
 
@@ -240,10 +240,15 @@ def case(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def greedy_of_case(case):
+def decoded(case):
+    """Greedy tokens [B, 32], their logits by cached decode, and logits [B, T + 32, V] of prompts and tokens at once."""
     _, _, policy = case
     tokens, lengths = tokens_and_lengths()
-    return jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
+    chosen, cached = jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
+    whole = np.zeros((len(lengths), T + 32), int)
+    for b, n in enumerate(lengths):
+        whole[b, : n + 32] = [*tokens[b, :n], *chosen[b]]
+    return chosen, cached, jax.jit(policy.model.apply)({"params": policy.params}, whole)
 
 
 @pytest.mark.quick
@@ -252,43 +257,35 @@ def test_there_is_a_case_for_each_family():
 
 
 def test_a_gpu_makes_the_random_weights_shape_by_shape(monkeypatch):
-    """Of each shape there is one program, whatever the layers; the numbers are those of a CPU, but for an ulp."""
-    raw = {**raw_config("qwen2"), "num_hidden_layers": 3}
+    """There is one program for each shape, not one for all; the numbers are those of a CPU up to an ulp."""
+    raw = raw_config("qwen2")
     plain = init_policy(raw, jax.random.key(0)).params
     monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
     monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program of all"))
     ours = init_policy(raw, jax.random.key(0)).params
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), ours, plain)
-    # What of another seed is other is random; so nothing here is compared with constants alone.
     other = init_policy(raw, jax.random.key(1)).params
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True))
 
 
-def test_logits_and_greedy_tokens_equal_the_golden_file(case, greedy_of_case):
-    name, _, policy = case
-    stored = json.loads(GOLDEN.read_text())[name]
-    tokens, lengths = tokens_and_lengths()
-    logits = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
+def test_logits_and_greedy_tokens_equal_the_golden_file(case, decoded):
+    stored = json.loads(GOLDEN.read_text())[case[0]]
+    chosen, _, logits = decoded
     assert logits.dtype == jnp.float32
-    last = np.stack([logits[b, n - 1] for b, n in enumerate(lengths)])
+    last = np.stack([logits[b, n - 1] for b, n in enumerate(tokens_and_lengths()[1])])
     np.testing.assert_allclose(last, stored["last_logits"], atol=1e-4)
-    np.testing.assert_array_equal(greedy_of_case[0], stored["greedy"])
+    np.testing.assert_array_equal(chosen, stored["greedy"])
 
 
-def test_cached_decode_equals_the_uncached_forward(case, greedy_of_case):
-    """Cached decoding is the uncached forward."""
-    _, _, policy = case
-    tokens, lengths = tokens_and_lengths()
-    chosen, logits = greedy_of_case
-    apply = jax.jit(policy.model.apply)
-    for b, n in enumerate(lengths):
-        whole = np.concatenate([tokens[b, :n], chosen[b], np.zeros(T - n, int)])
-        full = apply({"params": policy.params}, whole[None])[0]
-        np.testing.assert_allclose(logits[b], full[n - 1 : n + 31], atol=1e-5)
+def test_cached_decode_equals_the_uncached_forward(decoded):
+    """Decoding with a cache equals the forward pass without one."""
+    _, cached, logits = decoded
+    for b, n in enumerate(tokens_and_lengths()[1]):
+        np.testing.assert_allclose(cached[b], logits[b, n - 1 : n + 31], atol=1e-5)
 
 
 def test_a_checkpoint_made_by_pytorch_loads_and_its_logits_agree(case, tmp_path):
-    """Logits of twenty families agree with transformers and PyTorch in float32 and bfloat16."""
+    """A checkpoint that PyTorch wrote gives the logits of transformers, in every family."""
     _, directory, _ = case
     model = torch_model(directory)
     model.save_pretrained(tmp_path / "torch")
@@ -300,6 +297,7 @@ def test_a_checkpoint_made_by_pytorch_loads_and_its_logits_agree(case, tmp_path)
 
 
 def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
+    """A saved checkpoint has the bytes that PyTorch loaded from the original."""
     _, directory, policy = case
     before = torch_model(directory).state_dict()
     save_pretrained(tmp_path / "ours", policy, max_shard_size="10KB")
@@ -317,7 +315,7 @@ def mean_log_prob(model, params, tokens, lengths):
 
 
 def test_gradients_of_every_parameter_agree_with_pytorch(case):
-    """So do gradients of every parameter, greedy text, and the bytes of what is written."""
+    """Gradients of every parameter agree with PyTorch."""
     _, directory, policy = case
     model = torch_model(directory)
     import torch
@@ -343,18 +341,19 @@ def test_gradients_of_every_parameter_agree_with_pytorch(case):
             halves = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
             for projection, half in halves.items():
                 theirs[f"{stem}.{e}.{projection}.weight"] = np.split(expert, len(halves))[half]
-    for name, fixed in model.named_buffers():  # a number that PyTorch does not train
+    for name, fixed in model.named_buffers():  # PyTorch does not train them
         if name in ours:
             assert fixed.abs() > 0.1
             assert not ours.pop(name).any(), name
     assert set(ours) == set(theirs)
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
-        assert np.abs(theirs[name]).max() > 1e-3, f"{name} hardly matters: this would not see a wrong gradient"
+        assert np.abs(theirs[name]).max() > 1e-3, f"{name} hardly matters: a wrong gradient would pass"
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
     directory = write_checkpoint(tmp_path / "numpy", raw_config(name))
     tokens, lengths = tokens_and_lengths()
     theirs = torch_logits(torch_model(directory)).logits.numpy()
@@ -364,10 +363,10 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
         np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
 
 
-def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_path):
+def test_unused_tensors_are_ignored_only_where_the_family_lists_them(tmp_path):
     from safetensors.numpy import load_file, save_file
 
-    unread = "model.layers.3.self_attn.k_proj.weight"  # of a layer over the keys and values of another
+    unread = "model.layers.3.self_attn.k_proj.weight"  # this layer uses the keys of another
     for name, tensor, message in (
         ("qwen3_5", "mtp.fc.weight", None),
         ("qwen2", "lm_head.weight", r"of another shape: lm_head.weight \[4, 4\]"),
@@ -387,6 +386,7 @@ def test_tensors_beside_the_decoder_are_left_there_where_the_family_says_so(tmp_
 
 
 def test_router_loss_equals_pytorch(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
     directory = write_checkpoint(tmp_path / "numpy", raw_config("qwen3_moe"))
     theirs = torch_logits(torch_model(directory), output_router_logits=True).aux_loss.item()
     policy = from_pretrained(directory)
@@ -476,7 +476,7 @@ def test_an_unsupported_architecture_lists_the_supported_ones(names):
 
 
 def write_golden(names):
-    """Store what PyTorch says of some cases, or of every case."""
+    """Store PyTorch's logits and greedy tokens of some cases; of every case if `names` is empty."""
     import tempfile
 
     import torch
@@ -498,12 +498,8 @@ def write_golden(names):
     GOLDEN.write_text("{\n" + rows + "\n}\n")
 
 
-if __name__ == "__main__":
-    write_golden(sys.argv[1:])
-
-
 def test_what_decays_is_what_transformers_decays(case):
-    """`weight_decay` acts on the same parameters, by the name that each has in either place."""
+    """`weight_decay` applies to the parameters that transformers decays."""
     _, directory, policy = case
     model = torch_model(directory)
     import transformers
@@ -519,3 +515,7 @@ def test_what_decays_is_what_transformers_decays(case):
             checked.add(name)
             assert {is_decayed("/".join(part.path)) for part in tensor.parts} == {name in theirs}, name
     assert checked == trained
+
+
+if __name__ == "__main__":
+    write_golden(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A module of flax.nnx as a policy, and what is said of models that cannot be called."""
+"""A flax.nnx module as a policy, and the errors for models that cannot be called."""
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +15,26 @@ ROWS = [{"prompt": "ab"}, {"prompt": "c"}]
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.mix, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        self.seen = nnx.BatchStat(jnp.ones(8))
+        self.mix, self.seen = nnx.Linear(8, 8, rngs=rngs), nnx.BatchStat(jnp.ones(8))
 
     def __call__(self, x):
-        return x + self.drop(jnp.tanh(self.mix(jnp.cumsum(x, axis=1) * self.seen[None, None])))
+        return x + self.mix(x * self.seen[None, None])
 
 
 class Decoder(nnx.Module):
-    """A list of more than ten layers, whose numbers do not sort as texts; the head is tied to the embedding."""
+    """Has more than ten layers, because their numbers do not sort as text; the head is tied to the embedding."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(len(tiny_tokenizer()), 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
         layers = [Layer(rngs) for _ in range(11)]
         self.layers = nnx.List(layers) if hasattr(nnx, "List") else layers
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
+        x = jnp.cumsum(self.embed(tokens), axis=1)
         for layer in self.layers:
             x = layer(x)
-        return self.embed.attend(x)
+        return self.embed.attend(self.drop(jnp.tanh(x)))
 
 
 def ends(completions):
@@ -42,8 +42,8 @@ def ends(completions):
 
 
 def test_a_module_is_trained_and_its_run_resumes(tmp_path):
-    """A module of flax.nnx is a policy: its logits are the module's own without dropout; it is trained, resumed,
-    evaluated, and taught by examples."""
+    """A flax.nnx module is a policy with the module's logits without dropout. It can be trained by rewards and by
+    examples, resumed and evaluated."""
     module = Decoder(nnx.Rngs(0))
     policy = from_nnx(module, tiny_tokenizer())
     module.eval()
@@ -72,7 +72,7 @@ def test_a_module_is_trained_and_its_run_resumes(tmp_path):
 
 
 class WithDropout:
-    """A module in a closure, with dropout left on."""
+    """A module with dropout left on."""
 
     def __init__(self):
         self.module = Decoder(nnx.Rngs(0))

@@ -101,7 +101,7 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
     policy = lora_policy()
     save_lora(tmp_path / "adapter", policy)
     for again in (lambda: add_lora(policy, jax.random.key(0)), lambda: load_lora(tmp_path / "adapter", policy)):
-        with pytest.raises(ValueError, match=r"policy has adapters already; merge them by `merge_lora"):
+        with pytest.raises(ValueError, match=r"policy already has adapters; merge them by `merge_lora"):
             again()
     with pytest.raises(ValueError, match=r"policy has adapters; write them by `save_lora`"):
         save_pretrained(tmp_path / "model", policy)
