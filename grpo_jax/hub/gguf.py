@@ -104,10 +104,10 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 def _damaged(path: Path, error: BaseException) -> str:
     """Return the reason why a file cannot be parsed, with the fix."""
-    if is_pointer(path):
-        return f"it is {POINTER}."
     with path.open("rb") as file:
         start = file.read(4)
+    if is_pointer(path):
+        return f"it is {POINTER}."
     if start != b"GGUF":
         return f"it is not a GGUF file: it begins with {start!r}, not with b'GGUF'."
     return f"it is cut off or damaged; download it again (it has {path.stat().st_size:,} bytes; {one_line(error)})."

@@ -1,7 +1,7 @@
 """The config.json and the tokenizer that the header of a GGUF file describes.
 
 `ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. A key
-that no row reads is an error: ignoring it could change the model.
+that is not read is an error: ignoring it could change the model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from grpo_jax.messages import show, some
 from grpo_jax.types import Json, Tokenizer
 
 NEEDS = "pip install 'grpo_jax[gguf]'"
-
-ConfigKeys = Mapping[str, str | tuple[str, object]]
-"""Keys of a config.json with the GGUF key of each, or with the GGUF key and its default."""
 
 _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
 """Keys that repeat other keys or tensor shapes, or that only an inference engine uses."""
@@ -50,19 +47,6 @@ class Header:
             raise ValueError(f"GGUF key '{self.architecture}.{key}' is missing, and {self.architecture} needs it.")
         return value
 
-    def read(self, keys: ConfigKeys) -> Json:
-        """Return the values of config keys; the GGUF key is required unless it comes with a default."""
-        return {name: self[at] if isinstance(at, str) else self.get(at[0], at[1]) for name, at in keys.items()}
-
-    @property
-    def head_dim(self) -> int:
-        return self.get("attention.key_length") or self["embedding_length"] // self["attention.head_count"]
-
-    def refuse(self, key: str, supported: str) -> ValueError:
-        """Return the error for an unsupported value."""
-        name, value = f"{self.architecture}.{key}", show(self._own.get(key))
-        return ValueError(f"GGUF key {name!r} is {value}, which is not supported; supported: {supported}.")
-
     def check_all_read(self) -> None:
         """Raise ValueError if a key of the architecture was not read."""
         left = [key for key, value in self._own.items() if key not in self._read and value not in (0, 0.0, False, [])]
@@ -77,105 +61,94 @@ class Architecture:
 
     Attributes:
       family: key of `FAMILIES`.
-      keys: config keys in addition to `_COMMON`.
       more: (header, config so far) → further config keys.
       pairs: rotary dimensions of queries and keys are interleaved, not in two halves.
       shifted: norm weights are stored with 1 added; Hugging Face stores them around zero.
     """
 
     family: str
-    keys: ConfigKeys = dataclasses.field(default_factory=dict)
-    more: Callable[[Header, Json], Json] | None = None
+    more: Callable[[Header, Json], Json] = lambda header, raw: {}
     pairs: bool = False
     shifted: bool = False
 
 
-_COMMON: ConfigKeys = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-
-
 def read_header(header: Header) -> tuple[Architecture, Json]:
     """Return the row of `ARCHITECTURES` and the config.json of a header; ValueError if something is not supported."""
-    name = header.architecture
+    name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ValueError(
             f"GGUF architecture {name!r} is not supported; load the safetensors checkpoint of this model instead. "
             f"Supported: {supported}."
         )
-    if "token_embd.weight" not in header.shapes:
+    if "token_embd.weight" not in shapes:
         raise ValueError("tensor 'token_embd.weight' is missing.")
     if not header.get("attention.causal", True):
-        raise header.refuse("attention.causal", "True")
+        raise ValueError(f"GGUF key '{name}.attention.causal' is False; only causal models are supported.")
     row = ARCHITECTURES[name]
-    check_sizes({"num_hidden_layers": header["block_count"]}, header.shapes)
-    ids = {key: header.fields.get(f"tokenizer.ggml.{each}_token_id") for key, each in _IDS.items()}
+    check_sizes({"num_hidden_layers": header["block_count"]}, shapes)
+    head_dim = header.get("attention.key_length") or header["embedding_length"] // header["attention.head_count"]
     raw: Json = {
         "architectures": [row.family],
-        "vocab_size": header.shapes["token_embd.weight"][0],  # may exceed the number of tokens
-        **header.read(_COMMON),
+        "vocab_size": shapes["token_embd.weight"][0],  # may exceed the number of tokens
+        "hidden_size": header["embedding_length"],
+        "intermediate_size": header["feed_forward_length"],
         "num_hidden_layers": header["block_count"],
+        "num_attention_heads": header["attention.head_count"],
         "num_key_value_heads": header.get("attention.head_count_kv", header["attention.head_count"]),
-        "head_dim": header.head_dim,
-        "attention_bias": "blk.0.attn_q.bias" in header.shapes,
-        "mlp_bias": "blk.0.ffn_gate.bias" in header.shapes,
-        "tie_word_embeddings": "output.weight" not in header.shapes,
-        "rope_parameters": _rope(header),
-        **{key: value for key, value in ids.items() if value is not None},
-        **header.read(row.keys),
+        "head_dim": head_dim,
+        "max_position_embeddings": header["context_length"],
+        "rms_norm_eps": header["attention.layer_norm_rms_epsilon"],
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": _rope(header, head_dim, partial=row.family in PARTIAL_ROTARY),
     }
-    if row.more is not None:
-        raw = {**raw, **row.more(header, raw)}
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    ids = {key: header.fields.get(f"tokenizer.ggml.{stored}_token_id") for key, stored in names.items()}
+    raw = {**raw, **{key: token for key, token in ids.items() if token is not None}, **row.more(header, raw)}
     header.check_all_read()
-    check_sizes(raw, header.shapes)
+    check_sizes(raw, shapes)
     return row, {**raw, "model_type": FAMILIES[raw["architectures"][0]].model_type}
 
 
-_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-
-_YARN: ConfigKeys = {
-    "factor": ("rope.scaling.factor", None),
-    "original_max_position_embeddings": ("rope.scaling.original_context_length", None),
-    "beta_fast": ("rope.scaling.yarn_beta_fast", None),
-    "beta_slow": ("rope.scaling.yarn_beta_slow", None),
-    "attention_factor": ("rope.scaling.yarn_attn_factor", None),
-}
-
-
-def _rope(header: Header) -> Json:
+def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
     """Return `rope_parameters`: base, rotated part of a head, and scaling."""
-    theta, kind = header.get("rope.freq_base", 10000.0), header.get("rope.scaling.type", "none")
+    kind = header.get("rope.scaling.type", "none")
+    part = header.get("rope.dimension_count", head_dim) / head_dim
+    rope: Json = {
+        "rope_theta": header.get("rope.freq_base", 10000.0),
+        **({"partial_rotary_factor": part} if partial or part != 1 else {}),
+    }
     header.get("rope.scaling.attn_factor")  # of longrope; it follows from the two context lengths
-    part = header.get("rope.dimension_count", header.head_dim) / header.head_dim
-    partial = part != 1 or ARCHITECTURES[header.architecture].family in PARTIAL_ROTARY
-    rope: Json = {"rope_theta": theta, **({"partial_rotary_factor": part} if partial else {})}
-    numbers = {key: value for key, value in header.read(_YARN).items() if value is not None}
+    numbers = {
+        "factor": header.get("rope.scaling.factor"),
+        "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
+        "beta_fast": header.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": header.get("rope.scaling.yarn_beta_slow"),
+        "attention_factor": header.get("rope.scaling.yarn_attn_factor"),
+    }
+    if kind in ("linear", "yarn"):
+        return {**rope, "rope_type": kind, **{key: value for key, value in numbers.items() if value is not None}}
     names = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
     each = {key: header.factors[name].tolist() for key, name in names.items() if name in header.factors}
     if kind in ("none", "longrope") and each:
         return {**rope, "rope_type": "longrope", **each}
-    if kind == "none":
-        return {**rope, **_by_factors(theta, header.factors.get("rope_freqs.weight"))}
-    if kind not in ("linear", "yarn"):
-        raise header.refuse("rope.scaling.type", "none, linear, yarn, and longrope with its factors")
-    return {**rope, "rope_type": kind, **numbers}
+    if kind != "none":
+        raise ValueError(f"GGUF key 'rope.scaling.type' is {kind!r}; supported: none, linear, yarn, and longrope.")
+    return {**rope, **_by_factors(rope["rope_theta"], header.factors.get("rope_freqs.weight"))}
 
 
 def _by_factors(theta: float, factors: np.ndarray | None) -> Json:
     """Return Llama 3's scaling, or longrope with the same divisors; a file holds only a divisor per frequency."""
     if factors is None:
         return {"rope_type": "default"}
-    original = 8192
+    original, largest = 8192, float(factors.max())
     waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((original / waves - 1) / 3, 0, 1)
-    usual = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if np.allclose(factors, 1 / ((1 - smooth) / usual["factor"] + smooth), rtol=1e-5):
-        return {"rope_type": "llama3", **usual, "original_max_position_embeddings": original}
+    if np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-5):
+        usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
+        return {"rope_type": "llama3", "factor": largest, **usual}
     each = factors.tolist()
     return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
 
@@ -195,16 +168,26 @@ def _ministral3(header: Header, raw: Json) -> Json:
     return {"rope_parameters": {**raw["rope_parameters"], **more}}
 
 
-def _gemma(header: Header, raw: Json) -> Json:
-    """Return the query scale: the head size, except in the 27B models, which llama.cpp identifies by their layers."""
-    of_27b = raw["hidden_size"] // raw["num_attention_heads"]
-    return {"query_pre_attn_scalar": of_27b if raw["num_hidden_layers"] in (46, 62) else raw["head_dim"]}
+def _query_scale(raw: Json) -> int:
+    """Return Gemma's query scale: the head size, except in the 27B models, which llama.cpp identifies by layers."""
+    is_27b = raw["num_hidden_layers"] in (46, 62)
+    return raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"]
+
+
+def _gemma2(header: Header, raw: Json) -> Json:
+    return {
+        "query_pre_attn_scalar": _query_scale(raw),
+        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
+        "sliding_window": header.get("attention.sliding_window", 4096),
+    }
 
 
 def _gemma3(header: Header, raw: Json) -> Json:
-    window, layers = raw["sliding_window"], range(raw["num_hidden_layers"])
+    window, layers = header.get("attention.sliding_window", 0), range(raw["num_hidden_layers"])
     return {
-        **_gemma(header, raw),
+        "query_pre_attn_scalar": _query_scale(raw),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
         "sliding_window": window or 4096,
         "layer_types": _kinds(window and (i + 1) % 6 for i in layers),
         "rope_parameters": _two_ropes(header, raw["rope_parameters"], 10000.0),
@@ -214,7 +197,7 @@ def _gemma3(header: Header, raw: Json) -> Json:
 def _phi3(header: Header, raw: Json) -> Json:
     original = header.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
     part = raw["rope_parameters"]["partial_rotary_factor"]
-    window = raw["sliding_window"] or None
+    window = header.get("attention.sliding_window") or None
     return {"sliding_window": window, "original_max_position_embeddings": original, "partial_rotary_factor": part}
 
 
@@ -232,31 +215,18 @@ def _olmo(header: Header, raw: Json) -> Json:
     }
 
 
-_GEMMA2: ConfigKeys = {
-    "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
-    "final_logit_softcapping": ("final_logit_softcapping", 30.0),
-    "sliding_window": ("attention.sliding_window", 4096),
-}
-_GEMMA3: ConfigKeys = {
-    "final_logit_softcapping": ("final_logit_softcapping", None),
-    "sliding_window": ("attention.sliding_window", 0),
-}
-
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", pairs=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", _GEMMA2, _gemma, shifted=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", _GEMMA3, _gemma3, shifted=True),
-    "phi3": Architecture("Phi3ForCausalLM", {"sliding_window": ("attention.sliding_window", None)}, _phi3),
-    "mistral3": Architecture("Ministral3ForCausalLM", {}, _ministral3, pairs=True),
-    "olmo2": Architecture("Olmo2ForCausalLM", {}, _olmo),
+    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, shifted=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),
+    "phi3": Architecture("Phi3ForCausalLM", _phi3),
+    "mistral3": Architecture("Ministral3ForCausalLM", _ministral3, pairs=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", _olmo),
 }
 """By `general.architecture`. Mistral's first models are written as `llama`, Olmo 3 as `olmo2`."""
-
-
-# Tokenizer ------------------------------------------------------------------------------------------------------------
 
 _GPT2 = ("gpt-2", "olmo", "smollm")
 """Values of tokenizer.ggml.pre that transformers does not list, for tokenizers that split text as GPT-2 does. llama.cpp
@@ -265,7 +235,7 @@ splits the digits of `smollm` first, so its ids differ from transformers' where 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
     """Return a file's tokenizer, made by transformers; None if the file has none."""
-    kind = fields.get("tokenizer.ggml.model", "none")
+    kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None
     try:
@@ -273,10 +243,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as made
     except ImportError as error:
         raise ImportError(f"transformers is too old for the tokenizers of GGUF files: {NEEDS}") from error
-    split = fields.get("tokenizer.ggml.pre")
     known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: gpt2, llama.")
     if kind == "gpt2" and split not in known:
         supported = ", ".join(sorted(known))
         raise ValueError(f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {supported}.")

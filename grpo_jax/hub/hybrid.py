@@ -149,28 +149,20 @@ def _ropes(keys: Keys) -> Fields:
 def _experts(keys: Keys) -> Fields:
     if not keys["enable_moe_block"]:
         return {}
-    experts, chosen, size = (keys[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
-    for name, value in {"num_experts": experts, "moe_intermediate_size": size}.items():
-        if not isinstance(value, int) or value < 1:
-            raise keys.refuse(name, value, "a positive int where enable_moe_block is true")
-    if not isinstance(chosen, int) or not 1 <= chosen <= experts:
-        raise keys.refuse("top_k_experts", chosen, f"1 to num_experts = {experts}")
     return {
-        "num_experts": experts,
-        "num_experts_per_token": chosen,
-        "expert_size": size,
+        **mixture(keys, keys["num_experts"], keys["moe_intermediate_size"], "top_k_experts"),
         "expert_layers": (True,) * keys["num_hidden_layers"],
         "parallel_experts": True,
     }
 
 
-def mixture(keys: Keys, experts: int, size: int) -> Fields:
-    chosen = keys["num_experts_per_tok"]
-    if not 1 <= chosen <= experts:
-        raise keys.refuse("num_experts_per_tok", chosen, f"1 to num_experts = {experts}")
+def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_tok") -> Fields:
+    """Return the fields of a mixture of experts; `chosen` is the key with the number of experts for each token."""
+    if not 1 <= keys[chosen] <= experts:
+        raise keys.refuse(chosen, keys[chosen], f"1 to num_experts = {experts}")
     return {
         "num_experts": experts,
-        "num_experts_per_token": chosen,
+        "num_experts_per_token": keys[chosen],
         "expert_size": size,
         "router_loss_coef": keys["router_aux_loss_coef"],
     }
@@ -238,7 +230,8 @@ GEMMA4 = Family(
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
         },
         "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-        "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
+        "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+        "router_aux_loss_coef": 0.0},
     # "vision" applies to images only. transformers does not read the older keys of a rotary embedding here.
     only={"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
     stacked="halves",
