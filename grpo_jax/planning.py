@@ -285,7 +285,7 @@ class AbstractRun:
         on = list(mesh.devices.flat)
         config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, on))
         decoder = Transformer(read_config(without_quantization(raw), dtype=config.compute_dtype))
-        params, base = loading.params(decoder.config, raw)
+        params, base = loading.params(decoder.config)
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
         policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, 1000)

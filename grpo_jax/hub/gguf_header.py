@@ -135,7 +135,8 @@ def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
     if kind in ("none", "longrope") and each:
         return {**rope, "rope_type": "longrope", **each}
     if kind != "none":
-        raise ValueError(f"GGUF key 'rope.scaling.type' is {kind!r}; supported: none, linear, yarn, and longrope.")
+        name = f"{header.architecture}.rope.scaling.type"
+        raise ValueError(f"GGUF key {name!r} is {kind!r}; supported: none, linear, yarn, longrope.")
     return {**rope, **_by_factors(rope["rope_theta"], header.factors.get("rope_freqs.weight"))}
 
 

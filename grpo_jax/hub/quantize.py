@@ -1,4 +1,4 @@
-"""Quantized weights: NF4 and int8 of a frozen base, and checkpoints that are stored in NF4 or MXFP4.
+"""Quantized weights: a frozen base in NF4 or int8, and checkpoints that are stored in NF4 or MXFP4.
 
 Only the projections of layers are quantized, as in QLoRA (arXiv:2305.14314).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import numpy as np
 
 from grpo_jax.hub.files import StoredTensor, computed
 from grpo_jax.hub.tensors import Part
-from grpo_jax.messages import some
 from grpo_jax.models.layers import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 
@@ -36,9 +35,9 @@ Leaf = TypeVar("Leaf")
 
 
 class Source(NamedTuple):
-    """Where a part of a parameter is stored: a tensor, the first row of the part in it, and the part."""
+    """A part of a parameter, the tensor that stores it, and the part's first row there."""
 
-    tensor: StoredTensor | Nf4Tensor
+    tensor: StoredTensor
     first: int
     part: Part
 
@@ -49,9 +48,16 @@ def check_method(method: str | None) -> None:
         raise ValueError(f"quantize is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
 
 
-def check_nf4_rows(path: Sequence[str], shape: Sequence[int], method: str | None) -> None:
-    """Raise ValueError for a projection whose rows are not whole blocks of NF4."""
-    if method == "nf4" and is_projection(path, shape) and shape[-2] % BLOCK:
+def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable[Part], method: str | None) -> None:
+    """Raise ValueError for a projection that cannot be quantized by a method."""
+    if method is None or not is_projection(path, shape):
+        return
+    if any(part.stacked for part in parts):
+        raise ValueError(
+            f"quantize is {method!r}: {'/'.join(path)} shares a stored tensor with another projection (as in gpt-oss"
+            " and Gemma 4), which is not supported; leave quantize out."
+        )
+    if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(
             f"quantize is 'nf4': the rows of {'/'.join(path)} have {shape[-2]} weights, which {BLOCK} does not divide;"
             " use quantize='int8'."
@@ -65,7 +71,7 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
-    """Return the `Quantized` that `read_quantized` fills, with leaves `leaf(shape, dtype)`."""
+    """Return a `Quantized` with leaves `leaf(shape, dtype)`, as `read_quantized` returns it."""
     *lead, fan_in, fan_out = shape
     rows = (*lead, fan_out)
     if method == "int8":
@@ -89,19 +95,14 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
         codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
         step = max(1, CHUNK // part.shape[0])
         for start in range(0, part.rows, step):
-            x, at = _rows(source, start, min(step, part.rows - start)), slice(start, start + step)
+            x = source.tensor.rows(source.first + start, min(step, part.rows - start)).astype(np.float32)
+            at = slice(start, start + step)
             made = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
             codes[at], scales[at] = (values.reshape(len(x), -1) for values in made)
     if method == "int8":
         return held
     held.scales[...], nested = _nest(absmax)
     return dataclasses.replace(held, nested=nested)
-
-
-def _rows(source: Source, start: int, count: int) -> np.ndarray:
-    """Return some rows of a part of a parameter, float32."""
-    assert not isinstance(source.tensor, Nf4Tensor), "refused by check_sources"
-    return source.tensor.rows(source.first + start, count).astype(np.float32)
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,30 +146,30 @@ def dynamic_levels() -> np.ndarray:
     return np.sort(np.array(values, np.float32))
 
 
-@dataclasses.dataclass(frozen=True)
-class Nf4Tensor:
-    """A tensor that bitsandbytes stored in NF4: its plain shape, and its stored parts by suffix."""
+# Checkpoints in four bits ---------------------------------------------------------------------------------------------
 
-    name: str
-    shape: tuple[int, ...]
-    state: Json
-    parts: Mapping[str, StoredTensor]
 
-    def scales(self) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """Return the scales [blocks]; if they are 8-bit codes, also their levels, outer scales and offset."""
-        scales = _all(self.parts[".absmax"])
-        if ".nested_absmax" not in self.parts:
-            return scales.astype(np.float32), None
-        levels, outer = (_all(self.parts[name]).astype(np.float32) for name in (".nested_quant_map", ".nested_absmax"))
-        return scales, (levels, outer, np.array([self.state["nested_offset"]], np.float32))
+def without_quantization(raw: Json) -> Json:
+    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; others stay, and are refused."""
+    stored = raw.get("quantization_config") or {}
+    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if any(stored.get(key) != value for key, value in wanted.items()):
+        return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
-    def plain_scales(self) -> np.ndarray:
-        """Return the scales [blocks], float32."""
-        scales, nested = self.scales()
-        if nested is None:
-            return scales
-        levels, outer, offset = nested
-        return levels[scales] * np.repeat(outer, NESTED_BLOCK)[: len(scales)] + offset
+
+def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint; tensors in bitsandbytes' NF4 or gpt-oss's MXFP4 are dequantized when read."""
+    tensors = dict(stored)
+    for key in stored:
+        if (name := key.removesuffix(_STATE)) != key:
+            state = json.loads(_all(tensors.pop(key)).tobytes())
+            nested = [".nested_absmax", ".nested_quant_map"] if "nested_offset" in state else []
+            parts = {part: tensors.pop(name + part) for part in ("", ".absmax", ".quant_map", *nested)}
+            tensors[name] = _plain_nf4(name, state, parts)
+        elif (name := key.removesuffix("_blocks")) != key and f"{name}_scales" in stored:
+            tensors[name] = _plain_mxfp4(tensors.pop(key), tensors.pop(f"{name}_scales"))
+    return tensors
 
 
 def _all(stored: StoredTensor) -> np.ndarray:
@@ -176,144 +177,53 @@ def _all(stored: StoredTensor) -> np.ndarray:
     return stored.read(0, math.prod(stored.shape))
 
 
-def without_quantization(raw: Json) -> Json:
-    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; another one stays, to be refused."""
-    stored = raw.get("quantization_config") or {}
-    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    if not stored or any(stored.get(key) != value for key, value in wanted.items()):
-        return raw
-    if stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":
-        raise ValueError(
-            f"config key 'bnb_4bit_quant_storage' is {stored['bnb_4bit_quant_storage']!r}, which is not supported;"
-            " supported: 'uint8'."
-        )
-    return {key: value for key, value in raw.items() if key != "quantization_config"}
+def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
+    """Return a tensor in NF4 as float32: table[code] · scale of the block; blocks continue over the ends of rows.
 
-
-def find_nf4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Nf4Tensor]:
-    """Return the tensors of a checkpoint, with the parts of each tensor in NF4 as one `Nf4Tensor`."""
-    found: dict[str, StoredTensor | Nf4Tensor] = dict(stored)
-    for name in [key.removesuffix(_STATE) for key in stored if key.endswith(_STATE)]:
-        state = json.loads(_all(stored[name + _STATE]).tobytes())
-        names = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-        parts = {part: stored[name + part] for part in names if name + part in stored}
-        for part in (*parts, _STATE):
-            del found[name + part]
-        _check_nf4(name, state, parts)
-        found[name] = Nf4Tensor(name, tuple(state["shape"]), state, parts)
-    return found
-
-
-def _check_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError for a tensor in NF4 that `Quantized` does not represent."""
-    nested, size = "nested_offset" in state, math.prod(state["shape"])
-    wanted = {"", ".absmax", ".quant_map"} | ({".nested_absmax", ".nested_quant_map"} if nested else set())
-    if missing := sorted(part or "its codes" for part in wanted - set(parts)):
-        reason = f"without {some(missing)}"
-    elif parts[""].dtype != np.uint8 or math.prod(parts[""].shape) != -(-size // 2):
-        reason = f"with codes of {parts[''].dtype.name}{list(parts[''].shape)}; {-(-size // 2)} of uint8 are supported"
-    elif not np.array_equal(_all(parts[".quant_map"]), NF4):
-        reason = "with another table of the 16 codes; only the table of NF4 is supported"
-    elif nested and state.get("nested_blocksize") != NESTED_BLOCK:
-        reason = f"with nested_blocksize {state.get('nested_blocksize')}; {NESTED_BLOCK} is supported"
-    elif math.prod(parts[".absmax"].shape) != -(-size // state["blocksize"]):
-        reason = f"with {math.prod(parts['.absmax'].shape)} scales for {-(-size // state['blocksize'])} blocks"
-    else:
-        return
-    raise ValueError(f"tensor {name!r} is stored in NF4 {reason}.")
-
-
-def check_sources(path: Sequence[str], shape: Sequence[int], sources: Sequence[Source], method: str | None) -> None:
-    """Raise ValueError for a parameter that cannot be read from the tensors that store it."""
-    stored = [tensor for tensor, _, _ in sources if isinstance(tensor, Nf4Tensor)]
-    if method is not None and any(part.stacked for _, _, part in sources) and is_projection(path, shape):
-        raise ValueError(
-            f"quantize is {method!r}: {'/'.join(path)} shares a stored tensor with another projection (as in gpt-oss"
-            " and Gemma 4), which is not supported; leave quantize out."
-        )
-    for tensor, _, _ in sources:
-        if not isinstance(tensor, Nf4Tensor) and tensor.dtype == np.uint8:
-            raise ValueError(f"{'/'.join(path)} is stored as U8, and not as bitsandbytes stores NF4.")
-    if not stored:
-        check_nf4_rows(path, shape, method)
-        return
-    where = f"tensor {stored[0].name!r} is stored in NF4"
-    if method not in (None, "nf4"):
-        raise ValueError(f"quantize is {method!r}: {where}, and would be rounded twice; leave quantize out.")
-    if not is_projection(path, shape):
-        raise ValueError(f"{where}; only projections of layers may be, and {'/'.join(path)} is not one.")
-    blocks = {tensor.state["blocksize"] for tensor in stored}
-    if len(stored) < len(sources) or len(blocks) > 1 or shape[-2] % min(blocks):
-        raise ValueError(
-            f"{where} in blocks of {some(sorted(map(str, blocks)))} weights; blocks of one size that divides the rows"
-            f" of {'/'.join(path)} ({shape[-2]} weights) are supported; store these projections plain."
-        )
-
-
-def _is_one(sources: Sequence[Source]) -> bool:
-    """Whether a parameter is the whole of one tensor."""
-    tensor, _, part = sources[0]
-    return len(sources) == 1 and part.rows == tensor.shape[0] and part.expert is None
-
-
-def read_nf4(shape: Sequence[int], sources: Sequence[Source], dtype: str) -> Quantized:
-    """Return a parameter [..., in, out] from tensors in NF4 that `check_sources` accepted.
-
-    Nested scales stay nested if the parameter is one whole tensor; else they are dequantized to float32.
+    A nested scale is levels[code] · outer scale of 256 codes + offset.
     """
-    stored = [(source, source.tensor) for source in sources if isinstance(source.tensor, Nf4Tensor)]
-    block = stored[0][1].state["blocksize"]
-    *lead, fan_in, fan_out = shape
-    if _is_one(sources):
-        codes, (scales, nested) = _all(stored[0][1].parts[""]).reshape(fan_out, -1), stored[0][1].scales()
-        return Quantized(codes, scales.reshape(fan_out, -1), nested, shape=tuple(shape), block=block, dtype=dtype)
-    codes = np.empty((*lead, fan_out, fan_in // 2), np.uint8)
-    scales = np.empty((*lead, fan_out, fan_in // block), np.float32)
-    for (_, first, part), tensor in stored:
-        at = ... if part.expert is None else part.expert
-        rows = slice(first, first + part.rows)
-        codes[at] = _all(tensor.parts[""]).reshape(tensor.shape[0], -1)[rows]
-        scales[at] = tensor.plain_scales().reshape(tensor.shape[0], -1)[rows]
-    return Quantized(codes, scales, None, shape=tuple(shape), block=block, dtype=dtype)
+    codes, absmax, shape, block = parts[""], parts[".absmax"], tuple(state["shape"]), state["blocksize"]
+    width = math.prod(shape[1:])
+    if codes.dtype != np.uint8 or 2 * math.prod(codes.shape) != math.prod(shape) or width % 2:
+        raise ValueError(
+            f"tensor {name!r} is stored in NF4 as {codes.dtype.name}{list(codes.shape)} for {list(shape)};"
+            " supported: bnb_4bit_quant_storage='uint8', two weights a byte."
+        )
+
+    def scales(first: int, count: int) -> np.ndarray:
+        found = absmax.read(first, count)
+        if "nested_offset" not in state:
+            return found
+        outer = _all(parts[".nested_absmax"])[np.arange(first, first + count) // state["nested_blocksize"]]
+        return _all(parts[".nested_quant_map"])[found] * outer + np.float32(state["nested_offset"])
+
+    def rows(first: int, count: int) -> np.ndarray:
+        start, size = first * width, count * width
+        low, high = start // block, -(-(start + size) // block)
+        packed = codes.read(start // 2, size // 2)
+        values = _all(parts[".quant_map"])[np.stack([packed >> 4, packed & 15], axis=-1)].ravel()
+        return values * np.repeat(scales(low, high - low), block)[start - low * block :][:size]
+
+    return computed(codes.file, shape, rows)
 
 
-# MXFP4 ----------------------------------------------------------------------------------------------------------------
-
-# gpt-oss stores its experts so, as "…_blocks" and "…_scales": a block of 32 weights shares one scale, a power of two,
-# and a weight is one of 16 values (OCP Microscaling Formats 1.0). Every product is a bfloat16 number.
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# The sixteen numbers of four bits (a sign, two bits of exponent, one of mantissa), for both halves of a byte.
+# The 16 numbers of four bits (a sign, two bits of exponent, one of mantissa), for both halves of each byte.
 _PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the weights [..., 32 n], bfloat16, of blocks [..., n, 16] and scales [..., n], both uint8.
 
-    weight = value(four bits) · 2^(scale − 127)
+    weight = value(four bits) · 2^(scale − 127), which is exact in bfloat16 (OCP Microscaling Formats 1.0).
     """
     pairs = _PAIRS[blocks].reshape((*scales.shape, -1))
     weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
     return weights.astype(jnp.bfloat16).reshape((*scales.shape[:-1], -1))
 
 
-def without_mxfp4(raw: Json) -> Json:
-    """Return a config.json without a `quantization_config` of MXFP4, whose weights are plain once they are read."""
-    quantized = (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    return {key: value for key, value in raw.items() if not (quantized and key == "quantization_config")}
-
-
-def find_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, with each pair of blocks and scales as the plain tensor that they encode."""
-    tensors = dict(stored)
-    for name in stored:
-        stem = name.removesuffix("_blocks")
-        if stem != name and f"{stem}_scales" in stored:
-            tensors[stem] = _plain_mxfp4(tensors.pop(name), tensors.pop(f"{stem}_scales"))
-    return tensors
-
-
 def _plain_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Return [experts, in, out], bfloat16, of blocks [experts, out, in / 32, 16], two weights a byte, and scales."""
+    """Return [experts, in, out], bfloat16, of blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
     experts, out, count, half = blocks.shape
 
     def rows(first: int, count: int) -> np.ndarray:

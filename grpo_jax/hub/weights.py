@@ -18,14 +18,11 @@ from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import StoredTensor, check_read
 from grpo_jax.hub.keys import has_vision
 from grpo_jax.hub.quantize import (
-    Nf4Tensor,
     Source,
     check_method,
-    check_nf4_rows,
-    check_sources,
+    check_quantizable,
     is_projection,
     quantized_shape,
-    read_nf4,
     read_quantized,
     without_quantization,
 )
@@ -38,44 +35,36 @@ from grpo_jax.models.sharding import parameter_sharding
 from grpo_jax.types import Json, Params
 
 BLOCK = 1 << 24
-"""Bytes read at a time: while a parameter is read, little more than itself is in memory."""
+"""Bytes read at a time: a parameter is read with little memory beyond its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """How a run loads its params, to compute their shapes without reading them.
-
-    Attributes:
-      param_dtype: "float32" or "bfloat16".
-      lora: rank of adapters on a frozen base, or `rank` and `targets` of `add_lora`; None trains all params.
-      quantize: of that base, as in `from_pretrained`; None keeps it plain, or in NF4 if it is stored in NF4.
-    """
+    """How a run loads its params, to compute their shapes without reading them."""
 
     param_dtype: str = "float32"
-    lora: int | Json | None = None
-    quantize: str | None = None
+    lora: int | Json | None = None  # rank of adapters, or `rank` and `targets` of `add_lora`; None trains all params
+    quantize: str | None = None  # of a base with adapters, as in `from_pretrained`
 
     def check(self, raw: Json) -> None:
-        """Raise ValueError for a model that is not supported, or for quantized params that are not frozen."""
+        """Raise ValueError for an unsupported model, or for quantized params without adapters."""
         check_method(self.quantize)
         read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:
             raise ValueError(f"lora is {self.lora}; it is the rank of adapters, at least 1.")
-        method = self._method(raw)
-        if self.lora is None and method is not None:
+        if self.lora is None and self.quantize is not None:
             raise ValueError(
-                f"quantize is {method!r}: quantized params cannot be trained; give lora, a rank of adapters."
+                f"quantize is {self.quantize!r}: quantized params cannot be trained; give lora, a rank of adapters."
             )
 
-    def params(self, shape: TransformerConfig, raw: Json) -> tuple[Params, Params | None]:
+    def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
         """Return the shapes of the trained params, and of the frozen base (None without one)."""
-        method = self._method(raw)
 
         def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
-            check_nf4_rows(names, x.shape, method)
-            if method is not None and is_projection(names, x.shape):
-                return quantized_shape(x.shape, method, self.param_dtype, jax.ShapeDtypeStruct)
+            check_quantizable(names, x.shape, (), self.quantize)
+            if self.quantize is not None and is_projection(names, x.shape):
+                return quantized_shape(x.shape, self.quantize, self.param_dtype, jax.ShapeDtypeStruct)
             return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
 
         params = jax.tree_util.tree_map_with_path(held, abstract_params(shape))
@@ -89,12 +78,9 @@ class Loading:
     def _rank(self) -> int:
         return self.lora if isinstance(self.lora, int) else (self.lora or {}).get("rank", 16)
 
-    def _method(self, raw: Json) -> str | None:
-        return self.quantize or ("nf4" if raw.get("quantization_config") else None)
-
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a size in config.json exceeds the shapes of the tensors, before arrays of it are made."""
+    """Raise ValueError if a size in config.json exceeds the tensors' shapes; nothing of that size is allocated yet."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
@@ -110,7 +96,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_tensors(
-    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor | Nf4Tensor], raw: Json, *, tied: bool
+    directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], raw: Json, *, tied: bool
 ) -> list[str]:
     """Raise ValueError if a checkpoint does not fit the plan; return the tensors outside the language model.
 
@@ -135,13 +121,13 @@ def check_tensors(
     found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if found:
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(found)}.")
-    check_read({name: x for name in wanted if not isinstance(x := stored[name], Nf4Tensor)})
+    check_read({name: stored[name] for name in wanted})
     return others
 
 
-def same_weights(a: StoredTensor | Nf4Tensor, b: StoredTensor | Nf4Tensor) -> bool:
-    """Whether two tensors of a checkpoint hold the same numbers; False if one is in NF4."""
-    if isinstance(a, Nf4Tensor) or isinstance(b, Nf4Tensor) or a.shape != b.shape:
+def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors of a checkpoint have equal numbers."""
+    if a.shape != b.shape:
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
     spans = [(start, min(step, a.shape[0] - start)) for start in range(0, a.shape[0], step)]
@@ -164,13 +150,13 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
 
 def read_params(
     plan: tuple[Tensor, ...],
-    stored: Mapping[str, StoredTensor | Nf4Tensor],
+    stored: Mapping[str, StoredTensor],
     abstract: Params,
     dtype: np.dtype,
     mesh: jax.sharding.Mesh | None,
     quantize: str | None,
 ) -> Params:
-    """Read every parameter, the largest first, so that the peak of memory is little above the size of all."""
+    """Read every parameter, the largest first, so that the peak of memory is little above their total size."""
     sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
@@ -181,13 +167,11 @@ def read_params(
             first += 0 if part.stacked else part.rows
     shapes = {path: leaf.shape for path, leaf in flatten_dict(abstract).items()}
     for path, shape in shapes.items():
-        check_sources(path, shape, sources[path], quantize)
+        check_quantizable(path, shape, [source.part for source in sources[path]], quantize)
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
         shape, found = shapes[path], sources[path]
-        if isinstance(found[0].tensor, Nf4Tensor):
-            arrays[path] = _place(path, read_nf4(shape, found, dtype.name), mesh)
-        elif quantize is not None and is_projection(path, shape):
+        if quantize is not None and is_projection(path, shape):
             arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
         else:
             arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
@@ -198,7 +182,6 @@ def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) 
     """Return a parameter that is not quantized, read a block at a time."""
     array = np.empty(shape, dtype)
     for tensor, first, part in sources:
-        assert not isinstance(tensor, Nf4Tensor), "read by read_nf4"
         out = array if part.expert is None else array[part.expert]
         step = max(1, BLOCK // max(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize, 1))
         for start in range(0, part.rows, step):
