@@ -241,14 +241,15 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoded(case):
-    """Greedy tokens [B, 32], their logits by cached decode, and logits [B, T + 32, V] of prompts and tokens at once."""
+    """Greedy tokens [B, 32], their logits [B, 32, V] by cached decode, and logits [B, T + 32, V] without a cache."""
     _, _, policy = case
     tokens, lengths = tokens_and_lengths()
     chosen, cached = jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
-    whole = np.zeros((len(lengths), T + 32), int)
+    apply, logits = jax.jit(policy.model.apply), []
     for b, n in enumerate(lengths):
-        whole[b, : n + 32] = [*tokens[b, :n], *chosen[b]]
-    return chosen, cached, jax.jit(policy.model.apply)({"params": policy.params}, whole)
+        whole = np.concatenate([tokens[b, :n], chosen[b], np.zeros(T - n, int)])
+        logits.append(apply({"params": policy.params}, whole[None])[0])
+    return chosen, cached, np.stack(logits)
 
 
 @pytest.mark.quick
