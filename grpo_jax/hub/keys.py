@@ -83,30 +83,17 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A row of `families.FAMILIES`: how one architecture reads its config.json and names its tensors.
-
-    Attributes:
-      model_type: as in config.json.
-      fields: maps the keys of a config to the `TransformerConfig` fields in which the family differs from Llama.
-      defaults: values of config keys that a config.json may omit.
-      only: config keys with a single supported value; a config.json may omit them.
-      fused: projections stored as one tensor: its name, and its parameters in order of rows.
-      renamed: the decoder's name of a module → its name in a checkpoint.
-      stacked: layout of gate and up of all experts in one tensor: "columns" (alternating) or "halves" (the rows of gate
-        first); "" if each expert has its own tensors.
-      quantized: supported values of `quant_method`; the weights are read as bfloat16.
-      spare: regular expressions of tensors that a checkpoint may contain and that are ignored.
-    """
+    """A row of `families.FAMILIES`: how one architecture reads its config.json and names its tensors."""
 
     model_type: str
-    fields: Callable[[Keys], Fields]
-    defaults: Json = dataclasses.field(default_factory=dict)
-    only: Json = dataclasses.field(default_factory=dict)
-    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stacked: str = ""
-    quantized: tuple[str, ...] = ()
-    spare: tuple[str, ...] = ()
+    fields: Callable[[Keys], Fields]  # the `TransformerConfig` fields in which the family differs from Llama
+    defaults: Json = dataclasses.field(default_factory=dict)  # of config keys that a config.json may omit
+    only: Json = dataclasses.field(default_factory=dict)  # the single supported value of a config key, if it is given
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # tensors of several projections: name, parameters by rows
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # decoder's module → name in a checkpoint
+    stacked: str = ""  # all experts' gate and up in one tensor: "columns" (alternating) or "halves" (first gate's rows)
+    quantized: tuple[str, ...] = ()  # supported values of `quant_method`; these weights are read as bfloat16
+    spare: tuple[str, ...] = ()  # regular expressions of tensors that a checkpoint may contain and that are ignored
 
 
 def check_window(keys: Keys) -> int:
