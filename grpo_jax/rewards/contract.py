@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_jax.messages import nearest, problems_of, raise_all
+from grpo_jax.messages import nearest, problems_of, raise_all, show
 
 if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
@@ -53,6 +53,8 @@ class TrainerState:
 
 def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
     """Return one or several reward functions as a list."""
+    if isinstance(reward_fns, dict) or not (callable(reward_fns) or isinstance(reward_fns, Iterable)):
+        raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
     for fn in fns:
         if not callable(fn):

@@ -56,13 +56,9 @@ class LocalRollouts:
     """The default source of rollouts: samples completions when they are requested, from the present policy.
 
     The n-th prompt of a run is the n-th entry of the shuffled epochs, and the keys of its samples are made from n, so
-    one integer is the position of a run in its dataset. `cursor` and `in_progress` are stored in checkpoints, and
-    change only in `commit`: a resumed run repeats an interrupted iteration.
-
-    Attributes:
-      cursor: prompts of completed iterations, since the start of the run.
-      next_cursor: `cursor` plus the prompts that the present iteration has sampled.
-      in_progress: whether an engine is sampling the prompts from `cursor` on.
+    one integer is the position of a run in its dataset. `cursor` counts the prompts of completed iterations,
+    `next_cursor` also those of the present one. A checkpoint stores `cursor`, and `in_progress`, whether an engine is
+    sampling the prompts from there on: a resumed run repeats an interrupted iteration.
     """
 
     in_progress = False
@@ -135,16 +131,12 @@ def collect(
 ) -> tuple[Batch, dict[str, float], list[dict[str, Any]]]:
     """Sample and score one iteration's completions, and compute their advantages and log-probs.
 
-    Args:
-      state: completions are sampled from its `old_params`, or from `params` if no old policy is kept.
-      source: the source of rollouts; its cursor advances.
-      phase: measures the seconds of "rollout", "reference" (log-probs and advantages), "rewards" and "teacher".
-      interrupt: called before each phase and at the end; an exception that it raises ends the iteration.
+    `phase` measures the seconds of "rollout", "reference" (log-probs and advantages), "rewards" and "teacher".
+    `interrupt` is called between them; an exception that it raises ends the iteration.
 
     Returns:
-      batch: the whole iteration's `Batch`, [B, G, T], as NumPy arrays, with the T that the updater needs.
-      metrics: of the rollout; with `dynamic_sampling` as in `refill_groups`.
-      rows: one dict per completion, for `completions.jsonl`.
+      The whole iteration's `Batch` in NumPy arrays [B, G, T], with the T that the updater needs; the metrics of the
+      rollout; and one dict per completion, for `completions.jsonl`.
     """
     config = run.config
 

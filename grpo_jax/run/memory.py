@@ -36,8 +36,8 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """Decide `gradient_checkpointing` by the bytes of a device's memory, if the config leaves it open.
 
     Activations are kept if they fit next to the state and the caller's params. `peak_bytes` counts everything that a
-    traced forward pass keeps, of which a compiler keeps a part. If this estimate does not fit, the update is compiled,
-    and the compiler's count decides. The process with the least memory decides for all.
+    traced forward pass keeps; a compiler keeps less. If this estimate does not fit, the update is compiled, and the
+    compiler's count decides. The process with the least memory decides for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run

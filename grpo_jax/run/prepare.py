@@ -19,7 +19,7 @@ from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import check_reward_fns
+from grpo_jax.rewards.contract import as_list, check_reward_fns
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
@@ -67,7 +67,7 @@ def prepare(
     faults.of(check_policy, policy, ends)
     faults.of(check_ends, ends, policy, policy.params)
     faults.of(check_optimizer, optimizer)
-    fns = faults.of(_as_functions, reward_fns)
+    fns = faults.of(as_list, reward_fns)
     rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
     for name, some in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
@@ -219,15 +219,6 @@ def check_optimizer(optimizer: object) -> None:
             f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
             "config's"
         )
-
-
-def _as_functions(reward_fns: Any) -> list[RewardFn]:
-    """Reward functions as a list."""
-    if callable(reward_fns):
-        return [reward_fns]
-    if isinstance(reward_fns, dict) or not hasattr(reward_fns, "__iter__"):
-        raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
-    return list((reward_fns,) if isinstance(reward_fns, str) else reward_fns)
 
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:

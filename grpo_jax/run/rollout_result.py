@@ -15,17 +15,11 @@ if TYPE_CHECKING:  # optional capabilities
 
 
 class RolloutResult(NamedTuple):
-    """Completions of B rows of a dataset, as NumPy arrays.
+    """Completions [B, G, T] of B rows of a dataset, as NumPy arrays.
 
-    Attributes:
-      rows: the rows, with prompts that include what environments added to them.
-      prompts: the tokens of the prompts.
-      completions: [B, G, T].
-      episodes: records of B·G episodes, prompt-major; None for completions of one turn.
-      environments: the environments of this process's completions; None without environments and for prefetched
-        completions.
-      process_rows: the rows that this process scores; None: an equal share.
-      metrics: measurements of the engine that sampled.
+    `rows` have prompts that include text from environments. `episodes` are B·G records of completions of several turns,
+    prompt-major. `environments` belong to this process's completions, in `process_rows` (None: an equal share), and are
+    None for prefetched completions. `metrics` are measurements of the engine that sampled.
     """
 
     rows: list[Row]

@@ -142,12 +142,9 @@ def refill_groups(
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
     """Replace zero-signal groups by groups of the next prompts, which `sample_more` samples and scores (DAPO).
 
-    After `MAX_REFILLS` further rollouts, zero-signal groups fill the batch, without counting in the loss, its
-    denominators or batch statistics. Metrics are the first rollout's, whose prompts are not selected by their rewards;
-    only costs are summed over the rollouts.
-
-    Returns:
-      The selected completions, their rewards, the metrics, and a mask [B] of the groups that count.
+    After `MAX_REFILLS` further rollouts, zero-signal groups fill the batch; the mask [B] that is returned last is False
+    for them, and they count in no loss, denominator or batch statistic. Metrics are the first rollout's, whose prompts
+    are not selected by their rewards; only costs are summed over the rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

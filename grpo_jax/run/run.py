@@ -34,17 +34,8 @@ if TYPE_CHECKING:  # optional capabilities
 class BaseRun:
     """The part of a run that `train` and `sft` share. It is constant.
 
-    Attributes:
-      policy: model, tokenizer and token ids; its params are the initial ones, and empty once a `TrainState` has them.
-      config: the settings, with the mesh and the dtype of the devices.
-      data: the encoded dataset.
-      prompt_length: P, one for all batches, so that each program is compiled once.
-      mesh: of params and batches; None for one device.
-      sizes: prompts, minibatches and micro-batches of an iteration.
-      total_steps: optimizer steps.
-      optimizer: the config's or the caller's.
-      schedule: learning rate by step; None for the caller's optimizer.
-      updater: scores completions and makes updates.
+    `policy.params` are the initial ones, and empty once a `TrainState` has them. All batches have P = `prompt_length`,
+    so that each program is compiled once. `mesh` is None for one device, and `schedule` for the caller's optimizer.
     """
 
     policy: Policy
@@ -84,13 +75,8 @@ class BaseRun:
 class Run(BaseRun):
     """A run of `train`, whose batches are sampled and scored.
 
-    Attributes:
-      eval_data: the prompts to evaluate on; None for no evaluation.
-      reward_fns: K reward functions, including those of environments.
-      interaction: tools and environments of completions of several turns; None for one turn.
-      sampler: the engine that samples instead of `generate`.
-      advantage_fn: the caller's function instead of `compute_advantages`.
-      teaching: the teacher.
+    `reward_fns` include the rewards of environments. `interaction` has the tools and environments of several turns,
+    `sampler` is an engine, and `advantage_fn` is the caller's function; None if unused.
     """
 
     config: GRPOConfig
@@ -149,9 +135,8 @@ class Run(BaseRun):
 class SFTRun(BaseRun):
     """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of examples.
 
-    Attributes:
-      eval_data: the examples to evaluate on by name, "" for a single dataset; empty for no evaluation.
-      num_groups: prompts of a batch if all examples begin with the same tokens; None if each has its own prompt.
+    `eval_data` has the name "" for a single dataset. `num_groups` is the number of prompts in a batch if all examples
+    begin with the same tokens; None if each example has its own prompt.
     """
 
     config: SFTConfig

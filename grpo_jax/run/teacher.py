@@ -59,7 +59,7 @@ class Teaching:
     def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
         """Add the teacher's log-probs to a batch on the host, unless the update computes its distributions.
 
-        `completions` are those of the batch, with a T that may be longer.
+        T of `completions` may be longer than the batch's.
         """
         if config.distillation_mode == "full_logits":
             return batch
