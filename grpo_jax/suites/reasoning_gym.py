@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ _PACKAGE = "reasoning-gym"
 
 
 def reasoning_gym(
-    task: str | Mapping[str, Json | None],
+    task: str,
     *,
     size: int = 500,
     seed: int = 0,
@@ -32,12 +32,13 @@ def reasoning_gym(
 ) -> Suite:
     """Return tasks of [reasoning-gym](https://github.com/open-thought/reasoning-gym), rewarded by its verifiers.
 
-    Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)` or, for several tasks,
-    of their composite. Most items are generated from `seed + i`, so datasets with seeds closer than `size` share items.
-    The reward is the verifier's score in [0, 1]. The metric `reasoning_gym/<task>` is its mean for each task.
+    Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
+    from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
+    It finds the task in the columns of a row, so the rows of several tasks can be concatenated. The metric
+    `reasoning_gym/<task>` is its mean for each task.
 
     Args:
-      task: a name, or a dict from name to settings for several tasks. Their `weight` (default 1) is a relative share.
+      task: name of the task.
       size: number of rows.
       seed: seed of the dataset.
       system_prompt: a system prompt, or a name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which ask for `<answer>`.
@@ -45,16 +46,13 @@ def reasoning_gym(
         system prompt, and otherwise the whole completion without surrounding white space.
       timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). None scores in this
         process without a limit. Some verifiers call `eval` on the completion.
-      settings: settings of a single task, such as `max_terms`.
+      settings: settings of the task, such as `max_terms`.
 
     Example:
       >>> suite = reasoning_gym("chain_sum", size=2, seed=1, min_terms=2, max_terms=2)  # doctest: +SKIP
       >>> suite.rows[0]["prompt"], suite.rows[0]["answer"]  # doctest: +SKIP
       ([{'role': 'user', 'content': 'State the final answer to the following arithmetic problem: 23 + 91 ='}], '114')
     """
-    if not isinstance(task, str) and settings:
-        name = next(iter(settings))
-        raise ValueError(f"{name}: write settings of several tasks next to their names: {{chain_sum: {{{name}: ...}}}}")
     check_integer("size", size, 1)
     check_integer("seed", seed, 0)
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
@@ -62,20 +60,16 @@ def reasoning_gym(
         answer_tag = "answer"
     system = utils.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
     before: Messages = [] if system is None else [{"role": "system", "content": system}]
-    if isinstance(task, str):
-        dataset = _dataset(task, settings, size, seed)
-        items: Iterator[_Item] = ((task, settings, dataset[index]) for index in range(size))
-    else:
-        items = _composite(task, size, seed)
+    dataset = _dataset(task, settings, size, seed)
     rows = [
         {
-            "prompt": [*before, {"role": "user", "content": entry["question"]}],
-            **{column: entry[column] for column in ("question", "answer", "metadata")},
-            "task": name,
-            "settings": task_settings,
+            "prompt": [*before, {"role": "user", "content": item["question"]}],
+            **{column: item[column] for column in ("question", "answer", "metadata")},
+            "task": task,
+            "settings": settings,
             "answer_tag": answer_tag,
         }
-        for name, task_settings, entry in items
+        for item in (dataset[index] for index in range(size))
     ]
     # A worker imports reasoning-gym when it loads `extract_answer`, before the timeout starts.
     score: Callable[..., Foreign] = functools.partial(_score, extract=utils.extract_answer)
@@ -84,34 +78,10 @@ def reasoning_gym(
     return Suite(rows=rows, reward_fns=[_ByTask(score)])
 
 
-_Item = tuple[str, Json, Foreign]
-"""Name and settings of a task, and an item of its dataset."""
-
-
-def _composite(tasks: Mapping[str, Json | None], size: int, seed: int) -> Iterator[_Item]:
-    """Yield the items of reasoning-gym's composite of several tasks."""
-    composite = import_extra("reasoning_gym.composite", _PACKAGE)
-    if not isinstance(tasks, Mapping) or not tasks:
-        raise ValueError(f"reasoning_gym must be the name of a task, or a dict {{name: settings}}; got {show(tasks)}")
-    specs, settings = [], {}
-    for name, given in tasks.items():
-        settings[name] = dict(given or {})
-        weight = settings[name].pop("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-            raise ValueError(f"{name}.weight must be a positive number; got {show(weight)}")
-        _dataset(name, settings[name], 1, seed)  # raises an error with the task's name
-        specs.append(composite.DatasetSpec(name, weight, settings[name]))
-    made = composite.CompositeDataset(composite.CompositeConfig(size=size, seed=seed, datasets=specs))
-    for index in range(size):
-        entry = made[index]
-        name = entry["metadata"]["source_dataset"]
-        yield name, settings[name], entry
-
-
 def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     """Return a dataset of reasoning-gym. Raises ValueError for unknown tasks and invalid settings."""
     factory = import_extra("reasoning_gym.factory", _PACKAGE)
-    if task not in factory.DATASETS:
+    if not isinstance(task, str) or task not in factory.DATASETS:
         near = nearest(task, factory.DATASETS)
         hint = f"did you mean {near!r}?" if near else "reasoning_gym.factory.DATASETS has their names"
         raise ValueError(f"reasoning-gym does not have the task {show(task)}; {hint}")

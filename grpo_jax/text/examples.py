@@ -19,7 +19,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,8 +148,8 @@ def encode_examples(
     Raises ValueError if a row does not fit the config, or if the assistant's turns cannot be located in the rendered
     conversation. As in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
     """
-    length, seen = config.max_length, set[object]()
-    found = [_encode(row, tokenizer, config, eos_token_ids, f"{argument} row {i}", seen) for i, row in enumerate(rows)]
+    length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids)
+    found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
     truncated = sum(length is not None and len(ids) > length for ids, _ in found)
     found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # nothing predicts the first token
@@ -207,130 +207,117 @@ def _ids_fault(row: Json) -> str:
     return ""
 
 
-def _encode_ids(row: Row, config: SFTConfig, where: str) -> _Example:
-    """Return the example of a row with `input_ids`."""
-    needs = (config.assistant_only_loss, config.completion_only_loss)
-    for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
-        if needed and mask not in row and "labels" not in row:
-            raise ValueError(f"{name}=True needs {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them")
-    if "labels" in row:
-        return _Example(list(row["input_ids"]), [label != _IGNORED for label in row["labels"]])
-    used = [name for name in _MASKS[: 1 if config.completion_only_loss is False else 2] if name in row]
-    return _Example(list(row["input_ids"]), [all(row[name][i] for name in used) for i in range(len(row["input_ids"]))])
+class _Encoder:
+    """Tokenizes single rows and computes their loss masks, with the settings of `encode_examples`."""
 
+    def __init__(self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int]):
+        self.tokenizer, self.config, self.ends = tokenizer, config, set(eos_token_ids)
+        self.seen: set[object] = set()  # see `template_messages`
 
-def _encode(
-    row: Row, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], where: str, seen: set[object]
-) -> _Example:
-    """Return the tokens and the mask of a row. `seen` as in `template_messages`."""
-    columns = _columns_of(row, config.dataset_text_field)
-    if columns == ("input_ids",):
-        return _encode_ids(row, config, where)
-    messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
-    if config.completion_only_loss and columns != ("prompt", "completion"):
-        raise ValueError(f"completion_only_loss=True needs a 'prompt' and a 'completion' in {where}; set it to None")
-    if config.assistant_only_loss and not messages:
-        raise ValueError(
-            f"assistant_only_loss=True needs messages in {where}, which has only a string; set it to False"
-        )
-    if messages:
-        return _encode_messages(row, columns, tokenizer, config, eos_token_ids, where, seen)
-    whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
-    if tokenizer.eos_token and not whole.endswith(tokenizer.eos_token):
-        whole += tokenizer.eos_token
-    ids, start = list(tokenizer(prompt + whole)["input_ids"]), 0
-    if len(columns) == 2 and config.completion_only_loss is not False:
-        start = common_length(tokenizer(prompt)["input_ids"], ids)
-    return _Example(ids, [i >= start for i in range(len(ids))])
-
-
-def _encode_messages(
-    row: Row,
-    columns: tuple[str, ...],
-    tokenizer: Tokenizer,
-    config: SFTConfig,
-    eos_token_ids: Sequence[int],
-    where: str,
-    seen: set[object],
-) -> _Example:
-    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-    keywords: Json = {**(config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-    keywords = {**keywords, "tools": tools} if tools else keywords
-    messages = [message for name in columns for message in row[name]]
-    messages = template_messages(messages, tokenizer, keywords, where=where, seen=seen)
-
-    def applied(messages: Messages, how: Json) -> Mapping[str, list[int]]:
-        found: Mapping[str, list[int]] = apply_template(
-            messages, tokenizer, {**keywords, "tokenize": True, "return_dict": True, **how}, where=where
-        )
-        return found
-
-    def ids_of(messages: Messages, *, opens: bool = False) -> list[int]:
-        return list(applied(messages, {"add_generation_prompt": opens})["input_ids"])
-
-    ids = ids_of(messages)
-    mask = [True] * len(ids)
-    if config.assistant_only_loss:
-        template = keywords.get("chat_template") or tokenizer.get_chat_template(tools=tools)
-        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            mask = [bool(x) for x in applied(messages, {"return_assistant_tokens_mask": True})["assistant_masks"]]
-        else:
-            mask = _assistant_mask(messages, ids, ids_of, special_tokens(tokenizer), eos_token_ids, where)
-        if not any(mask):
+    def encode(self, row: Row, where: str) -> _Example:
+        """Return the tokens and the mask of a row."""
+        columns, config = _columns_of(row, self.config.dataset_text_field), self.config
+        if columns == ("input_ids",):
+            return self.encode_ids(row, where)
+        messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
+        if config.completion_only_loss and columns != ("prompt", "completion"):
             raise ValueError(
-                f"assistant_only_loss=True: {where} has no assistant tokens; add an assistant message that the chat"
-                " template renders"
+                f"completion_only_loss=True needs a 'prompt' and a 'completion' in {where}; set it to None"
             )
-    if len(columns) == 2 and config.completion_only_loss is not False:
-        start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
-        mask = [learned and i >= start for i, learned in enumerate(mask)]
-    _learn_openings(ids, mask, messages[-1], tokenizer, keywords, eos_token_ids)
-    return _Example(ids, mask)
+        if config.assistant_only_loss and not messages:
+            raise ValueError(f"assistant_only_loss=True needs messages in {where}; set it to False")
+        if messages:
+            return self.encode_messages(row, columns, where)
+        whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
+        if self.tokenizer.eos_token and not whole.endswith(self.tokenizer.eos_token):
+            whole += self.tokenizer.eos_token
+        ids, start = list(self.tokenizer(prompt + whole)["input_ids"]), 0
+        if len(columns) == 2 and config.completion_only_loss is not False:
+            start = common_length(self.tokenizer(prompt)["input_ids"], ids)
+        return _Example(ids, [i >= start for i in range(len(ids))])
 
+    def encode_ids(self, row: Row, where: str) -> _Example:
+        ids, config = list(row["input_ids"]), self.config
+        needs = (config.assistant_only_loss, config.completion_only_loss)
+        for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
+            if needed and mask not in row and "labels" not in row:
+                raise ValueError(
+                    f"{name}=True needs {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them"
+                )
+        if "labels" in row:
+            return _Example(ids, [label != _IGNORED for label in row["labels"]])
+        used = [row[name] for name in _MASKS[: 1 if config.completion_only_loss is False else 2] if name in row]
+        return _Example(ids, [all(mask[i] for mask in used) for i in range(len(ids))])
 
-def _assistant_mask(
-    messages: Messages,
-    ids: list[int],
-    ids_of: Callable[..., list[int]],
-    special: Collection[int],
-    eos_token_ids: Sequence[int],
-    where: str,
-) -> list[bool]:
-    """Mask the tokens that each assistant message adds to the generation prompt, up to its last EOS."""
-    mask = [False] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        opened, closed = ids_of(messages[:i], opens=True) if i else [], ids_of(messages[: i + 1])
-        shared = common_length(closed, ids)
-        if set(closed[shared:]) <= set(special):
-            closed = closed[:shared]  # Phi-3 writes an EOS only after the last turn
-        if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
-            raise ValueError(
-                "assistant_only_loss=True: the chat template has no generation tags, and it renders"
-                f" {where} up to message {i} differently than in the whole conversation (many templates omit earlier"
-                " thoughts). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
-                " template, or split each turn into a row with 'prompt' and 'completion'"
-            )
-        ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in eos_token_ids]
-        stop = ends[-1] if ends else len(closed)
-        mask[len(opened) : stop] = [True] * (stop - len(opened))
-    return mask
+    def encode_messages(self, row: Row, columns: tuple[str, ...], where: str) -> _Example:
+        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+        keywords = {**keywords, "tools": tools} if tools else keywords
+        messages = [message for name in columns for message in row[name]]
+        messages = template_messages(messages, self.tokenizer, keywords, where=where, seen=self.seen)
 
+        def apply(messages: Messages, how: Json) -> Mapping[str, list[int]]:
+            how = {**keywords, "tokenize": True, "return_dict": True, **how}
+            encoded: Mapping[str, list[int]] = apply_template(messages, self.tokenizer, how, where=where)
+            return encoded
 
-def _learn_openings(
-    ids: list[int], mask: list[bool], last: Message, tokenizer: Tokenizer, keywords: Json, eos_token_ids: Sequence[int]
-) -> None:
-    """Learn tokens that end a turn by opening the next one; append one to a final assistant turn. Works in place."""
-    ends = set(eos_token_ids)
-    if ends.isdisjoint(ids) or not ends.isdisjoint(ids[-2:]):  # no EOS opens a turn, or an EOS closes the last turn
-        return
-    role = "tool" if last.get("tool_calls") else "user"
-    end = ChatTemplate(tokenizer, keywords, eos_token_ids=eos_token_ids).opening_token(role)
-    if end is None:
-        return
-    for i in range(len(ids) - 1):
-        mask[i + 1] |= mask[i] and ids[i] not in ends and ids[i + 1] in ends
-    if mask[-1] and last["role"] == "assistant":
-        ids.append(end)
-        mask.append(True)
+        def ids_of(messages: Messages, *, opens: bool = False) -> list[int]:
+            return list(apply(messages, {"add_generation_prompt": opens})["input_ids"])
+
+        ids = ids_of(messages)
+        mask = [True] * len(ids)
+        if self.config.assistant_only_loss:
+            template = keywords.get("chat_template") or self.tokenizer.get_chat_template(tools=tools)
+            if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+                mask = [bool(x) for x in apply(messages, {"return_assistant_tokens_mask": True})["assistant_masks"]]
+            else:
+                mask = self.assistant_mask(messages, ids, ids_of, where)
+            if not any(mask):
+                raise ValueError(
+                    f"assistant_only_loss=True: {where} has no assistant tokens; add an assistant message that the chat"
+                    " template renders"
+                )
+        if len(columns) == 2 and self.config.completion_only_loss is not False:
+            start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
+            mask = [learned and i >= start for i, learned in enumerate(mask)]
+        self.learn_openings(ids, mask, messages[-1], keywords)
+        return _Example(ids, mask)
+
+    def assistant_mask(
+        self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
+    ) -> list[bool]:
+        """Mask the tokens that each assistant message adds to the generation prompt, up to its last EOS."""
+        mask = [False] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opened, closed = ids_of(messages[:i], opens=True) if i else [], ids_of(messages[: i + 1])
+            shared = common_length(closed, ids)
+            if set(closed[shared:]) <= set(special_tokens(self.tokenizer)):
+                closed = closed[:shared]  # Phi-3 writes an EOS only after the last turn
+            if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
+                raise ValueError(
+                    "assistant_only_loss=True: the chat template has no generation tags, and it renders"
+                    f" {where} up to message {i} differently than in the whole conversation (many templates omit"
+                    " earlier thoughts). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
+                    " template, or split each turn into a row with 'prompt' and 'completion'"
+                )
+            ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in self.ends]
+            stop = ends[-1] if ends else len(closed)
+            mask[len(opened) : stop] = [True] * (stop - len(opened))
+        return mask
+
+    def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
+        """Learn tokens that end a turn by opening the next one; append one to a final assistant turn. In place."""
+        # No EOS opens a turn, or an EOS closes the last turn.
+        if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
+            return
+        template = ChatTemplate(self.tokenizer, keywords, eos_token_ids=self.ends)
+        end = template.opening_token("tool" if last.get("tool_calls") else "user")
+        if end is None:
+            return
+        for i in range(len(ids) - 1):
+            mask[i + 1] |= mask[i] and ids[i] not in self.ends and ids[i + 1] in self.ends
+        if mask[-1] and last["role"] == "assistant":
+            ids.append(end)
+            mask.append(True)

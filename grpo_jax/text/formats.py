@@ -6,11 +6,10 @@ message to the policy.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax.text.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
@@ -27,7 +26,6 @@ _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
 _UNWRAPPED = "it is not within <tool_call> and </tool_call>"
-_IN_THOUGHT = "it is within the thought; close the thought with </think> before the call"
 _DECODER = json.JSONDecoder()
 
 ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
@@ -43,12 +41,10 @@ def _parse_tagged(
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
-    thoughts = [(0, position)]
     start = 0  # of the text that is not yet in `kept`
     while found := _THINK_OR_CALL.search(text, position):
         if found[0] == "<think>":
             position = _end_of(text, "</think>", found.end())
-            thoughts.append((found.start(), position))
             continue
         if len(calls) + len(problems) == MAX_CALLS:
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
@@ -66,32 +62,8 @@ def _parse_tagged(
             calls.append(call)
             kept.append(text[start : found.start()])
             start = position
-    if not calls and not problems and (missed := _missed_call(text, thoughts, schemas, read)):
-        problems.append(problem_of(missed, form))
     content = "".join([*kept, text[start:]])
     return Parsed(content.strip() if calls else content, tuple(calls), tuple(problems))
-
-
-def _missed_call(text: str, thoughts: Sequence[tuple[int, int]], schemas: Mapping[str, Json], read: ReadCall) -> str:
-    """Return why a turn without calls seems to contain one, or "". Text outside of thoughts counts as an answer."""
-    ends, starts = [0, *(end for _, end in thoughts)], [*(start for start, _ in thoughts), len(text)]
-    answer = "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
-    if answer:
-        return _UNWRAPPED if answer.startswith("{") and _called_name(answer) in schemas else ""
-    for start, end in thoughts[:MAX_CALLS]:
-        _, tag, _ = text[start:end].partition("<tool_call>")
-        with contextlib.suppress(Unreadable):
-            if tag and read(text[:end], text.index(tag, start) + len(tag), schemas):
-                return _IN_THOUGHT
-    return ""
-
-
-def _called_name(text: str) -> str | None:
-    """Return the name of the tool in a JSON call, or None if the text is not a call."""
-    try:
-        return call_of(text).name
-    except Unreadable:
-        return None
 
 
 def _end_of(text: str, tag: str, start: int) -> int:
@@ -189,10 +161,8 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
     before, tag, after = message.partition(_TAG)
     written = _plain(after if tag else message).strip()
     if not tag and not _is_called(written):
-        inside = re.sub("</?think>", "", _plain(thought)).strip()
-        missed = "it is within <function=...>" if "<function=" in written else ""
-        missed = missed or (_IN_THOUGHT if not written and _is_called(inside) and _called_name(inside) else "")
-        return Parsed(_plain(text), (), (problem_of(missed, _LLAMA_FORM),) if missed else ())
+        problem = problem_of("it is within <function=...>", _LLAMA_FORM)
+        return Parsed(_plain(text), (), (problem,) if "<function=" in written else ())
     try:
         call = call_of(written)
     except Unreadable as error:

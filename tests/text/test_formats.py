@@ -140,12 +140,9 @@ def test_what_a_turn_says(name, text, parsed):
             "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
             "'a' is given twice",
         ),
-        # Calls in nearly the right form.
-        ("hermes", f"<think>\n{hermes()}", "within the thought; close the thought with </think> before"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
-        ("llama3", '<think><|python_tag|>{"name": "f", "parameters": {}}</think><|eot_id|>', "within the thought"),
         ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
         ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
@@ -164,18 +161,6 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
     assert parsed.content
     assert "<|call|>" not in parsed.content
     assert "<|eot_id|>" not in parsed.content
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "llama3"])
-def test_a_call_in_the_thought_that_the_prompt_opened_is_a_problem_unless_an_answer_follows(name):
-    tokenizer, _ = family(name)
-    call = turn_of(tokenizer, message_of(ToolCall("edit", {"line": 3})), thinking=False).split("</think>")[-1]
-    call = call.strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
-    parsed = FORMATS[name].parse(f"{call}\n</think>\n", thinking=True)
-    assert (parsed.content, parsed.calls) == (f"{call}\n</think>\n", ())
-    assert "within the thought; close the thought with" in parsed.problems[0]
-    assert FORMATS[name].parse(f"{call}</think> So 3.", thinking=True) == Parsed(f"{call}</think> So 3.")
-    assert FORMATS[name].parse(f"{call}</think>{call}", thinking=True).calls == (ToolCall("edit", {"line": 3}),)
 
 
 # --- Anything at all.
