@@ -108,10 +108,6 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
-    if run.quantize is not None and run.lora is None:
-        raise ValueError(
-            f"quantize = {run.quantize!r}: quantized params cannot be trained; set lora to train adapters on them"
-        )
     if dry_run and "grpo" not in run.stages:
         raise ValueError("--dry-run only supports GRPO, which stages does not include; remove it")
     policy = load_policy(run)
@@ -329,8 +325,6 @@ def export(arguments: Namespace) -> None:
     """`grpo-jax export`."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
-    if arguments.merge and run.lora is None:
-        raise ValueError("--merge: the run has no adapters; remove the option")
     step, policy = _load_checkpoint(run, run_dir, arguments.checkpoint)
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))

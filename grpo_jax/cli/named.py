@@ -25,8 +25,6 @@ SHIPPED: dict[str, Callable[..., RewardFn]] = {
 """Name → function of `grpo_jax.rewards` that returns a reward function."""
 
 _Server = TypeVar("_Server")
-_PATHS = ("model", "data", "eval_data", "teacher", "path", "tokenizer", "config")
-# Keys of a run, or of a mapping in it, whose value may be a path.
 _FORM = "use module:name or file.py:name"
 
 
@@ -169,18 +167,3 @@ def in_folder(name: str, folder: Path) -> str:
     """Return the path of `name` in `folder` if it exists; otherwise `name`, which may be a name on the hub."""
     path = folder / Path(name).expanduser()
     return str(path) if path.exists() else name
-
-
-def from_here(value: object, name: str = "") -> object:
-    """Return the value of a key on the command line, with absolute paths of files in the current directory."""
-    if isinstance(value, list):
-        return [from_here(item, name) for item in value]
-    if isinstance(value, dict):
-        return {from_here(key): from_here(inner, str(key)) for key, inner in value.items()}
-    file, reference, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
-    if not isinstance(file, str) or not (file.endswith(".py") if reference else name in _PATHS):
-        return value
-    path = Path(file).expanduser()
-    if not path.exists() or (name == "config" and path.is_dir()):  # the config of a dataset is a name
-        return value
-    return f"{path.resolve()}{reference}{attribute}"

@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
-from grpo_jax.cli.named import (
-    config_of,
-    find,
-    from_here,
-    in_folder,
-    is_reference,
-    resolve_source,
-    reward_function,
-    server_of,
-)
+from grpo_jax.cli.named import config_of, find, in_folder, is_reference, resolve_source, reward_function, server_of
 from grpo_jax.cli.yaml12 import parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
@@ -123,8 +114,7 @@ def read_run(
 
     Args:
       path: path of the file; None for a run described by the command line alone.
-      overrides: keys of the command line and their values as strings. Their files are relative to the current
-        directory.
+      overrides: keys of the command line and their values as strings.
       load: parts that the caller needs. A model is only checked; data and reward functions are loaded.
 
     Raises:
@@ -134,7 +124,7 @@ def read_run(
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    values |= {name: from_here(parse_value(name, text), name) for name, text in (overrides or {}).items()}
+    values |= {name: parse_value(name, text) for name, text in (overrides or {}).items()}
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.of("", _read_stages, stated) or ("grpo",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -138,10 +137,6 @@ def _translate_optimizer(moved: Migration, name: str, value: object) -> None:
         moved.missing[name] = f"{value!r}: pass an optax transformation as optimizer to train; the default is AdamW"
 
 
-def _as_dict(value: str | Json) -> dict[str, object]:
-    return dict(json.loads(value) if isinstance(value, str) else value)
-
-
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     """Translate a strategy of logging, evaluation or saving."""
     steps = _STEPS[name]
@@ -157,9 +152,9 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
         moved.set_field(name, steps, None)
 
 
-def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
-    """Translate the arguments of transformers' `from_pretrained`, a dict or a JSON string."""
-    kwargs = {key: x for key, x in _as_dict(value).items() if x not in (None, False)}
+def _translate_model(moved: Migration, name: str, value: Json) -> None:
+    """Translate the arguments of transformers' `from_pretrained`."""
+    kwargs = {key: x for key, x in value.items() if x not in (None, False)}
     stored = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
     kwargs.pop("torch_dtype", None)
     moved.dtype = dtype = _DTYPES.get(stored)
@@ -175,10 +170,10 @@ def _translate_model(moved: Migration, name: str, value: str | Json) -> None:
         moved.left_out[name] = f"{', '.join(sorted(kwargs))}: settings of PyTorch"
 
 
-def _translate_generation(moved: Migration, name: str, value: str | Json) -> None:
-    """Translate sampling arguments of transformers or vLLM, which override the fields: a dict or a JSON string."""
+def _translate_generation(moved: Migration, name: str, value: Json) -> None:
+    """Translate sampling arguments of transformers or vLLM, which override the fields."""
     no_effect = {"do_sample": True, "repetition_penalty": 1.0}
-    kwargs = {key: x for key, x in _as_dict(value).items() if x is not None and no_effect.get(key) != x}
+    kwargs = {key: x for key, x in value.items() if x is not None and no_effect.get(key) != x}
     fields = {_GENERATION[key]: x for key, x in kwargs.items() if key in _GENERATION}
     moved.values |= fields
     if fields:

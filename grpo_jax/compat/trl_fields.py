@@ -74,20 +74,16 @@ _UNNOTED = (
     "entropy_coef_max entropy_coef_delta entropy_target ref_model_sync_steps learning_rate warmup_steps "
     "adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_eval_batch_size log_completions "
     "num_completions_to_print loss_type save_total_limit greater_is_better run_name hub_model_id hub_private_repo "
-    "hub_revision"
+    "hub_revision beta delta project per_device_train_batch_size importance_sampling_level"
 )
 
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
-    "per_device_train_batch_size": "in completions, as in TRL; a micro-batch may be a part of a group",
     "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is left out",
     "seed": "the same seed gives different samples than in TRL",
     "scale_rewards": "True and False are accepted too",
-    "importance_sampling_level": '"trajectory" is not in TRL',
     "epsilon_high": 'required with `loss_type="cispo"`; if it is unset, TRL scales on-policy gradients by 0.2',
-    "delta": "limits the first term of the min only, as in TRL",
     "router_aux_loss_coef": "over the tokens of completions; TRL also counts a prompt's tokens, once per completion",
-    "beta": "with 0 there is no reference, as in TRL",
     "use_bias_correction_kl": "as in TRL, but at the sequence level the token's ratio is used too, which is unbiased; "
     '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement`'
     " are not in TRL",
@@ -106,7 +102,6 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` uses `eval/reward`; "
     "checkpoints also keep the last policy",
     "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5 (transformers 4 reported to all)",
-    "project": "also for wandb, unless WANDB_PROJECT is set",
     "push_to_hub": "pushes the directory `hub` of the run directory, with a model card of the run",
     "hub_strategy": "checkpoints are not pushed",
 }

@@ -24,12 +24,12 @@ WINDOW = 10
 """Number of logged steps that are averaged into the current value of a metric."""
 FIRST, LAST = 12, 100
 """Number of lines kept: the first ones of the run and the latest ones."""
-SAMPLER_GAP = {"float32": 1e-3, "tensorfloat32": 0.1, "bfloat16": 1.5}
-"""Largest |l − l_sampling| of a batch, in nats, that rounding can explain, by matmul precision.
+SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
+"""Largest |l − l_sampling| of a batch, in nats, that rounding can explain; the second if products are exact float32.
 
 On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to
-8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits, 0.1 with operands rounded to bfloat16's 7
-bits (as a TPU does for float32 products), and 0.54 in bfloat16. The limits leave room for more layers and tokens.
+8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits (as a GPU does for float32 products), 0.1 with
+operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54 in bfloat16. The limits leave room for larger models.
 """
 ENGINE_DIFFERENCE = 0.1
 """Mean |log π_old − log π_sampler| per token, in nats, that rounding can explain. Engines in bfloat16 reach 0.01."""
@@ -42,17 +42,10 @@ History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
-    """Return the `SAMPLER_GAP` of matrix products with operands in `compute_dtype` on this machine.
-
-    Unless `jax_default_matmul_precision` is raised, a TPU rounds float32 operands to bfloat16 and a GPU to TF32.
-    """
+    """Return `SAMPLER_GAP_FLOAT32` if this machine computes float32 products exactly, else `SAMPLER_GAP`."""
     settings: Any = jax.config  # jax adds its attributes at run time
-    precision, platform = settings.jax_default_matmul_precision, jax.default_backend()
-    if resolve(compute_dtype) == "float32" and (platform == "cpu" or precision in ("highest", "float32")):
-        return SAMPLER_GAP["float32"]
-    if resolve(compute_dtype) == "float32" and (platform != "tpu" or precision in ("high", "tensorfloat32")):
-        return SAMPLER_GAP["tensorfloat32"]
-    return SAMPLER_GAP["bfloat16"]
+    exact = jax.default_backend() == "cpu" or settings.jax_default_matmul_precision in ("highest", "float32")
+    return SAMPLER_GAP_FLOAT32 if exact and resolve(compute_dtype) == "float32" else SAMPLER_GAP
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:

@@ -169,7 +169,6 @@ class Monitor:
         self._tokens = 0.0
         self._page_only = self._complete = False
         self._step: int | None = None  # None until `start` has truncated the files
-        self._early: list[tuple[str, str]] = []
         self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Monitor:
@@ -214,8 +213,6 @@ class Monitor:
             for line in read_lines(self._writer.path("warnings.jsonl")):
                 self._warned.add((line["category"], line["message"]))
         self._step = progress.step
-        for category, message in self._early:
-            self._keep(category, message)
         self.say(
             describe_run(
                 self._config,
@@ -312,10 +309,8 @@ class Monitor:
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write a warning to its file, once. Warnings raised before `start` are written by `start`."""
-        if self._step is None:
-            self._early.append((category, message))
-        elif (category, message) not in self._warned and len(self._warned) < MAX_WARNINGS:
+        """Write a warning of a started run to its file, once."""
+        if self._step is not None and (category, message) not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add((category, message))
             with contextlib.suppress(OSError):  # a warning must not end a run; writing metrics reports a full disk
                 self._writer.warning(self._step, category, message)

@@ -91,12 +91,7 @@ def to_json(value: object) -> JSON:
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with `***` instead of passwords in URLs and the values of options named like secrets.
-
-    Example:
-      >>> hide_secrets(["train.py", "--hf-token=hf_x", "--api_key", "x", "http://me:pw@host", "--max_steps=3"])
-      ['train.py', '--hf-token=***', '--api_key', '***', 'http://***@host', '--max_steps=3']
-    """
+    """Return a command line with `***` instead of passwords in URLs and the values of options named like secrets."""
     shown: list[str] = []
     for argument in arguments:
         name, equals, _ = argument.partition("=")

@@ -39,37 +39,6 @@ def test_a_run_is_the_arguments_of_train(folder):
     assert read_run(path, {"run_dir": "null"}).run_dir is None
 
 
-def test_files_of_the_command_line_are_relative_to_the_current_directory(folder):
-    path = write_run(folder / "project")
-    (folder / "here.jsonl").write_text('{"question": "c", "answer": "c"}\n')
-    (folder / "judging_here.py").write_text("def judge(completions, **_):\n    return [0.0] * len(completions)\n")
-    (folder / "making_here.py").write_text("def made(value):\n    return lambda completions, **_: [value]\n")
-    (folder / "config.json").write_text("{}")
-    (folder / "a").write_text("a file with the name of a column")
-    (folder / "squad").mkdir()
-    run = read_run(path, {"data": "here.jsonl", "rewards": "[judging_here.py:judge]"}, load=ALL)
-    assert [row["prompt"] for row in run.rows] == ["say c: "]
-    assert [fn.__name__ for fn in run.rewards] == ["judge"]
-    mappings = {
-        "data": "{path: here.jsonl, rows: 1}",
-        "rewards": "[{making_here.py:made: a}]",
-        "environment_factory": "{judging_here.py:judge: judging_here.py:judge}",
-        "model": "{config: config.json, tokenizer: model}",
-        "advantage_fn": "judging_here.py:judge",
-        "surrogate": "making_here.py:made",
-    }
-    run = read_run(path, mappings, load=ALL)
-    assert [row["prompt"] for row in run.rows] == ["say c: "]
-    assert run.rewards[0](completions=["x"]) == ["a"]
-    assert [fn.__name__ for fn in run.environment_factory.values()] == ["judge"]
-    assert (run.advantage_fn.__name__, run.surrogate.__name__) == ("judge", "made")
-    assert run.model == {"config": str(folder / "config.json"), "tokenizer": "model"}
-    hub = {"name": "squad", "config": "squad", "split": "a"}
-    found = read_run(path, {"data": str(hub), "columns": "{a: a}", "run_name": "a"})
-    assert (found.values["data"], found.values["columns"]) == (hub, {"a": "a"}), "names that are not paths"
-    assert found.config.run_name == "a"
-
-
 def test_all_errors_are_reported_together_with_their_keys(folder):
     wrong = {
         "modle": ("x", "modle: no such key; did you mean model?"),
@@ -83,7 +52,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os has no nothing"),
         "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os has no nothing"),
         "surrogate": ("ppo", "surrogate = 'ppo': is not a reference: use module:name or file.py:name"),
-        "prompt": ("{question", "prompt = '{question': expected '}' before end of string"),
+        "prompt": ("{question", "prompt='{question': expected '}' before end of string"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping of rank, alpha, targets, dropout"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': did you mean "float32"? must be "float32" or "bfloat16"'),
         "run_dir": (7, "run_dir = 7: must be text"),
@@ -105,7 +74,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "rewards[1] = 'nubmer_reward': no such reward function; did you mean number_reward?",
     ):
         assert [line for line in lines if line.startswith(begin)], begin
-    assert len(lines) == 20
+    assert len(lines) == 19
 
 
 def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_only_reward(folder):

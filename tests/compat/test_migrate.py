@@ -1,6 +1,5 @@
 """Every field of TRL 1.16 is a field here or has a note, and `from_trl` drops no value silently."""
 
-import ast
 import dataclasses
 import itertools
 import re
@@ -57,9 +56,8 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
     assert field_table() in PAGE.read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| TRL's function \|.*\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), flags=re.M)
     rows = [line.split("|")[1:3] for line in table.splitlines()]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (PAGE.parents[1] / "grpo_jax").rglob("*.py")]
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    known = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)} | set(OURS)
+    sources = [path.read_text(encoding="utf-8") for path in (PAGE.parents[1] / "grpo_jax").rglob("*.py")]
+    known = {name for source in sources for name in re.findall(r"(?:def|class) (\w+)", source)} | set(OURS)
     assert len(rows) > 15
     for _, ours in rows:
         assert not set(re.findall(r"`(?:\w+\.)*(\w+)", ours)) - known - {"log_metric", "log_extra", "callbacks"}, ours
@@ -81,7 +79,7 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
             | {"top_p": 0.5, "top_k": 7},
             {"stop": ["</a>"], "top_p": 0.9, "top_k": 7, "max_completion_length": 64},
         ),
-        ({"generation_kwargs": '{"stop": ".", "stop_token_ids": [3]}'}, {"stop": ".", "stop_token_ids": [3]}),
+        ({"generation_kwargs": {"stop": ".", "stop_token_ids": [3]}}, {"stop": ".", "stop_token_ids": [3]}),
         # The correction for vLLM.
         ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
         ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),

@@ -35,7 +35,7 @@ async def brevity(completions, completion_ids, trainer_state, log_metric, **kwar
     return [-len(completion[0]["content"]) / 100 for completion in completions]
 
 training_args = GRPOConfig(
-    output_dir=output_dir, per_device_train_batch_size=8, num_generations=4, max_completion_length=8, max_steps=2,
+    output_dir=output_dir, per_device_train_batch_size=8, num_generations=4, max_completion_length=4, max_steps=2,
     logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="no", bf16=False, report_to="none",
     reward_weights=[1.0, 0.5],
 )
@@ -47,7 +47,6 @@ trainer = GRPOTrainer(
 trainer.add_callback(lambda step, metrics: events.append(("function", step)))
 trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 metrics = trainer.evaluate()
-parts = trainer.evaluate({"easy": dataset, "hard": dataset})
 trainer.save_model(training_args.output_dir)
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 """
@@ -107,8 +106,6 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
     found = names["metrics"]
     assert found["eval_reward"] == pytest.approx(held_out[-1])
     assert {"eval_rewards/correct/mean", "eval_rewards/brevity/mean", "eval_completions/mean_length"} < found.keys()
-    theirs = {name.replace("eval_", f"eval_{part}_", 1): x for part in ("easy", "hard") for name, x in found.items()}
-    assert names["parts"] == pytest.approx(theirs)
     # callbacks
     assert (events[0], events[-1]) == (("begin", 1e-3, 0), ("end", 2))
     assert [event for event in events if event[0] == "step"] == [("step", 1), ("step", 2)]

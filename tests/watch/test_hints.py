@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, Hints, sampler_gap_limit
+from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, SAMPLER_GAP_FLOAT32, Hints, sampler_gap_limit
 
 pytestmark = pytest.mark.quick
 
@@ -108,21 +108,19 @@ def test_no_hint_where_none_is_due(lines, config):
 @pytest.mark.parametrize(
     ("dtype", "platform", "precision", "limit"),
     [
-        ("float32", "cpu", None, "float32"),
-        ("float32", "gpu", None, "tensorfloat32"),
-        ("float32", "gpu", "highest", "float32"),
-        ("float32", "tpu", None, "bfloat16"),
-        ("float32", "tpu", "high", "tensorfloat32"),
-        ("bfloat16", "cpu", "highest", "bfloat16"),
+        ("float32", "cpu", None, SAMPLER_GAP_FLOAT32),
+        ("float32", "gpu", "highest", SAMPLER_GAP_FLOAT32),
+        ("float32", "tpu", "high", SAMPLER_GAP),
+        ("bfloat16", "cpu", "highest", SAMPLER_GAP),
     ],
 )
 def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, platform, precision, limit):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with jax.default_matmul_precision(precision):
-        assert sampler_gap_limit(dtype) == SAMPLER_GAP[limit]
+        assert sampler_gap_limit(dtype) == limit
         config = GRPOConfig(compute_dtype=dtype)
-        assert said(series("sampler_gap", [0.99 * SAMPLER_GAP[limit]] * 20), config) == []
-        assert len(said(series("sampler_gap", [1.01 * SAMPLER_GAP[limit]] * 20), config)) == 1
+        assert said(series("sampler_gap", [0.99 * limit] * 20), config) == []
+        assert len(said(series("sampler_gap", [1.01 * limit] * 20), config)) == 1
 
 
 def test_a_long_run_keeps_its_beginning():
