@@ -1,7 +1,7 @@
 """Reward functions.
 
-`contract`: their names, arguments and checks; `outcomes`: what they return; `calls`: calling them; `shipped`, `combine`
-and `answers`: those that come with the package; `workers`: functions in worker processes.
+`contract`: names, arguments and checks. `outcomes`: validation of results. `calls`: calling functions. `shipped`,
+`combine` and `answers`: built-in functions. `workers`: functions in worker processes.
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
@@ -20,24 +20,8 @@ from grpo_jax.rewards.shipped import (
 from grpo_jax.rewards.workers import isolated
 
 __all__ = [
-    "PartialRewards",
-    "RewardError",
-    "Rewards",
-    "TrainerState",
-    "accuracy_reward",
-    "check_reward_fns",
-    "clipped",
-    "completion_text",
-    "compute_rewards",
-    "final_number",
-    "format_reward",
-    "formula_reward",
-    "from_row",
-    "gated",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "isolated",
-    "number_reward",
-    "reward_names",
+    "PartialRewards", "RewardError", "Rewards", "TrainerState", "accuracy_reward", "check_reward_fns", "clipped",
+    "completion_text", "compute_rewards", "final_number", "format_reward", "formula_reward", "from_row", "gated",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "isolated", "number_reward", "reward_names",
     "sole_number",
-]
+]  # fmt: skip

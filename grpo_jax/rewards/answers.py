@@ -112,14 +112,9 @@ def number_reward(column: str = "answer") -> RewardFn:
     r"""Score 1 if the final number of a completion equals the number in a dataset column, else 0.
 
     Completions are parsed with `final_number` and the column with `sole_number`: a number, a string, or a solution that
-    ends in `#### 18`, as in GSM8K. If the column is None, the completion is not scored.
-
-    Args:
-      column: name of the column with the correct answer.
-
-    Returns:
-      A reward function named "accuracy". It raises ValueError for rows whose column is not a single number (3√13, an
-      interval, a word). Its `check_rows`, which a run calls before sampling, reports all such rows.
+    ends in `#### 18`, as in GSM8K. If the column is None, the completion is not scored. A column that is not a single
+    number (3√13, an interval, a word) raises ValueError. `check_rows`, which a run calls before sampling, reports all
+    such rows.
 
     Example:
       >>> right = number_reward()

@@ -122,20 +122,14 @@ def compute_rewards(
             message = f"{errors} of {count} completions scored as missing: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         counted |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
-    return Rewards(
-        values=rewards.reshape(-1, num_generations, len(fns)),
-        stats=reward_stats(names, rewards) | counted,
-        parts=parts,
-        metrics=log.metrics,
-        columns=log.columns,
-        completions=list(completions),
-    )
+    stats = reward_stats(names, rewards) | counted
+    grouped = rewards.reshape(-1, num_generations, len(fns))
+    return Rewards(grouped, stats, parts, log.metrics, log.columns, list(completions))
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
     """Call all functions. Returns their results or exceptions, and their times in seconds."""
-    outcomes: list[object] = []
-    seconds: list[float] = []
+    outcomes, seconds = list[object](), list[float]()
     for fn in fns:
         started = time.perf_counter()
         try:
@@ -203,7 +197,7 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], 
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
-    return message + (f", and has faults in {len(faults) - 1} more" if len(faults) > 1 else "")
+    return message + (f", and has {len(faults) - 1} more faults" if len(faults) > 1 else "")
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

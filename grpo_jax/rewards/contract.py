@@ -48,13 +48,10 @@ class TrainerState:
     epoch: float = 0.0
 
 
-# Names and arguments --------------------------------------------------------------------------------------------------
-
-
 def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
     """Return one or several reward functions as a list."""
     if isinstance(reward_fns, dict) or not (callable(reward_fns) or isinstance(reward_fns, Iterable)):
-        raise ValueError(f"reward_fns is {show(reward_fns)}: give a function, or a list of functions")
+        raise ValueError(f"reward_fns must be a function or a list of functions; got {show(reward_fns)}")
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
     for fn in fns:
         if not callable(fn):
@@ -97,14 +94,9 @@ def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
 
     A callable object with `**kwargs` can declare additional keywords in an attribute `reward_arguments`, also a dict.
     """
-    bound = _bound(fn)
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    named = {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters_of(fn)
-        if parameter.kind not in variadic and parameter.name not in bound
-    }
-    return named | getattr(fn, "reward_arguments", {})
+    named = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    arguments = {p.name: p.default is p.empty for p in named if p.name not in _bound(fn)}
+    return arguments | getattr(fn, "reward_arguments", {})
 
 
 def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
@@ -141,9 +133,7 @@ def check_reward_fns(
         return
     columns = [column for column in columns if column != "prompt"]
     taken = sorted({*columns} & {*SAMPLED, *EXTRAS})
-    problems = [
-        f"{argument} has a column {name!r}, the name of a built-in argument; rename the column" for name in taken
-    ]
+    problems = [f"{argument} has a column {name!r}, the name of a built-in argument; rename it" for name in taken]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, argument)
     raise_all("reward_fns", problems)
@@ -180,10 +170,8 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
             + (f"; did you mean {near!r}?" if near else "")
         )
     if not unknown and not takes_everything(fn) and not named.keys() & {*known}:
-        yield (
-            f"reward function {name!r} takes none of the available arguments "
-            f"({', '.join(known)}); if it is a factory, pass its result: {name}(...)"
-        )
+        advice = f"if it is a factory, pass its result: {name}(...)"
+        yield f"reward function {name!r} takes none of the available arguments ({', '.join(known)}); {advice}"
 
 
 # Arguments of one call ------------------------------------------------------------------------------------------------
@@ -215,13 +203,11 @@ def copy_containers(value: Any) -> Any:
 def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
     """Return the inputs that a function accepts. Lists are copied, so functions cannot modify each other's inputs."""
     named, bound, everything = arguments_of(fn), _bound(fn), takes_everything(fn)
-    extras = {name: value for name, value in inputs.items() if name in EXTRAS and name in named}
-    lists = {
-        name: copy_containers(list(values))
-        for name, values in inputs.items()
-        if name not in EXTRAS and (name in named or (everything and name not in bound))
-    }
-    return lists | extras
+    selected = {}
+    for name, value in inputs.items():
+        if name in named or (everything and name not in bound and name not in EXTRAS):
+            selected[name] = value if name in EXTRAS else copy_containers(list(value))
+    return selected
 
 
 def call_selected(fn: Callable[..., _Returned], inputs: Inputs) -> _Returned:

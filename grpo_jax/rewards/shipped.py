@@ -29,16 +29,9 @@ def completion_text(completion: str | Messages) -> str:
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
     """Score 1 if the answer in the completion equals `str(row[column])` up to surrounding white space, else 0.
 
-    If the column is None, the completion is not scored.
-
-    Args:
-      column: name of the column with the correct answer.
-      extract: how to find the answer in the completion. A regular expression selects the first group of its last match,
-        or the whole match if it has no groups (`.` matches line breaks). A function maps the completion to the answer
-        or None. None selects the whole completion.
-
-    Returns:
-      A reward function named "accuracy".
+    If the column is None, the completion is not scored. `extract` finds the answer in the completion: a regular
+    expression selects the first group of its last match, or the whole match if it has no groups (`.` matches line
+    breaks); a function maps the completion to the answer or None; None selects the whole completion.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -124,20 +117,15 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Penalize completions near the maximum length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
-    DAPO, arXiv 2503.14476, equation 13; |y| includes the EOS. The reward function is named "soft_overlong".
-
-    Args:
-      max_completion_len: L_max in tokens. Longer completions score −1.
-      soft_punish_cache: L_cache in tokens. Completions of at most L_max − L_cache tokens score 0.
+    L_max is `max_completion_len` and L_cache is `soft_punish_cache`, in tokens. |y| includes the EOS. DAPO, arXiv
+    2503.14476, equation 13.
 
     Example:
       >>> get_soft_overlong_punishment(100, 20)(completion_ids=[[1] * 80, [1] * 90, [1] * 101])
       [0.0, -0.5, -1.0]
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
-        raise ValueError(
-            f"soft_punish_cache must be in 0..max_completion_len={max_completion_len}; got {soft_punish_cache}"
-        )
+        raise ValueError(f"soft_punish_cache must be in 0..{max_completion_len}; got {soft_punish_cache}")
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 
 
@@ -188,17 +176,12 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
     """Score 1 if [math-verify](https://github.com/huggingface/Math-Verify) finds the correct answer, else 0.
 
     math-verify parses and compares formulas, whereas `number_reward` supports only numbers; docs/suites.md compares the
-    two. If the column is None, the completion is not scored.
+    two. The column holds a number, a LaTeX formula with or without dollar signs, a string with `\\boxed{…}`, or a
+    solution that ends in `#### 18`, as in GSM8K. If it is None, the completion is not scored.
 
-    Args:
-      column: name of the column with the correct answer: a number, a LaTeX formula with or without dollar signs, a
-        string with `\\boxed{…}`, or a solution that ends in `#### 18`, as in GSM8K.
-      timeout: seconds for each completion in a worker process (`isolated`), since parsing a formula may not terminate.
-        None runs in this process without a limit.
-
-    Returns:
-      A reward function named "formula". Its `check_rows`, which a run calls before sampling, rejects rows whose column
-      math-verify cannot parse.
+    Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
+    seconds. None scores in this process without a limit. `check_rows` of the reward function, which a run calls before
+    sampling, rejects rows whose column math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     made = _FormulaReward(column, package.parse, package.verify)

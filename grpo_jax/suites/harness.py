@@ -104,13 +104,8 @@ class Conversation:
             raise RuntimeError("the completion has ended")
         self._seen = [*map(_role_and_text, messages), _role_and_text(message)]
         reason = "tool_calls" if "tool_calls" in message else "stop"
-        raw: Json = {
-            "id": "policy",
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-            "choices": [{"index": 0, "finish_reason": reason, "message": message}],
-        }
+        choice = {"index": 0, "finish_reason": reason, "message": message}
+        raw = {"id": "policy", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         return response

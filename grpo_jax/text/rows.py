@@ -30,23 +30,12 @@ def load_rows(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset as a list of dicts with the same columns, among them `prompt`.
+    """Read a dataset as a list of dicts with the same columns, among them `prompt`: all strings or all messages.
 
-    Args:
-      dataset: a sequence or iterable of dicts (also `datasets.Dataset`, `datasets.IterableDataset`, a grain source), a
-        pandas DataFrame, a pyarrow Table, the path of a JSONL, .csv or .parquet file, the name of a dataset on the hub
-        (split "train"), or a mapping with `path` or `name` and optionally `config`, `split` and a number of `rows`.
-      columns: new names of columns, see `Columns`.
-      prompt: template of the column `prompt`, see `Template`.
-      argument: name of `dataset` in messages.
-      max_rows: number of rows to read from an iterable. None reads all.
-
-    Returns:
-      A list of dicts. The prompts are either all strings or all lists of messages.
-
-    Raises:
-      ValueError: if the dataset cannot be read, has no rows or more than ten million, or contains invalid rows.
-      FileNotFoundError: if the path does not exist.
+    The dataset is a sequence or iterable of dicts (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a
+    pandas DataFrame, a pyarrow Table, the path of a JSONL, .csv or .parquet file, the name of a hub dataset (split
+    "train"), or a mapping with `path` or `name` and optionally `config`, `split` and a number of `rows`. At most
+    `max_rows` are read from an iterable. Invalid datasets and rows raise ValueError with the name `argument`.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")

@@ -40,7 +40,9 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
-        return _read_name(dataset, argument)
+        if isinstance(dataset, str) and is_hub_name(dataset) and not os.path.exists(dataset):
+            return list(_hub_dataset(dataset, None, "train", argument))
+        return _read_file(Path(dataset), argument)
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
         frame: Any = dataset
@@ -48,31 +50,30 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
         table: Any = dataset
         return list(table.to_pylist())
-    if not isinstance(dataset, RandomAccess | Iterable):
+    limit = _MAX_ROWS + 1 if max_rows is None else max_rows
+    if isinstance(dataset, RandomAccess):
+        _check_size(len(dataset), argument)
+        limit, dataset = len(dataset), map(dataset.__getitem__, range(len(dataset)))
+    if not isinstance(dataset, Iterable):
         raise ValueError(
             f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
             f" ({', '.join(_KINDS)}) or the name of a dataset on the hub; got {show(dataset)}"
         )
-    if isinstance(dataset, RandomAccess):
-        rows, size = [], len(dataset)
-    else:
-        rows = list(itertools.islice(dataset, _MAX_ROWS + 1 if max_rows is None else max_rows))
-        size = len(rows)
+    try:
+        rows = list(itertools.islice(dataset, limit))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{argument} must be a list of dicts; reading its rows failed ({one_line(error)})") from error
+    _check_size(len(rows), argument)
+    # grain returns None for rows that a filter removed.
+    return [row for row in rows if row is not None] if package == "grain" else rows
+
+
+def _check_size(size: int, argument: str) -> None:
     if size > _MAX_ROWS:
         raise ValueError(
             f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a part of it, such as"
             " dataset.take(1000) or itertools.islice(dataset, 1000)"
         )
-    if isinstance(dataset, RandomAccess):
-        try:
-            rows = [dataset[index] for index in range(len(dataset))]
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{argument} of type {type(dataset).__name__} does not support indexing ({one_line(error)}); pass a"
-                " list of dicts"
-            ) from error
-    # grain returns None for rows that a filter removed.
-    return [row for row in rows if row is not None] if package == "grain" else rows
 
 
 def without_arrays(value: object) -> object:
@@ -104,13 +105,6 @@ def is_hub_name(text: str) -> bool:
 def is_stream(dataset: object) -> bool:
     """Return whether a dataset is an `IterableDataset` of `datasets` or PyTorch, which may be infinite."""
     return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
-
-
-def _read_name(name: str | os.PathLike[str], argument: str) -> list[object]:
-    """Read a file, or the split "train" of a hub dataset."""
-    if isinstance(name, str) and is_hub_name(name) and not os.path.exists(name):
-        return list(_hub_dataset(name, None, "train", argument))
-    return _read_file(Path(name), argument)
 
 
 def _read_described(source: Json, argument: str) -> list[object]:

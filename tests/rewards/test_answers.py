@@ -1,6 +1,7 @@
 """Answers: every way to write a right one is read, a wrong one never scores, and no text takes long."""
 
 import functools
+import itertools
 import json
 import pickle
 import re
@@ -60,7 +61,7 @@ NO_NUMBER = r"""
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_a_single_number_is_read_in_every_spelling(text, number):
     """Answers in the spellings of mathematics are read, what is no single number is refused as a truth, and GSM8K's
-    8,792 solutions score in four styles of ending.
+    8,792 solutions score, each in one of four styles of ending.
     """
     assert sole_number(text) == Fraction(number)
     score = number_reward()
@@ -143,9 +144,9 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
     wrong = [f"{int(truth.replace(',', '')) + 1:,}" for truth in truths]
     # Without a mark at their ends; and every solution is a truth itself.
     reasons = [re.sub("<<.*?>>", "", solution.rpartition("\n####")[0]) for solution in solutions]
-    for end in ("Total = {}", "So it is ${}.", "**{}**", "The answer is {}."):
-        unmarked = [f"{reason}\n{end.format(truth)}" for reason, truth in zip(reasons, truths, strict=True)]
-        assert sum(score(completions=unmarked, answer=truths)) == count
+    ends = itertools.cycle(("Total = {}", "So it is ${}.", "**{}**", "The answer is {}."))
+    unmarked = [f"{reason}\n{next(ends).format(truth)}" for reason, truth in zip(reasons, truths, strict=True)]
+    assert sum(score(completions=unmarked, answer=truths)) == count
     score.check_rows([{"answer": solution} for solution in solutions])
     assert [sole_number(solution) for solution in solutions] == [Fraction(t.replace(",", "")) for t in truths]
     changed = [f"{s.rpartition('####')[0]}#### {number}" for s, number in zip(solutions, wrong, strict=True)]

@@ -177,7 +177,7 @@ def test_combinators_of_async_functions_are_async():
     [
         (lambda: clipped(length, 2, 1), "low=2 must not exceed high=1"),
         (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
-        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..max_completion_len=10; got 11"),
+        (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..10; got 11"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size must be at least 1; got 0"),
     ],
 )

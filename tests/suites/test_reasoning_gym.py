@@ -8,11 +8,8 @@ from grpo_jax.suites import reasoning_gym
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
 pytestmark = pytest.mark.quick
 
-TEN = [
-    "chain_sum", "decimal_arithmetic", "fraction_simplification", "knights_knaves", "letter_jumble", "n_queens",
-    "polynomial_equations", "shortest_path", "spell_backward", "time_intervals",
-]  # fmt: skip
-"""Of their verifiers, most do not only compare texts; two look at the config of their dataset."""
+TASKS = ["chain_sum", "fraction_simplification", "knights_knaves", "letter_jumble", "n_queens", "time_intervals"]
+"""The verifiers of most of them do more than compare strings, and one reads the config of its dataset."""
 
 
 def answers_to(entry: dict) -> list[str | None]:
@@ -38,7 +35,7 @@ def scored(suite, completions) -> list[float | None]:
     return compute(suite, completions).values[:, 0, 0].tolist()
 
 
-@pytest.mark.parametrize("task", TEN)
+@pytest.mark.parametrize("task", TASKS)
 def test_rows_and_scores_are_the_suites_own(task):
     suite, own = reasoning_gym(task, size=24, seed=3), gym.create_dataset(task, size=24, seed=3)
     entries = [own[i] for i in range(24)]
