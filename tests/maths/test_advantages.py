@@ -8,20 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
 
-SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
-
-
-def x64():
-    """64-bit floats for a block; the name moved between jax versions."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
+PAIRS = [*((scale, "sum_then_normalize") for scale in ("group", "batch", "none")), ("group", "normalize_then_sum")]
 
 
 def by_loops(rewards, weights, scale, aggregation, epsilon):
@@ -64,8 +56,7 @@ def example(seed=0, B=3, G=4, K=2, missing=0.0):
     return rewards
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 @pytest.mark.parametrize("missing", [0.0, 0.3, 0.7])
 def test_definition(scale, aggregation, missing):
     """Advantages are what their definition says, written again in loops."""
@@ -82,14 +73,6 @@ def test_definition(scale, aggregation, missing):
         np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=3e-6)
         with x64():
             np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
-
-
-@pytest.mark.quick
-def test_defaults():
-    rewards = example()
-    np.testing.assert_allclose(
-        compute_advantages(rewards), by_loops(rewards, [1, 1], "group", "sum_then_normalize", 1e-4), atol=1e-6
-    )
 
 
 @pytest.mark.quick
@@ -132,8 +115,7 @@ def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
     np.testing.assert_allclose(advantages[:, :3], compute_advantages(rewards[:, :3]), atol=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 def test_shift_scale_and_permutations(scale, aggregation):
     settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "epsilon": 0.0}
     rewards, shift = example(missing=0.2), np.array([10.0, -3.0])
@@ -157,16 +139,7 @@ def test_shift_scale_and_permutations(scale, aggregation):
     )
 
 
-@pytest.mark.quick
-def test_zero_weight_is_no_reward_function():
-    rewards = example()
-    np.testing.assert_allclose(
-        compute_advantages(rewards, weights=[1.0, 0.0]), compute_advantages(rewards[..., :1]), atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1000.1, -3e7, 1e30])
 def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
     """Equal rewards give exactly 0, also with a large offset."""
@@ -176,8 +149,7 @@ def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
     np.testing.assert_array_equal(advantages, 0.0)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregation):
     settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
     nan = np.nan
@@ -289,16 +261,12 @@ def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
         np.testing.assert_array_equal(estimated(np.array(rewards), estimator, lengths=np.full((2, 3), 4)), 0.0)
 
 
-def test_lengths_of_one_kind_make_opo_the_plain_baseline_and_two_completions_make_rloo_their_difference():
+def test_equal_lengths_make_opo_the_plain_baseline_of_which_rloo_is_a_multiple():
     rewards = np.random.default_rng(0).normal(size=(5, 4, 2))
     settings = {"weights": [1.0, -2.0]}
     plain = compute_advantages(rewards, scale_rewards="none", **settings)
     np.testing.assert_allclose(estimated(rewards, "opo", lengths=np.full((5, 4), 7), **settings), plain, atol=1e-6)
     np.testing.assert_allclose(estimated(rewards, "rloo", **settings), plain * 4 / 3, atol=1e-6)
-    two = estimated(rewards[:, :2], "rloo", **settings)
-    np.testing.assert_allclose(two[:, 0], -two[:, 1], atol=1e-6)
-    total = rewards[:, :2] @ np.array([1.0, -2.0])
-    np.testing.assert_allclose(two[:, 0], total[:, 0] - total[:, 1], atol=1e-5)
 
 
 GROUP = 4
@@ -338,7 +306,7 @@ def test_what_the_estimators_expect():
 
 class VariantsTest(chex.TestCase, parameterized.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    @parameterized.product(scale=SCALES, aggregation=AGGREGATIONS)
+    @parameterized.parameters(("group", "sum_then_normalize"), ("batch", "normalize_then_sum"))
     def test_compute_advantages(self, scale, aggregation):
         rewards, weights = example(missing=0.2), jnp.array([1.0, 2.0])
         function = self.variant(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_losses import x64
+from precision import x64
 
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.maths.losses import grpo_loss
