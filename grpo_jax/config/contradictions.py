@@ -62,15 +62,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "must be below sampler_correction_max; lower the one or raise the other",
     ),
     (
-        "sampler_correction sampler_correction_max sampler_correction_min",
-        lambda c: (
-            (c.sampler_correction or "").endswith("truncate")
-            and c.sampler_correction_max is None
-            and c.sampler_correction_min is None
-        ),
-        "truncates at a bound, and there is none; set sampler_correction_max, or sampler_correction_min",
-    ),
-    (
         "rollout_batch_size num_generations",
         lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
         "must hold a group of num_generations completions; raise it or use None",
@@ -92,11 +83,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         'goes with distillation_mode = "topk_logits", and only with it; set both or neither',
     ),
     (
-        "entropy_coef_min entropy_coef_max",
-        lambda c: c.entropy_coef_min > c.entropy_coef_max,
-        "must not be above entropy_coef_max; lower the one or raise the other",
-    ),
-    (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
@@ -112,11 +98,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "nothing would be learned; use a number of optimizer steps, or -1 to train by num_train_epochs",
     ),
     (
-        "warmup_steps",
-        lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
-        "must be a whole number of steps, or a share of all steps below 1",
-    ),
-    (
         "warmup_steps max_steps",
         lambda c: 0 < c.max_steps < c.warmup_steps,
         "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
@@ -125,11 +106,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "warmup_steps lr_scheduler_type",
         lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
         'a constant schedule does not warm up; use lr_scheduler_type="constant_with_warmup"',
-    ),
-    (
-        "greater_is_better metric_for_best_model",
-        lambda c: c.greater_is_better is not None and c.metric_for_best_model is None,
-        "without a metric there is nothing to compare checkpoints by; set metric_for_best_model, or leave it at None",
     ),
     (
         "metric_for_best_model save_steps eval_steps",

@@ -180,10 +180,6 @@ class Settings:
         return self
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise one `ValueError` that lists every error. The constructor calls it."""
         raise_all(type(self).__name__, self._read())
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
