@@ -193,9 +193,6 @@ def sampler_weights(
       float32 (float64 for float64 old_log_probs): [..., T] in the token modes, 1 where `mask` is 0; [...] in the
       sequence modes, 1 for a row without tokens: the `importance_weights` of `grpo_loss`.
 
-    Raises:
-      ValueError: wrong shapes or dtypes, an unknown mode.
-
     Gradient:
       None: the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
       the weights of earlier tokens and are exact for completions of one token only. Bounds trade bias for variance.
@@ -203,13 +200,6 @@ def sampler_weights(
     References:
       TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
       et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
-
-    Example:
-      >>> old, sampling = jnp.log(jnp.array([[0.5, 0.8]])), jnp.log(jnp.array([[0.25, 0.4]]))
-      >>> sampler_weights(old, sampling, jnp.ones((1, 2)), mode="token_truncate", clip_max=1.5).tolist()
-      [[1.5, 1.5]]
-      >>> round(float(sampler_weights(old, sampling, jnp.ones((1, 2)), mode="sequence_mask", clip_max=5.0)[0]), 4)
-      4.0
     """
     choose("mode", mode, SAMPLER_WEIGHT_MODES)
     old, sampling = floating("old_log_probs", old_log_probs), floating("sampling_log_probs", sampling_log_probs)

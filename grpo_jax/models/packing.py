@@ -90,12 +90,12 @@ def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
 
 
 class SequenceShape(NamedTuple):
-    """The arguments of `pack` that determine the compiled program of its sequences."""
+    """The shape of packed sequences, which determines their compiled program."""
 
-    size: int
-    block: int
-    longest: int
-    whole: bool
+    size: int  # N, a multiple of `block`, at least the longest completion
+    block: int  # tokens per block
+    longest: int  # upper bound of the tokens of a segment
+    whole: bool  # whether completions that are all T long get larger blocks, gcd(N, T)
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
@@ -147,40 +147,20 @@ def best_shape(
     return min(fitting, key=lambda shape: (tokens(shape), shape.longest, -shape.size))
 
 
-def pack(
-    tokens: np.ndarray,
-    mask: np.ndarray,
-    *,
-    size: int,
-    block: int = BLOCK,
-    longest: int | None = None,
-    devices: int = 1,
-    whole: bool = True,
-) -> list[PackedSequence]:
-    """Pack the completions of a batch into sequences of one shape; returns at least one.
+def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
+    """Pack completions [B, G, T] into sequences of one shape; returns at least one.
 
     Groups are packed in order, the long completions of a group first. Each completion goes into the first of the last
-    few sequences (`OPEN`) with enough free tokens.
-
-    Args:
-      tokens: [B, G, T] integer.
-      mask: [B, G, T] bool. A completion ends after its last True, and an empty one is left out.
-      size: N, a multiple of `block`, at least the longest completion.
-      block: tokens of a block.
-      longest: upper bound of the tokens of a segment; None: T.
-      devices: A, a divisor of B.
-      whole: whether completions that are all T long get larger blocks, gcd(N, T).
-
-    Raises:
-      ValueError: if the size is not a multiple of the block or smaller than the longest completion.
+    few sequences (`OPEN`) with enough free tokens. A completion ends after its last True in the mask, and an empty one
+    is left out. The number of devices divides B.
     """
+    size, block, longest, whole = shape
     b, g, t = mask.shape
     lengths = lengths_of(mask)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(
             f"size must be a multiple of {block} and hold the longest completion, {lengths.max()}; got {size}."
         )
-    longest = t if longest is None else longest
     if whole and longest == t and t % block == 0 and (lengths == t).all():
         # Where T divides N, a completion is one block and reads no earlier block, so that no keys are copied.
         block = math.gcd(size, t)
@@ -202,11 +182,6 @@ def pack(
         segments = Segments(number, position, prompt, longest, reach)
         sequences.append(PackedSequence(laid, segments, completions, starts, counts))
     return sequences
-
-
-def pack_as(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
-    """Return `pack` with the arguments of a shape."""
-    return pack(tokens, mask, **shape._asdict(), devices=devices)
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:

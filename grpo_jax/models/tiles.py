@@ -14,7 +14,6 @@ mask [queries, keys], so that no prompt is copied for its completions and memory
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,13 +50,9 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    return "triton" if platform in ("gpu", "cuda") and capability >= 8 and _has_triton() else "tiles"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Return whether this jax has Pallas's Triton backend, deprecated since jax 0.11."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    # Pallas's Triton backend is deprecated since jax 0.11.
+    has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    return "triton" if platform in ("gpu", "cuda") and capability >= 8 and has_triton else "tiles"
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:

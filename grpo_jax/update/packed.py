@@ -34,7 +34,7 @@ from grpo_jax.models.packing import (
     best_shape,
     lengths_of,
     order_prompts,
-    pack_as,
+    pack,
     padding_share,
     sequence_shapes,
 )
@@ -181,10 +181,10 @@ class PackedUpdater(Updater):
     ) -> Packed:
         """Pack the completions of a part of a minibatch; `has_gradient` [A·K] is of its prompts."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
-        pack = functools.partial(pack_as, shape, np.asarray(part.tokens), devices=devices)
+        packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         with_gradient = mask & has_gradient[:, None, None]
-        together = pack(mask)
-        trained, others = (pack(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
+        together = packed(mask)
+        trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
         # The last sequence of each kind is not full, which may cost more than the backward pass of all of them.
         if 3 * len(together) <= 3 * len(trained) + len(others):
             trained, others = together, []

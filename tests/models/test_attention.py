@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.models.attention import group_attention, packed_attention
-from grpo_jax.models.packing import pack
+from grpo_jax.models.packing import SequenceShape, pack
 
 B, G, T, P, H, R, WIDTH = 3, 4, 10, 6, 2, 3, 4
 
@@ -68,7 +68,7 @@ def test_end_to_end_is_one_by_one(settings, full, size, block):
     mask = np.arange(T) < lengths[..., None]
     rows = [x.swapaxes(1, 2).reshape(B * G, *x.shape[1:2], *x.shape[3:]) for x in (q, k, v)]
     attention, met = compiled(packed_attention, settings), 0
-    for sequence in pack(np.zeros(mask.shape, int), mask, size=size, block=block):
+    for sequence in pack(SequenceShape(size, block, mask.shape[2], whole=True), np.zeros(mask.shape, int), mask):
         lay_out = [np.zeros((H, size, *x.shape[3:])) for x in rows]
         placed = list(zip(sequence.completions[0], sequence.starts[0], sequence.lengths[0], strict=True))
         for row, start, n in placed:
@@ -117,7 +117,7 @@ def test_in_bfloat16_the_weights_and_the_result_are_all_that_is_rounded(form):
         got = compiled(group_attention, settings, index=0)(q, k.swapaxes(-1, -2), v, prefix)
     else:
         mask = np.ones((B, G, T), bool)
-        (sequence,) = pack(np.zeros(mask.shape, int), mask, size=B * G * T, block=T)
+        (sequence,) = pack(SequenceShape(B * G * T, T, T, whole=True), np.zeros(mask.shape, int), mask)
         rows = (np.moveaxis(x, 1, 0).reshape(1, H, 1, B * G * T, *x.shape[4:]) for x in (q, k, v))
         got = compiled(packed_attention, settings)(*rows, (pk, pv, ends), sequence.segments)
         got = np.moveaxis(np.asarray(got).reshape(H, B, G, T, R, WIDTH), 0, 1)

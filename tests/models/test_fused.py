@@ -16,7 +16,7 @@ from grpo_jax import completion_log_probs
 from grpo_jax.models import fused
 from grpo_jax.models.attention import group_attention, make_tile_mask, packed_attention, tiled_attention
 from grpo_jax.models.context import Prefix
-from grpo_jax.models.packing import pack
+from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.sharding import constrained_sharding, make_mesh
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
@@ -77,7 +77,7 @@ def test_packed_sequences(window, least_part, monkeypatch):
     monkeypatch.setattr(fused, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
-    sequence = pack(np.ones(mask.shape, int), mask, size=size, block=4)[0]
+    sequence = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0]
     segments = sequence.segments
     assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
     there = np.reshape(segments.number[0] >= 0, (1, 1, 1, size, 1, 1))
