@@ -109,7 +109,7 @@ def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
 class Answering:
     """A client whose server answers every request alike."""
 
-    base_url, alive, close = "http://here", None, None
+    base_url = "http://here"
 
     def __init__(self, answer):
         self.answer = answer
@@ -125,8 +125,7 @@ def choices(**changes):
 
 
 def drawn(answer):
-    how = {"most": 2, "seed": 0, "sampling": Sampling(), "stop": [], "stops": None, "stopped": lambda: False}
-    return VLLM(Answering(answer)).draw([3, 4], **how)
+    return VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, sampling=Sampling(), stop=[], stops=None)
 
 
 def scored(answer):
@@ -146,16 +145,16 @@ BAD = [
     (drawn, {"choices": 7}, "answer.choices is 7, not list"),
     (drawn, {"choices": [None]}, r"choices\[0\] is None, not dict"),
     (drawn, {"choices": []}, "returned 0 completions for one prompt"),
-    (drawn, {"choices": [{}, {}]}, "returned 2 completions for one prompt"),
+    (drawn, {"choices": choices()["choices"] * 2}, "returned 2 completions for one prompt"),
     (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason is 5, not text"),
     (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason is None, not text"),
-    (drawn, choices(token_ids=None), "].token_ids is None, not list"),
-    *((drawn, choices(token_ids=[3, bad]), r"\].token_ids\[1\] is .*, not a token id")
+    (drawn, choices(token_ids=None), "answer.token_ids is None, not list"),
+    *((drawn, choices(token_ids=[3, bad]), r"answer.token_ids\[1\] is .*, not a token id")
       for bad in (3.7, "7", True, None, -1, 2**31, [4])),
     (drawn, choices(token_ids=[3]), "returned 1 token_ids and 2 log-probs"),
-    (drawn, choices(logprobs=5), "].logprobs is 5, not dict"),
-    (drawn, choices(logprobs=None), "].logprobs is None, not dict"),
-    *((drawn, log_probs(-1.0, bad), r"\].logprobs.token_logprobs\[1\] is .*, not a log-prob")
+    (drawn, choices(logprobs=5), "answer.logprobs is 5, not dict"),
+    (drawn, choices(logprobs=None), "answer.logprobs is None, not dict"),
+    *((drawn, log_probs(-1.0, bad), r"answer.logprobs.token_logprobs\[1\] is .*, not a log-prob")
       for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
     (scored, choices(prompt_logprobs=None), "].prompt_logprobs is None, not list"),
     (scored, choices(prompt_logprobs=[None]), "scored 1 of 2 tokens"),

@@ -116,7 +116,7 @@ def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None
         return [float(sum(len(word) > 4 for word in text.split())) for text in completions]
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*It is waited for")
+        warnings.filterwarnings("ignore", message=".*Waiting for the server")
         train(
             policy,
             ROWS,
@@ -186,7 +186,7 @@ def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(s
     lines = learned(policy, vllm(server.url, patience=240), [crash], max_steps=4, **settings)
     assert again[0].join() is None
     server.kill()
-    with pytest.raises(EngineError, match=r"waited for 2 s\. Nothing was learned"):
+    with pytest.raises(EngineError, match=r"did not come back in 2 s\. Nothing was learned"):
         learned(policy, vllm(server.url, patience=2), max_steps=6, **settings)
     server.start()
     server.wait()
