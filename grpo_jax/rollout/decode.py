@@ -1,10 +1,11 @@
-"""The compiled functions of a rollout: read prompts, decode a burst, read observations, move caches."""
+"""The compiled functions of a rollout: they read prompts, decode a burst, read observations and move caches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
 
 import chex
 import flax.struct
@@ -27,12 +28,14 @@ from grpo_jax.rollout.draw import (
 )
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, join_rows
 
+Tree = TypeVar("Tree")
+
 
 class Stream(flax.struct.PyTreeNode):
     """Completions that are decoded together, on the device.
 
-    All write to the same slot of a ring. A completion whose turn has ended writes nothing while the others draw; before
-    its next turn, `move` rotates the ring of each completion so that all end in the same slot:
+    All write to the same slot of a ring. A completion whose turn has ended writes nothing while the others draw. Before
+    its next turn, `move` rotates the ring of each completion, so that all end in the same slot:
 
     ```
                        a turn ends           rotated       read next
@@ -43,13 +46,13 @@ class Stream(flax.struct.PyTreeNode):
 
     Attributes:
       prefix: keys and values, or states, of the B prompts.
-      cache: keys and values, or states, of the completions, in a ring of slots; for one turn without axes of size 1
-        (`_without_ones`).
+      cache: keys and values, or states, of the completions, in a ring of slots. With one turn and no mesh, axes of size
+        1 are dropped (`_without_ones`).
       token: [B, G] the last token of each completion, which is not in the cache yet.
-      ended: [B, G] True if the completion has ended, or its turn.
+      ended: [B, G] True if the completion or its turn has ended.
       keys: [B, G] typed keys.
-      start: int32 slot in which completions begin: [B] of one turn, [B, G] of several.
-      stop_state: [B, G] int32 state of the stop strings; None without any.
+      start: int32 slot in which completions begin: [B] with one turn, [B, G] with several.
+      stop_state: [B, G] int32 state of the stop strings; None without stop strings.
     """
 
     prefix: Prefix
@@ -69,16 +72,16 @@ Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _without_ones(cache: Cache) -> Cache:
-    """A cache without axes B, H_kv and G of size 1, for which XLA's CPU backend would copy the cache at every step."""
-    return jax.tree.map(lambda x: x.reshape(*(n for n in x.shape[:-2] if n > 1), *x.shape[-2:]), cache)
+    """Return a cache without axes B, H_kv and G of size 1; with them, XLA's CPU backend copies it at every step."""
+    return jax.tree.map(lambda x: x.squeeze(tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)), cache)
 
 
 def _with_ones(stream: Stream) -> Cache:
-    """The cache of a stream with all its axes."""
+    """Return the cache of a stream with all its axes."""
     b, g = stream.token.shape
 
     def whole(x: jax.Array, of_prompts: jax.Array) -> jax.Array:
-        return x.reshape(b, of_prompts.shape[1], g, *x.shape[-2:])
+        return x.reshape(b, of_prompts.shape[1], g, x.shape[-2], x.shape[-1])
 
     return jax.tree.map(whole, stream.cache, stream.prefix.layers)
 
@@ -93,7 +96,7 @@ def _read_prompts(
     settings: DecodeSettings,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """A stream without a cache, and the first token of each completion; logits are computed once per prompt."""
+    """Return a stream without a cache, and first tokens; a prompt's logits are computed once for its group."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -118,9 +121,9 @@ def prefill(
     slots: int,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Read the prompts and draw the first token of every completion; they begin in `slot`.
+    """Read the prompts and draw the first token of every completion, which begins in `slot`.
 
-    `turns` says whether completions have several. On a mesh, each device holds the keys of its own prompts and heads.
+    `turns` is True if completions have several turns. On a mesh, each device holds the keys of its prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
@@ -141,10 +144,10 @@ def refill(
     *,
     settings: DecodeSettings,
 ) -> tuple[Stream, Drawn]:
-    """`prefill` of prompts into the places [B'] of ended groups, in a stream without its cache.
+    """`prefill` prompts into the places [B'] of ended groups, in a stream without its cache.
 
-    The cache needs no change: slots before the new groups' first one are never read, and a recurrent layer takes its
-    prompt's state when it reads a completion's first token.
+    The cache needs no change: slots before the first slot of a new group are never read, and a recurrent layer takes
+    its prompt's state when it reads a completion's first token.
     """
     new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
@@ -164,18 +167,11 @@ def decode_burst(
     steps: int,
     fixed: bool = False,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
-    """Draw at most `steps` tokens of each completion, from `slot` on; stops early when all have ended.
+    """Draw at most `steps` tokens of each completion, from `slot` on, and stop early when all have ended.
 
-    Args:
-      model: as an argument of a compiled function.
-      variables: of the model.
-      cache: of the stream; it alone is donated.
-      stream: without its cache.
-      count: the most tokens to draw: [] of one turn, [B, G] of several.
-      fixed: run all `steps`, whatever `count` is: on a GPU or a mesh, a loop that may end early waits for the host.
-
-    Returns:
-      The stream's new cache, token, ended and stop_state, and the drawn tokens.
+    `stream` comes without its `cache`, which alone is donated. `count` is the most tokens to draw: [] for one turn,
+    [B, G] for several. With `fixed` all `steps` run regardless: on a GPU or a mesh, a loop that may end early waits for
+    the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -185,8 +181,8 @@ def decode_burst(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # On a mesh the head is resharded once a burst, outside of the loop. Not for several turns, where `read_chunk` uses
-    # it without resharding, and all turns need the same rounding.
+    # On a mesh the head is resharded once per burst, outside the loop; but not for several turns, since `read_chunk`
+    # uses it without resharding, and all turns need the same rounding.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
     head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
@@ -240,7 +236,7 @@ def decode(
     steps: int,
     fixed: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """`decode_burst` of a stream: the stream after the burst, and the drawn tokens."""
+    """Return a stream after `decode_burst`, and the drawn tokens."""
     cache, rest = stream.cache, stream.replace(cache=())
     (cache, token, ended, state), drawn = decode_burst(
         model, variables, cache, rest, slot, count, settings=settings, steps=steps, fixed=fixed
@@ -249,7 +245,7 @@ def decode(
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
 def read_chunk(
     model: CachedModel,
     variables: Variables,
@@ -261,16 +257,21 @@ def read_chunk(
     *,
     settings: DecodeSettings,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read the `real` ones of tokens [B, G, N], right-aligned, from a slot on, and draw the next token.
+    """Read the `real` ones of tokens [B, G, N], right-aligned, from `slot` on, and draw the next token.
 
-    Returns:
-      The cache, and tokens and log-probs [B, G], valid after the last chunk where the last token is real.
+    Returns the cache, and tokens and log-probs [B, G], which are valid after the last chunk if its last token is real.
     """
     hidden, cache = model.apply(
         variables, tokens, stream.prefix, cache, slot, stream.start, write=real, method="hidden"
     )
     u = step_uniforms(stream.keys, slot + tokens.shape[-1] - stream.start, 1)[0]
-    return cache, *draw_next(model, variables, u, hidden[:, :, -1], settings)
+    token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], settings)
+    return cache, token, log_prob
+
+
+def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:
+    """Concatenate the arrays of several trees along the first axis, by `numpy` or `jax.numpy`."""
+    return jax.tree.map(lambda *x: xp.concatenate(x), *trees)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))
@@ -286,14 +287,13 @@ def move(
 ) -> tuple[Stream, ...]:
     """Gather completions `order` [B', G'] of groups [B'] of all streams, with `slots` slots, into `parts` streams.
 
-    Args:
-      groups: None on a mesh: all groups, each on its device.
-      start: [B', G'] the slot in which each completion is to begin, for one stream of several turns. None keeps slots.
+    On a mesh `groups` is None: each group stays on its device. `start` [B', G'] is the slot in which each completion is
+    to begin, for one stream of several turns; None keeps the slots.
     """
-    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *(x.replace(cache=_with_ones(x)) for x in streams))
+    whole = concatenate([x.replace(cache=_with_ones(x)) for x in streams])
 
     def pick(x: jax.Array) -> jax.Array:
-        """[B', G', …] of [B, G, …]."""
+        """Return [B', G', …] of [B, G, …]."""
         return jax.vmap(lambda own, at: own[at])(x, order) if groups is None else x[groups[:, None], order]
 
     cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), whole.cache)
@@ -313,12 +313,12 @@ def move(
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
-    """The stream with a larger cache of `slots` slots."""
+    """Return the stream with a larger cache, of `slots` slots."""
     return place_stream(stream.replace(cache=pad_slots(stream.cache, slots)), mesh, constrain)
 
 
 def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -> Stream:
-    """The stream sharded by prompts, and keys and values by heads too, as programs of a mesh take and return it.
+    """Return the stream sharded by prompts, with keys and values also sharded by heads, as programs of a mesh use it.
 
     `place(x, mesh, *axes)` is `constrain`, or returns a shape with that sharding.
     """
@@ -336,7 +336,7 @@ def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -
 def generate_traced(
     model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Completions of one turn by one loop, for a `generate` that is called inside a `jit`."""
+    """Return completions of one turn, drawn by one loop, for a `generate` inside a `jit`."""
     stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1
@@ -350,7 +350,7 @@ def generate_traced(
 def generate_uncached(
     model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Completions of one turn by a model that has only `apply`: all tokens are read again for every new one."""
+    """Return completions of one turn by a model that has only `apply`: each step reads all tokens again."""
     b, g = keys.shape
 
     def step(t: jax.Array, carry: Uncached) -> Uncached:

@@ -1,4 +1,4 @@
-"""Tokens from hidden states: random numbers by token index, and draws whose logits never leave their devices."""
+"""Tokens drawn from hidden states: random numbers by token index, and draws whose logits stay on their devices."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ Variables = dict[str, Params]
 
 
 class DecodeSettings(NamedTuple):
-    """How tokens are drawn and where completions end; hashable, so one static argument of every program.
+    """How tokens are drawn and where turns end; hashable, as a static argument of every program.
 
-    Attributes:
-      eos_token_ids: token ids that end a turn: EOS and stop ids.
-      pad_token_id: token after the end of a completion.
-      sampling: the distribution that tokens are drawn from.
-      stops: the automaton of the texts that end a turn, or None. A constant of the programs: one or two bytes for each
-        token of the vocabulary, and a small table.
-      mesh: of the params; None for one device.
+    `eos_token_ids` are EOS and stop ids. `stops` is the automaton of the texts that end a turn: a constant of the
+    programs, with one or two bytes for each token of the vocabulary. `mesh` is None on one device.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -41,7 +36,7 @@ class DecodeSettings(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("num_generations",))
 def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: int) -> jax.Array:
-    """One typed key per completion, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
+    """Return one typed key per completion, [B, G]: fold_in(fold_in(key, prompt_indices[b]), g)."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     fold, group = jax.random.fold_in, jnp.arange(num_generations)
@@ -51,13 +46,13 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
 def draw(
     u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and log-probs [B, G] from logits [B, G, V], with uniforms [B, G, 2]; `together` as in `draw_tokens`."""
+    """Return tokens and log-probs [B, G] for logits [B, G, V], uniforms [B, G, 2]; `together` as in `draw_tokens`."""
     logits = process_logits(logits, sampling)
     return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """The mesh axes that shard the vocabulary while tokens are drawn, so that each device has whole blocks of it."""
+    """Return mesh axes for the vocabulary while tokens are drawn; each device then has whole blocks of it."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -71,23 +66,22 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 def draw_next(
     model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
+    """Return tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
     sampling, mesh = settings.sampling, settings.mesh
 
     def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
 
-    def place(x: jax.Array, *spec: tuple[str, ...] | None) -> jax.Array:
-        assert mesh is not None
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
     if mesh is not None:
         # The vocabulary is sharded: devices exchange only sums of each row and one block of its logits.
         axes = vocabulary_axes(model.config.vocab_size, mesh)
-        rows = tuple(name for name in ("data",) if name in mesh.shape and u.shape[0] % mesh.shape[name] == 0)
-        logits = model.apply(variables, place(hidden, rows), method="unembed")
-        found = draw(place(u, rows), place(logits, rows, None, axes), sampling, together=lambda x: place(x, rows))
-        return jax.tree.map(lambda x: constrain(place(x, rows), mesh), found)
+        rows = "data" if "data" in mesh.shape and u.shape[0] % mesh.shape["data"] == 0 else None
+        place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(rows)))
+        logits = model.apply(variables, place(hidden), method="unembed")
+        by_vocabulary = NamedSharding(mesh, PartitionSpec(rows, None, axes))
+        logits = jax.lax.with_sharding_constraint(logits, by_vocabulary)
+        found = draw(place(u), logits, sampling, together=place)
+        return jax.tree.map(lambda x: constrain(place(x), mesh), found)
 
     def by_columns(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -104,7 +98,7 @@ def draw_next(
 def ended_by(
     tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Whether each token [B, G] ends a turn, and the state [B, G] of the stop strings after it."""
+    """Return whether each token [B, G] ends a turn, and the state [B, G] of the stop strings after it."""
     ended = jnp.zeros(tokens.shape, bool)
     for eos in settings.eos_token_ids:
         ended |= tokens == eos
@@ -115,18 +109,18 @@ def ended_by(
 
 
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
-    """The state of the stop strings at the beginning of a turn; None without stop strings."""
+    """Return the state of the stop strings at the beginning of a turn; None without stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """Uniforms [steps, B, G, 2] for the tokens first, first + 1, … of completions; `first` is [], [B] or [B, G].
+    """Return uniforms [steps, B, G, 2] for tokens first, first + 1, … of completions; `first` is [], [B] or [B, G].
 
-    One wide draw for a burst is cheaper than many narrow ones. It is flat, since XLA's CPU backend compiles it two to
+    One wide draw for a burst is cheaper than many narrow draws. It is flat, since XLA's CPU backend compiles it two to
     three times as fast as in four dimensions, and begins with B, so that each device draws for its own prompts.
     """
     first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
     begins = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)
     numbers = begins[..., None] + jnp.arange(steps)[None, None]
     u = uniforms(jax.vmap(jax.random.fold_in)(jnp.repeat(keys.reshape(-1), steps), numbers.reshape(-1)))
-    return jnp.moveaxis(u.reshape(*keys.shape, steps, 2), 2, 0)
+    return jnp.moveaxis(u.reshape((*keys.shape, steps, 2)), 2, 0)

@@ -22,9 +22,9 @@ _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = wea
 
 
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
-    """Return the automaton of stop strings over the bytes of a tokenizer's tokens; special tokens have none. Cached.
+    """Return the cached automaton of stop strings over the bytes of a tokenizer's tokens; special tokens have none.
 
-    Raises a `ValueError` without a tokenizer, for a string with a special token, or one that no tokens spell.
+    Raises a `ValueError` without a tokenizer, and for a string with a special token or one that no tokens spell.
     """
     if tokenizer is None:
         raise ValueError(f"stop = {show(list(strings))}: searching texts needs a tokenizer: give tokenizer too")
@@ -56,7 +56,7 @@ class TurnEnds(NamedTuple):
     def read(
         cls, stop: str | Sequence[str] | None, stop_token_ids: int | Sequence[int] | None, max_turn_length: int | None
     ) -> TurnEnds:
-        """Return the ends of these arguments; raise a `ValueError` for bad ones."""
+        """Return the ends for these arguments of `generate`; raise a `ValueError` for invalid ones."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
         (strings, fault), (ids, fault_of_ids) = read_stop(stop), read_token_ids(stop_token_ids)
@@ -71,7 +71,7 @@ class TurnEnds(NamedTuple):
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-        """Raise a `ValueError` for texts that the tokenizer's tokens do not spell, and ids that the model lacks."""
+        """Raise a `ValueError` for texts that no tokens spell, and for ids that the model does not have."""
         if self.stop:
             stops_of(tokenizer, self.stop)
         unknown = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]
@@ -81,7 +81,7 @@ class TurnEnds(NamedTuple):
             )
 
     def cut_short(self, turn: np.ndarray, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> bool:
-        """Return whether a turn [n] was cut at `max_turn_length`, without another end."""
+        """Return whether a turn [n] has no end except `max_turn_length`."""
         if self.max_turn_length is None or len(turn) < self.max_turn_length:
             return False
         by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)
@@ -89,7 +89,7 @@ class TurnEnds(NamedTuple):
 
 
 BY_EOS = TurnEnds()
-"""Only an EOS."""
+"""Turns that end only with an EOS."""
 
 
 def decode_settings(
@@ -101,7 +101,7 @@ def decode_settings(
     stop_token_ids: int | Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> DecodeSettings:
-    """The settings of compiled programs, from arguments of `generate`; bad ends raise a `ValueError`."""
+    """Return the settings of compiled programs from arguments of `generate`; invalid ends raise a `ValueError`."""
     ends = TurnEnds.read(stop, stop_token_ids, None)
     stops = stops_of(tokenizer, ends.stop) if ends.stop else None
     return DecodeSettings((*map(int, eos_token_ids), *ends.stop_token_ids), int(pad_token_id), sampling, stops)

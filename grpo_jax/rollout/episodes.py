@@ -4,12 +4,14 @@
 token ids of a turn ──► text ──► tool calls, or respond(text) ──► messages, or text ──► token ids of the observation
 ```
 
-An episode is one completion with its own environment. Errors of a tool become its result, which the policy reads;
-errors of an environment end the run or the episode (`on_environment_error`).
+An episode is one completion with its own environment. An error of a tool becomes its result, which the policy reads;
+an error of an environment ends the run or the episode (`on_environment_error`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import time
@@ -36,7 +38,7 @@ WORKERS = 64
 """Environments and tools that run at a time, at most."""
 
 LONGEST_TEXT = 16
-"""Characters per token, beyond which an observation is not encoded, since it cannot fit."""
+"""Characters per token beyond which an observation is not encoded, since it cannot fit."""
 
 
 class EnvironmentFault(RuntimeError):
@@ -55,16 +57,16 @@ class Episode:
       environment: the user's object, or None.
       opening: text that `reset` adds to the prompt.
       before: the text that the next turn continues.
-      turn_rewards: turn → the reward that `respond` returned with its answer.
+      turn_rewards: the rewards that `respond` returned, by turns.
       over: True after an error of the environment.
-      turns, messages, counts, lengths: as in `Played`, so far.
+      turns, messages, counts, lengths: of the record (`Played`), so far.
     """
 
     def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
         self._interaction, self.where, self._texts = interaction, where, texts
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None
-        self.tools: Mapping[str, Tool] = dict(interaction.tools)
+        self.tools: Mapping[str, Tool] = interaction.tools
         self._answers_calls = False
         self.opening, self.before, self.over = "", PrecedingText([], "", ""), False
         self.turns: list[tuple[bool, str]] = []
@@ -78,29 +80,24 @@ class Episode:
         factory = self._interaction.factories.get(self._interaction.name_of(row))
         if factory is None:
             return
-        try:
+        with contextlib.suppress(_Failed):
             self.environment = self._guarded("the call", factory)
             own = environment_tools(self.environment)
             self.tools = {**self._interaction.tools, **own}
             self._answers_calls = bool(own) and hasattr(self.environment, "answer_calls")
             if hasattr(self.environment, "reset"):
                 columns = copy_containers(reset_arguments(self.environment.reset, row))
-                opening = self._guarded("reset", self.environment.reset, **columns)
-                self.opening = "" if opening is None else as_text(opening)
-        except _Failed:
-            return
+                reset = functools.partial(self.environment.reset, **columns)
+                self.opening = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
         """Return the token ids of the observation after a turn; None at the end of the completion."""
-        parsed, interaction = self.note(ids), self._interaction
+        parsed, interaction, observation = self.note(ids), self._interaction, None
         if interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
-        if self.over:
-            return None
-        try:
-            observation = self._observation(parsed)
-        except _Failed:
-            return None
+        if not self.over:
+            with contextlib.suppress(_Failed):
+                observation = self._observation(parsed)
         if observation is None:
             return None
         tokens = self._encode(observation, limit, int(ids[-1]))
@@ -143,21 +140,21 @@ class Episode:
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _follow(self, ids: Iterable[int]) -> None:
-        """Keep the last tokens before the next turn; in a conversation, a turn is decoded alone."""
+        """Keep the last tokens before the next turn. In a conversation, each turn is decoded alone."""
         self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Return the text of a turn, decoded after the text that it continues."""
-        decode, before = self._texts.decode, np.array(self.before.tokens, np.int32)
-        texts = [decode(x, skip_special_tokens=skip_special_tokens) for x in (before, np.append(before, ids))]
-        return self.before.prefill + continuation(*texts)
+        decode = functools.partial(self._texts.decode, skip_special_tokens=skip_special_tokens)
+        before = np.array(self.before.tokens, np.int32)
+        return self.before.prefill + continuation(decode(before), decode(np.append(before, ids)))
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
-        """Return the results of the calls of a turn, or the environment's answer to it; None at the end."""
-        calls, problems = parsed.calls, parsed.problems
+        """Return the results of a turn's calls, or the environment's answer; None at the end."""
+        calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
-        if self._interaction.most_calls is not None and self.counts.turns > self._interaction.most_calls:
+        if limit is not None and self.counts.turns > limit:
             self.counts.clipped = 1
             return None
         self.counts.calls += len(calls) + len(problems)
@@ -168,9 +165,9 @@ class Episode:
 
     def _answer_calls(self, parsed: Parsed) -> Messages | None:
         """Return the results of calls that the environment answers itself; None at the end."""
-        names = [*(call.name for call in parsed.calls), *("" for _ in parsed.problems)]
-        arguments = (assistant_message(parsed), list(parsed.problems))
-        results = self._guarded("answer_calls", self.environment.answer_calls, *arguments)
+        names = [call.name for call in parsed.calls] + [""] * len(parsed.problems)
+        message, problems = assistant_message(parsed), list(parsed.problems)
+        results = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
         if results is None:
             return None
         rows = results if isinstance(results, (list, tuple)) else []
@@ -181,7 +178,7 @@ class Episode:
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _call(self, call: ToolCall) -> str:
-        """Call one tool, and return its result as text, or the error."""
+        """Return the result of a tool as text, or the error."""
         tool = self.tools.get(call.name)
         if tool is None:
             return self._error(f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
@@ -190,7 +187,8 @@ class Episode:
             return self._error(arguments)
         begin = time.monotonic()
         try:
-            return as_text(call_within(self._interaction.seconds, tool.function, **arguments))
+            call_tool = functools.partial(tool.function, **arguments)
+            return as_text(call_within(self._interaction.config.environment_timeout, call_tool))
         except (Exception, SystemExit) as error:
             return self._error(f"{type(error).__name__}: {error}")
         finally:
@@ -230,14 +228,15 @@ class Episode:
         if isinstance(observation, str):
             return self._texts.encode(observation)
         tokenizer, ends = self._interaction.tokenizer, self._interaction.eos_token_ids
-        template = ChatTemplate(tokenizer, self._interaction.template_kwargs, schemas_of(self.tools), ends)
+        kwargs = self._interaction.config.chat_template_kwargs
+        template = ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), ends)
         return template.observation_ids(observation, drawn=drawn)
 
-    def _guarded(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Return what a function of the environment returns; an error ends the run, or the episode by `_Failed`."""
+    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the environment. An error ends the run, or with `_Failed` only the episode."""
         begin = time.monotonic()
         try:
-            return call_within(self._interaction.seconds, function, *args, **keywords)
+            return call_within(self._interaction.config.environment_timeout, function, *args)
         except (Exception, SystemExit) as error:
             raise self._failed(what, error) from error
         finally:
@@ -246,7 +245,7 @@ class Episode:
     def _failed(self, what: str, fault: BaseException | str) -> Exception:
         """Count an error of the environment, and return what to raise."""
         self.counts.errors, self.over = self.counts.errors + 1, True
-        if self._interaction.on_error != "raise":
+        if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFault(
@@ -256,7 +255,7 @@ class Episode:
 
 
 def _plain_number(value: Any) -> float | list[float] | str | None:
-    """Return a number, or a list of some, as Python's; None as None; anything else as a text that shows it."""
+    """Return a number or a list of numbers as Python's, None unchanged, and anything else as text for a message."""
     try:
         if isinstance(value, (list, tuple)):
             return [float(one) for one in value]
@@ -273,16 +272,16 @@ def _texts(observation: str | Messages) -> list[str]:
 class Episodes:
     """The episodes of one rollout: B rows, G completions of each; a `rollout.turns.Answers`.
 
-    Each of several processes has environments for its own rows, and all call `reset` and `end` together. A context
-    manager, which ends its threads.
+    Each of several processes has environments for its own rows, and all call `reset` and `end` together. The context
+    manager ends the threads.
 
     Attributes:
       own: range of this process's rows.
-      all: B·G episodes, of which other processes' ones stay empty.
+      all: B·G episodes; the ones of other processes stay empty.
     """
 
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
-        """`numbers` are the indices of the rows in the dataset, for messages."""
+        """Make the episodes; `numbers` are the indices of the rows in the dataset, for messages."""
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
         self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
@@ -300,10 +299,9 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments, and return the rows with what `reset` returned added to their prompts.
+        """Reset all environments, and return the rows with the text of `reset` added to their prompts.
 
-        Raises:
-          ValueError: `reset` returned different texts for the completions of one prompt.
+        Raises a `ValueError` if `reset` returned different texts for the completions of one prompt.
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
@@ -313,7 +311,7 @@ class Episodes:
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
-        """Set the prompts, as `reset` returned them, and their tokens: first turns are decoded after these."""
+        """Set the prompts that `reset` returned, and their tokens, after which the first turns are decoded."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.own:
             before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
@@ -321,13 +319,13 @@ class Episodes:
                 episode.before = before
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
-        """Begin to answer a turn; see `rollout.turns.Answers`."""
+        """Begin to answer a turn, as described by `rollout.turns.Answers`."""
         if completion not in self._indices:
             return None
         return self._pool.submit(self.all[completion].answer, turn, limit)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
-        """Return all records with their rewards; `sampled` marks the drawn ones of tokens [B·G, T]."""
+        """Return all records with their rewards; `sampled` [B·G, T] is True on the drawn tokens."""
         own = [self.all[i] for i in self._indices]
         for i, episode in zip(self._indices, own, strict=True):
             drawn, noted = tokens[i][sampled[i]], sum(episode.lengths)
@@ -345,7 +343,7 @@ class Episodes:
 
 
 def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
-    """Return a row whose prompt ends with the text that `reset` returned."""
+    """Return a row with the text of `reset` at the end of its prompt."""
     openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
     if len(openings) > 1:
         raise ValueError(

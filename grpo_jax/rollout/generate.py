@@ -1,12 +1,12 @@
 """Prompts to completions: a prompt is read once for its group, and tokens are drawn by one compiled decode.
 
-Token t of completion (b, g) is drawn with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t): a sample does not
-depend on the other completions, on devices, batches, or where a completion is decoded.
+Token t of completion (b, g) is drawn with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t), so a sample depends
+neither on the other completions, nor on the devices or the batch.
 
 The device decodes bursts of a few steps (`decode`). Between two bursts the host (`_OneTurn`) gives the places of ended
-completions to waiting prompts; if none waits, it moves the remaining completions to a smaller layout (`ladder`). The
-cache grows in few steps, or is a ring if prompts wait. All completions write to the same slot, and later ones begin in
-a later slot:
+completions to waiting prompts. If no prompt waits, it moves the remaining completions to a smaller layout (`ladder`).
+The cache grows in few steps, or is a ring if prompts wait. All completions write to the same slot, and later groups
+begin in a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
@@ -15,7 +15,7 @@ group 1     · · x y z · · ·     start 2, after a group that ended in slot 1
 group 2     s t u · · · q r     start 6: slots 8, 9, 10 are 0, 1, 2 again
 ```
 
-Completions of several turns are decoded by the same programs in another loop (`turns`): each stream has its own
+Completions of several turns are decoded by the same programs in another loop (`turns`). There each stream has its own
 thread, so that one decodes while another waits for answers, and each completion begins in its own slot. The streams of
 one turn share one loop, since they move to smaller layouts together.
 """
@@ -23,7 +23,6 @@ one turn share one loop, since they move to smaller layouts together.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +37,7 @@ from grpo_jax.models.streams import run_in_streams
 from grpo_jax.rollout.decode import (
     Drawn,
     Stream,
+    concatenate,
     decode,
     generate_traced,
     generate_uncached,
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
-"""A stream after a program, and what the program drew."""
+"""A stream after a program, and the tokens that it drew."""
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
-"""Receives tokens and mask [B, G, T] of what has been drawn so far."""
+"""A function of the tokens and the mask [B, G, T] drawn so far."""
 
 
 def generate(
@@ -92,39 +92,36 @@ def generate(
     """Sample `num_generations` completions of each prompt.
 
     Args:
-      model: a model of this package, or any `apply` by `types.Model` (then without a cache, and slow).
+      model: a model of this package, or any `types.Model` with `apply` (then without a cache, and slow).
       params: its parameters.
       prompts: tokens [B, P] int32 right-padded, lengths [B].
       key: a typed PRNG key, consumed; completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g).
       num_generations: G ≥ 1.
-      max_completion_length: T ≥ 1, in tokens; a completion that has not drawn an EOS by then is truncated. Observations
-        count: a completion whose observation does not fit, with one token more, ends there as truncated.
-      temperature: ≥ 0; 0 is greedy.
-      top_k: as in `sampling.Sampling`.
-      top_p: as in `sampling.Sampling`.
-      min_p: as in `sampling.Sampling`.
-      eos_token_ids: token ids that end a turn; the drawn one belongs to it.
-      stop: texts that end a turn, found across token boundaries in what it spells, not in prompts or observations. The
-        token that completes one belongs to the turn, with all that it spells. Needs `tokenizer`.
+      max_completion_length: T ≥ 1, in tokens; a completion without an EOS by then is truncated. Observations count: if
+        an observation leaves no space for another token, the completion is truncated there.
+      temperature: ≥ 0; 0 is greedy. `top_k`, `top_p` and `min_p` are as in `sampling.Sampling`.
+      eos_token_ids: token ids that end a turn. The EOS that was drawn belongs to the turn.
+      stop: texts that end a turn. They are found in the text of the turn, across tokens, but not in prompts or
+        observations. The token that completes a text belongs to the turn. Needs `tokenizer`.
       stop_token_ids: further ids, as `eos_token_ids`.
-      max_turn_length: tokens after which a turn is cut: without `answers` the completion is truncated, with them it is
-        answered. If None, T.
+      max_turn_length: tokens after which a turn is cut: the completion is truncated without `answers`, and answered
+        with them. If None, T.
       tokenizer: of the model, for `stop`.
       pad_token_id: token after the end of a completion.
-      prompt_indices: [B] integers that number the prompts in the key derivation, 0..B-1 by default. A prompt that keeps
-        its number keeps its samples in any batch.
-      batch_size: completions that are decoded at a time, in whole groups, on all devices together; further prompts
-        wait, which changes no sample. If None, all at once. Not inside a `jit`.
-      answers: returns the observation after a turn, and None after the last one. If None, completions have one turn.
+      prompt_indices: [B] integers that number the prompts in the key derivation, 0..B-1 by default. A prompt with the
+        same number has the same samples in any batch.
+      batch_size: completions that are decoded at a time, in whole groups, on all devices together. Further prompts
+        wait, which changes no sample. If None, all are decoded at once. Not inside a `jit`.
+      answers: returns the observation after a turn, and None after the last turn. If None, completions have one turn.
         Needs a model of this package; not inside a `jit`.
-      interrupt: called on the host every few tokens; what it raises ends the sampling. Not inside a `jit`.
-      watch: called every few tokens with tokens and mask [B, G, T] of what has been drawn so far (on a mesh, of the
-        prompts that are decoded together). Of one turn.
+      interrupt: called on the host every few tokens; an exception that it raises ends the sampling. Not inside a `jit`.
+      watch: called every few tokens with the tokens and the mask [B, G, T] drawn so far (on a mesh, of the prompts that
+        are decoded together). For one turn.
       on_host: return NumPy arrays instead of JAX arrays. Not inside a `jit`.
 
     Returns:
-      `Completions`, with the log-probs that the tokens were drawn with. No gradient flows through them. With `answers`,
-      `mask` is True on drawn tokens, `present` on observed ones too, and `ended` where `answers` returned None.
+      `Completions`, with the log-probs of the drawn tokens, through which no gradient flows. With `answers`, `mask` is
+      True on drawn tokens, `present` on observed tokens too, and `ended` where `answers` returned None.
 
     Raises:
       ValueError: shapes, counts or sampling settings that make no sense.
@@ -187,7 +184,7 @@ def generate(
 
 
 def _padded(completions: Completions, length: int, pad_token_id: int) -> Completions:
-    """Completions of one turn with T = `length`."""
+    """Return completions of one turn with T = `length`."""
     more = length - completions.tokens.shape[-1]
     if not more:
         return completions
@@ -201,12 +198,11 @@ def _padded(completions: Completions, length: int, pad_token_id: int) -> Complet
 
 
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
-    """Completions of one turn as NumPy arrays, of at most `at_once` groups at a time."""
-    b, g = rollout.keys.shape
-    table = rollout.table
+    """Return completions of one turn as NumPy arrays; at most `at_once` groups are decoded at a time."""
+    (b, g), table = rollout.keys.shape, rollout.table
     if rollout.mesh is not None and at_once < b:  # completions stay on their device: the next batch begins after this
-        parts = [_part(rollout, first, first + at_once) for first in range(0, b, at_once)]
-        return jax.tree.map(lambda *x: np.concatenate(x), *(_sample_one_turn(part, at_once, watch) for part in parts))
+        parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
+        return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
     batch = _OneTurn(rollout, at_once)
     while True:
         rollout.interrupt()
@@ -223,23 +219,16 @@ def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Com
             batch.decode()
 
 
-def _part(rollout: Rollout, first: int, last: int) -> Rollout:
-    """The rollout of groups first … last − 1 alone."""
-    prompts, keys = jax.tree.map(lambda x: x[first:last], (rollout.prompts, rollout.keys))
-    table = Table(keys.size, rollout.table.length, rollout.settings.pad_token_id)
-    return dataclasses.replace(rollout, prompts=prompts, keys=keys, table=table)
-
-
 class _OneTurn:
     """Completions of one turn on the device, between two bursts.
 
     Attributes:
       streams: parts of the completions [B', G'] that are decoded at the same time.
-      completions: [B', G'] the row of the table that each place draws; −1 if it has ended or only fills the shape.
-      drawn: [B'] tokens drawn of each group's completions.
-      at: number of the layout in the ladder.
+      completions: [B', G'] the table's row of the completion in each place; −1 marks an empty place.
+      drawn: [B'] tokens drawn for each completion of a group.
+      at: index of the layout in the ladder.
       slot: the next slot, not reduced by the ring's size.
-      slots: of the cache.
+      slots: number of slots of the cache.
       next_group: the first prompt that waits.
       bursts: (completions, drawn tokens of each stream) that are not in the table yet.
     """
@@ -260,13 +249,12 @@ class _OneTurn:
 
         rollout.interrupt()
         parts = np.split(np.arange(groups), stream_count(rollout.params, groups, g))
-        streams, drawn = zip(*self._run(begin, parts), strict=True)
-        self.streams = tuple[Stream, ...](streams)
+        self.streams, drawn = self._run(begin, parts)
         self._note(self.completions, drawn)
 
     @property
     def empty(self) -> np.ndarray:
-        """[B'] groups whose completions have all ended, as far as the table has them."""
+        """[B'] bool, True for groups whose completions have all ended, as far as the table has them."""
         return np.logical_not((self.completions >= 0).any(axis=1))
 
     @property
@@ -276,7 +264,7 @@ class _OneTurn:
 
     @property
     def _few(self) -> int:
-        """Prompts that enter a stream at a time: as many as make one call worth its while."""
+        """Number of prompts that enter a stream at a time; for fewer, a call does not pay."""
         return max(1, len(self.completions) // len(self.streams) // 4)
 
     @property
@@ -285,7 +273,7 @@ class _OneTurn:
         return any(part.sum() >= self._few for part in np.split(self.empty, len(self.streams)))
 
     def refill(self) -> None:
-        """Give places of ended groups to the next prompts, in each stream that has enough of them."""
+        """Give the places of ended groups to the next prompts, in each stream with enough of these places."""
         rollout, few, size = self.rollout, self._few, len(self.completions) // len(self.streams)
         self.completions = self.completions.copy()  # `bursts` has the old ones
         entering = []
@@ -306,27 +294,26 @@ class _OneTurn:
             return stream.replace(cache=cache), drawn
 
         rollout.interrupt()
-        results = self._run(enter, entering)
-        new = {i: stream for (i, _, _), (stream, _) in zip(entering, results, strict=True)}
+        refilled, drawn = self._run(enter, entering)
+        new = {i: stream for (i, _, _), stream in zip(entering, refilled, strict=True)}
         self.streams = tuple(new.get(i, stream) for i, stream in enumerate(self.streams))
-        entered = np.concatenate([i * size + places for i, _, places in entering])
-        self._note(self.completions[entered], [drawn for _, drawn in results])
+        self._note(self.completions[np.concatenate([i * size + places for i, _, places in entering])], drawn)
 
     def compact(self) -> None:
-        """Move to the next smaller layout, if it has places for all and is cheaper by enough."""
+        """Move to the next smaller layout, if it has places for all completions and is enough cheaper."""
         slots = self.ladder.slots_below(self.at, self.slots)
         chosen = None if slots is None else self.ladder.choose(self.at, self.completions >= 0)
         if slots is None or chosen is None:
             return
         (groups, order), mesh = chosen, self.rollout.mesh
         self.completions, self.drawn = self.completions[groups[:, None], order], self.drawn[groups]
-        parts = stream_count(self.rollout.params, *self.completions.shape)
+        parts = stream_count(self.rollout.params, len(groups), order.shape[1])
         kept = groups if mesh is None else None  # no group leaves its device
         self.streams = move(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
         self.at, self.slots = self.at + 1, slots
 
     def decode(self) -> None:
-        """Draw a burst, or less if there are no more slots or tokens to draw; a full cache grows before."""
+        """Draw a burst, or fewer steps if slots or tokens run out. A full cache grows first."""
         rollout, ladder, last, settings = self.rollout, self.ladder, self.ladder.slots[-1], self.rollout.settings
         if self.slot >= self.slots < last:
             self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
@@ -340,19 +327,23 @@ class _OneTurn:
             burst = functools.partial(decode, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
             return burst(rollout.model, rollout.variables, stream, self.slot, count)
 
-        streams, drawn = zip(*self._run(draw, self.streams), strict=True)
-        before, self.streams = self.completions, streams
+        self.streams, drawn = self._run(draw, self.streams)
+        before = self.completions
         self.drawn, self.slot = self.drawn + count, self.slot + count
         self.completions = np.where(self.drawn[:, None] < rollout.table.length, self.completions, -1)
         self._note(before, drawn)
 
-    def _run(self, program: Callable[[Part], StreamResult], parts: Sequence[Part]) -> list[StreamResult]:
+    def _run(
+        self, program: Callable[[Part], StreamResult], parts: Sequence[Part]
+    ) -> tuple[tuple[Stream, ...], list[Drawn]]:
         """Call a program for each stream; on a CPU, wait for the results."""
         results = run_in_streams(program, parts)
-        return jax.block_until_ready(results) if self._on_cpu else results
+        if self._on_cpu:
+            jax.block_until_ready(results)
+        return tuple(stream for stream, _ in results), [drawn for _, drawn in results]
 
     def _note(self, completions: np.ndarray, drawn: Sequence[Drawn]) -> None:
-        """Keep drawn tokens until they are recorded: on an accelerator, while the device draws the next burst."""
+        """Keep drawn tokens until they are recorded; an accelerator draws the next burst meanwhile."""
         for x in jax.tree.leaves(drawn):
             if x.is_fully_addressable:
                 x.copy_to_host_async()
@@ -360,12 +351,11 @@ class _OneTurn:
         self.record(in_flight=0 if self._on_cpu else 1)
 
     def record(self, *, in_flight: int = 0) -> None:
-        """Record all bursts but the last `in_flight`, and empty the places of completions that ended."""
+        """Record all bursts except the last `in_flight`, and empty the places of completions that ended."""
         table = self.rollout.table
         while len(self.bursts) > in_flight:
             completions, streams = self.bursts.popleft()
-            drawn = jax.tree.map(lambda *x: np.concatenate(x), *map(fetch, streams))
-            ended = table.record(completions, drawn, self.rollout.settings)
+            ended = table.record(completions, concatenate(fetch(streams), np), self.rollout.settings)
             table.ended[completions[ended]] = True
             over = completions[ended | (table.lengths[completions] == table.length)]
             self.completions = np.where(np.isin(self.completions, over), -1, self.completions)

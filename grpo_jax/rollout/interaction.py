@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import raise_all, show
-from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.tools import Tool, environment_tools, read_tools, reset_arguments
 from grpo_jax.text.calls import Format, call_fault, hidden_ids
 from grpo_jax.text.formats import FORMATS, format_of
-from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
 _GIVEN = ("environments", "environment_rewards")
-"""Further arguments of reward functions in a run with environments."""
+"""Arguments that reward functions may have in a run with environments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Interaction:
 
     Attributes:
       tokenizer: decodes turns and encodes observations.
+      eos_token_ids: ids that end a turn; `ends` are its further ends.
+      config: the settings of the run.
       factories: value of the column `environment` → makes an environment; the key None is for all rows. {} for a run
         with only tools.
       kinds: the class of each factory's environments.
@@ -36,29 +38,20 @@ class Interaction:
       tools: the run's own functions that the policy may call.
       format: of tool calls in the chat template; None without tools.
       thinking: True if the generation prompt opens a thought, so that a turn begins inside it.
-      template_kwargs: further keywords of the chat template.
-      eos_token_ids: ids that end a turn.
       hidden: special tokens to leave out of the text that is parsed (`calls.hidden_ids`).
-      most_calls: the most turns of a completion that call tools; None for no limit.
-      seconds: time limit of one call; None for no limit.
-      on_error: "raise" or "end", after an error of an environment.
-      ends: further ends of a turn.
     """
 
     tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    config: GRPOConfig
+    ends: TurnEnds
     factories: Mapping[Hashable, EnvironmentFactory]
     kinds: Mapping[Hashable, type]
     own_tools: Mapping[Hashable, Mapping[str, Tool]]
     tools: Mapping[str, Tool]
     format: Format | None
     thinking: bool
-    template_kwargs: Json
-    eos_token_ids: tuple[int, ...]
     hidden: tuple[int, ...] | None = None
-    most_calls: int | None = None
-    seconds: float | None = None
-    on_error: str = "raise"
-    ends: TurnEnds = BY_EOS
 
     def name_of(self, row: Row) -> Hashable:
         """Return the key of a row's factory."""
@@ -75,7 +68,7 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
 
 
 class EnvironmentReward:
-    """A reward function with the rewards of environments of one class, whose name it has.
+    """A reward function that returns the rewards of environments of one class, and has the name of the class.
 
     `factories` are the keys of the class's factories, subclasses included; None if one factory makes all environments.
     """
@@ -97,18 +90,14 @@ def make_interaction(
     tokenizer: Tokenizer,
     eos_token_ids: Sequence[int],
     rows: Sequence[Row],
+    config: GRPOConfig,
     *,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
-    chat_template_kwargs: Json | None = None,
-    most_calls: int | None = None,
-    seconds: float | None = None,
-    on_error: str = "raise",
-    ends: TurnEnds = BY_EOS,
 ) -> Interaction | None:
-    """Make the `Interaction` of a run from `train`'s arguments; None without tools and environments.
+    """Return the `Interaction` of a run from `train`'s arguments; None without tools and environments.
 
-    Each factory is called once. A `ValueError` lists all problems, also with these rows and this chat template.
+    Each factory is called once. A `ValueError` lists all problems, also of these rows and this chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -123,50 +112,47 @@ def make_interaction(
     ]
     for name, environment in made.items():
         problems += _environment_problems(name, environment, own[name], functions, rows)
-    talks = bool(rows) and is_conversation(rows[0]["prompt"])
+    is_chat = bool(rows) and is_conversation(rows[0]["prompt"])
     called = bool(functions) or any(own.values())
-    if called and not talks:
+    if called and not is_chat:
         problems.append(
             "tools are called by messages, and the prompts of the dataset are text: give prompts as lists of messages"
             " (or an environment with a method respond(text), and no other public methods)"
         )
-    kwargs = dict(chat_template_kwargs or {})
+    kwargs = dict(config.chat_template_kwargs or {})
     # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools have different ones.
-    shown = [schemas_of({**functions, **of_rows}) for of_rows in own.values()] or [schemas_of(functions)]
+    shown = [schemas_of({**functions, **methods}) for methods in own.values()] or [schemas_of(functions)]
     schemas = next((some for some in shown if some), None)
     template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
-    form = format_of(template.source) if called and talks else None
-    if called and talks and form is None:
+    form = format_of(template.source) if called and is_chat else None
+    if called and is_chat and form is None:
         problems.append(
             "the chat template of policy.tokenizer writes no tool calls in a known form"
             f" ({', '.join(FORMATS)}): use a checkpoint whose template has tools"
         )
-    if talks:
-        speaks = any(hasattr(environment, "respond") for environment in made.values())
-        roles = ["tool"] * called + ["user"] * speaks
-        for tools_of_rows in shown:
-            problems += _template_problems(ChatTemplate(tokenizer, kwargs, tools_of_rows, eos_token_ids), form, roles)
+    if is_chat:
+        responds = any(hasattr(environment, "respond") for environment in made.values())
+        roles = ["tool"] * called + ["user"] * responds
+        for schemas in shown:
+            problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
     return Interaction(
         tokenizer=tokenizer,
+        eos_token_ids=tuple(eos_token_ids),
+        config=config,
+        ends=TurnEnds.of(config),
         factories=factories,
         kinds={name: type(environment) for name, environment in made.items()},
         own_tools=own,
         tools=functions,
         format=form,
+        thinking=is_chat and template.opens_thinking,
         hidden=None if form is None else hidden_ids(tokenizer, form),
-        thinking=talks and template.opens_thinking,
-        template_kwargs=kwargs,
-        eos_token_ids=tuple(eos_token_ids),
-        most_calls=most_calls,
-        seconds=seconds,
-        on_error=on_error,
-        ends=ends,
     )
 
 
 def _template_problems(template: ChatTemplate, form: Format | None, roles: Sequence[str]) -> list[str]:
-    """Return problems of a chat template with messages of these roles and calls of its tools."""
+    """Return problems of a chat template with messages of these roles and with tool calls."""
     try:
         template.check(roles)
         fault = call_fault(template, form) if form is not None and template.tools else ""
@@ -197,29 +183,6 @@ def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> l
     return [*columns, *(() if interaction is None else _GIVEN)]
 
 
-def encode_rows(
-    interaction: Interaction | None,
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    *,
-    max_prompt_length: int | None = None,
-    on_long_prompt: str = "error",
-    chat_template_kwargs: Json | None = None,
-    argument: str = "dataset",
-) -> EncodedPrompts:
-    """`encode_prompts`, with the schemas of each row's tools in its prompt."""
-    shown = interaction is not None and interaction.format is not None
-    return encode_prompts(
-        rows,
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        on_long_prompt=on_long_prompt,
-        chat_template_kwargs=chat_template_kwargs,
-        tools=[interaction.schemas(row) for row in rows] if interaction is not None and shown else None,
-        argument=argument,
-    )
-
-
 def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]:
     """Return `environment_factory` as a table; a single factory has the key None."""
     if given is None:
@@ -227,8 +190,9 @@ def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]
     table: dict[Hashable, EnvironmentFactory] = dict(given.items()) if isinstance(given, Mapping) else {None: given}
     for name, factory in table.items():
         if not callable(factory):
-            where = _where(name)
-            raise ValueError(f"{where} is {show(factory)}: give a class, or a function that makes an environment")
+            raise ValueError(
+                f"{_where(name)} is {show(factory)}: give a class, or a function that makes an environment"
+            )
     return table
 
 
@@ -238,7 +202,7 @@ def _where(name: Hashable) -> str:
 
 
 def _made(name: Hashable, factory: EnvironmentFactory) -> object:
-    """Make an environment, to check it."""
+    """Return an environment of a factory, for checks."""
     try:
         return factory()
     except Exception as error:
@@ -296,9 +260,9 @@ class EpisodeCounts:
 
     Attributes:
       turns: of the policy.
-      calls, failures: of tools.
+      calls: of tools; `failures` of them failed.
       errors: of the environment.
-      seconds: in tools and environment.
+      seconds: spent in tools and environment.
       clipped: 1 if the last turn called a tool after the limit of calls.
       cut_short: turns that were cut at `max_turn_length`; None without that limit.
     """
@@ -317,9 +281,8 @@ class Played(NamedTuple):
 
     Attributes:
       turns: (True if the policy wrote it, text) of each turn and observation.
-      messages: the same as messages, if the prompt is a conversation.
+      messages: turns and observations as messages, if the prompt is a conversation.
       reward: of `get_reward` and `respond`, or a list with one for each turn; None for "not scored".
-      counts: of its events.
       lengths: tokens of each turn of the policy; () in records of older versions.
     """
 
@@ -330,20 +293,21 @@ class Played(NamedTuple):
     lengths: Sequence[int] = ()
 
     def to_json(self) -> list[object]:
-        """Return it as lists and dicts."""
-        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), [*self.lengths]]
+        """Return the record as lists and dicts."""
+        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), list(self.lengths)]
 
     @classmethod
     def from_json(cls, kept: Sequence[Any]) -> Played:
-        """Return the record of a `to_json`."""
-        turns, messages, reward, counts, *lengths = kept
-        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts), *lengths)
+        """Return the record that `to_json` wrote."""
+        turns, messages, reward, counts = kept[:4]
+        lengths = kept[4] if len(kept) > 4 else ()
+        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
-    """Return [B·G, T] int32, the turn that each drawn token belongs to, from 0; −1 for tokens that were not drawn.
+    """Return [B·G, T] int32, the turn of each drawn token, from 0; −1 for tokens that were not drawn.
 
-    It counts lengths of turns, since an observation between two turns may be empty.
+    The lengths of turns are counted, since an observation between two turns may be empty.
     """
     ids = np.full(drawn.shape, -1, np.int32)
     for row, own, one in zip(ids, drawn, played, strict=True):
@@ -355,11 +319,14 @@ def metrics_of(played: Sequence[Played]) -> dict[str, float]:
     """Return the metrics of a rollout's episodes."""
     counts = [one.counts for one in played]
     turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
-    return {
+    metrics = {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),
         "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
-        **({"turns/cut_short": float(sum(cut_short))} if cut_short else {}),
+    }
+    if cut_short:
+        metrics["turns/cut_short"] = float(sum(cut_short))
+    return metrics | {
         "tools/calls": float(sum(one.calls for one in counts)),
         "tools/failures": float(sum(one.failures for one in counts)),
         "environment/errors": float(sum(one.errors for one in counts)),

@@ -1,7 +1,7 @@
 """The layouts of a rollout: how many completions are decoded at a time, and with how many slots.
 
-Each layout is a compiled program, and a TPU takes half a minute to compile one. So there are few, which follow from the
-sizes of the rollout; the completions decide only when it moves to the next:
+Each layout is a compiled program, and a TPU takes half a minute to compile one. So there are few layouts. They follow
+from the sizes of the rollout; the completions decide only when the rollout moves to the next:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
@@ -39,10 +39,10 @@ FEWEST_SLOTS = 64
 """Slots of a cache, at least."""
 
 ALIGNED = 64
-"""Slots of a GPU's or a TPU's cache are a multiple of this; otherwise a GPU pads the values at each step."""
+"""The number of slots of a GPU's or a TPU's cache is a multiple of this; otherwise a GPU pads values at each step."""
 
 FEWEST = 8
-"""Completions of a layout, at least: a product with fewer takes a CPU as long."""
+"""Completions of a layout, at least: on a CPU a product with fewer takes as long."""
 
 MOST_RUNGS = 3
 """Smaller layouts, at most."""
@@ -51,11 +51,11 @@ STREAM_COMPLETIONS = 16
 """Completions of a stream, at least: with fewer, matrix products are too small."""
 
 WORTH_A_MOVE = 0.8
-"""Share of a layout's cost that the next may have, at most: a move costs a copy of the cache, and programs."""
+"""Largest cost of the next layout as a share of the current cost: a move copies the cache and compiles programs."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Slots for all but the last of `length` tokens, which is never read; `fixed` as in `Ladder`."""
+    """Return the slots for `length` tokens without the last one, which is never read; `fixed` as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
@@ -66,9 +66,9 @@ class Ladder:
 
     Attributes:
       shapes: (groups, width) of each layout; the first holds all completions.
-      slots: sizes of the cache, which grows. The n-th layout has only sizes from the n-th on, as it is reached late.
+      slots: sizes of the cache, which grows. The n-th layout has only sizes from the n-th on, since it is reached late.
       steps: of a burst.
-      fixed: whether every burst runs all of its steps, on devices where a loop that may end early waits for the host.
+      fixed: whether every burst runs all its steps, on devices where a loop that may end early waits for the host.
       step: cost of a step with all slots.
       shards: devices that share the groups. On several, no group leaves its device.
     """
@@ -94,12 +94,11 @@ class Ladder:
         fixed: bool = False,
         grows: bool = True,
     ) -> Ladder:
-        """The layouts of [groups, width] completions of at most `length` tokens.
+        """Return the layouts of [groups, width] completions of at most `length` tokens.
 
-        Args:
-          waits: whether further prompts wait. Then the cache is a ring of its full size from the start.
-          turns: whether completions have several, of any number of bursts.
-          grows: whether a step reads empty slots too, so that a smaller cache is faster.
+        With `waits`, further prompts wait, and the cache is a ring of its full size from the start. With `turns`,
+        completions have several turns of any number of bursts. With `grows`, a step reads empty slots too, so that a
+        smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
         # A burst ends where the cache grows; a short rollout has equal bursts, so that few steps run after its end.
@@ -113,19 +112,15 @@ class Ladder:
         # Completions move at most once before a burst, and not before the first.
         bursts = -(-tokens // steps)
         rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
-        while len(shapes) <= rungs and (smaller := _next(*shapes[-1], groups * width, step, shards)) is not None:
+        while len(shapes) <= rungs and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
-    def slots_of(self, at: int) -> tuple[int, ...]:
-        """Sizes of the cache of the `at`-th layout."""
-        return self.slots[min(at, len(self.slots) - 1) :]
-
     def slots_below(self, at: int, slots: int) -> int | None:
-        """The size of the cache in the layout after the `at`-th, from `slots`; None if a move does not pay."""
+        """Return the size of the cache in the layout after the `at`-th, from `slots`; None if a move does not pay."""
         if at + 1 == len(self.shapes):
             return None
-        there = next(n for n in self.slots_of(at + 1) if n >= slots)
+        there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
 
         def cost(shape: tuple[int, int], slots: int) -> float:
             return self.step.with_slots(slots, of=self.slots[-1]).cost(shape[0] // self.shards, shape[1])
@@ -134,9 +129,9 @@ class Ladder:
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Groups [B''] and order [B'', G''] of the `alive` [B', G'] completions in the layout after the `at`-th.
+        """Return groups [B''] and order [B'', G''] of the `alive` [B', G'] completions in the layout after the `at`-th.
 
-        Ended completions fill free places. None if too many are alive.
+        Ended completions fill free places. Returns None if too many are alive.
         """
         groups, width = self.shapes[at + 1]
         if width > 1 or self.shards > 1:
@@ -151,32 +146,33 @@ class Ladder:
         return flat // alive.shape[1], (flat % alive.shape[1])[:, None]
 
 
-def _next(groups: int, width: int, all_of_them: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """The layout after [groups, width]; None if none is enough cheaper.
+def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
+    """Return the (groups, width) of the layout after the `last`; None if none is enough cheaper.
 
-    Narrower groups read each prompt once; they are chosen if 25 % cheaper than the same number of single completions.
-    Otherwise single completions, in equal ratios down to `FEWEST`, or fewer and narrower groups.
+    Narrower groups read each prompt once. They are chosen if 25 % cheaper than the same number of single completions.
+    Otherwise single completions are, in equal ratios down to `FEWEST`, or fewer and narrower groups.
     """
+    groups, width = last
 
     def cost(shape: tuple[int, int]) -> float:
         return step.cost(shape[0] // shards, shape[1])
 
     def worth(shape: tuple[int, int]) -> bool:
         holds = FEWEST <= shape[0] * shape[1] < groups * width
-        return holds and cost(shape) <= WORTH_A_MOVE * cost((groups, width))
+        return holds and cost(shape) <= WORTH_A_MOVE * cost(last)
 
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:
         return narrow if worth(narrow) else None
     if worth(narrow) and cost(narrow) <= 0.75 * cost((narrow[0] * narrow[1], 1)):
         return narrow
-    stride = 1 << max(1, math.ceil(math.log2(max(2, all_of_them / FEWEST)) / MOST_RUNGS))
+    stride = 1 << max(1, math.ceil(math.log2(max(2, completions / FEWEST)) / MOST_RUNGS))
     singles = ((FEWEST * stride**i, 1) for i in reversed(range(MOST_RUNGS)))
     return next(filter(worth, (*singles, fewer)), None)
 
 
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
-    """Cost of a decode step; a CPU does 8 multiplications in the time of reading one byte, a GPU 100."""
+    """Return the cost of a decode step. A CPU does 8 multiplications in the time of reading one byte, a GPU 100."""
     held = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
@@ -189,9 +185,9 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
 
 
 def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
-    """The number of streams for [groups, width] completions, a divisor of `groups`.
+    """Return the number of streams for [groups, width] completions, a divisor of `groups`.
 
-    `each`: streams for each thread that works at a time; of several turns some wait for answers.
+    `each` is the number of streams for each thread that works at a time; with several turns, some wait for answers.
     """
     parts = min(groups, groups * width // STREAM_COMPLETIONS)
     most = max(1, min(parts, each * count_streams(params, groups)))
@@ -199,12 +195,9 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
-    """The number of groups that are decoded at a time: at most `batch_size` completions (None: all), as many on each of
-    `shards` devices.
+    """Return the number of groups that are decoded at a time, as many on each of `shards` devices.
 
-    Example:
-      >>> groups_at_once(30, 4, None, 8), groups_at_once(30, 4, 70, 8), groups_at_once(30, 4, 70, 1)
-      (32, 16, 17)
+    They have at most `batch_size` completions; None means no limit.
     """
     most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
     return -(-most // shards) * shards
@@ -221,7 +214,7 @@ def choose_ladder(
     mesh: Mesh | None,
     waits: bool,
 ) -> Ladder:
-    """The `Ladder` of [groups, width] completions of one turn; `params` may be shapes."""
+    """Return the `Ladder` of [groups, width] completions of one turn; `params` may be shapes."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
@@ -230,7 +223,7 @@ def choose_ladder(
 
 
 def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
-    """Whether a kernel computes the attention of a step in all layers, which reads only full slots."""
+    """Return whether all layers compute the attention of a step by a kernel, which reads only full slots."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
     chosen = implementation(shape.attention)
@@ -241,8 +234,9 @@ def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Whether one CPU decodes, where a loop may end early without cost; shapes without a sharding are on the default
-    device.
+    """Return whether one CPU decodes, where a loop may end early without cost.
+
+    Shapes without a sharding are on the default device.
     """
     at = {
         device.platform

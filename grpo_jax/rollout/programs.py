@@ -1,8 +1,8 @@
-"""Params as a decode step reads them, and the largest program of a rollout for the shapes of its arguments.
+"""Params in the form that a decode step reads, and the largest program of a rollout from the shapes of its arguments.
 
 A CPU multiplies 8 to 32 rows by kernels stored by columns in three to four fifths of the time, so `decode_variables`
-adds such copies there. An accelerator would round float32 kernels to the compute dtype at each step: for 4 bytes that
-it reads of each weight it would write 2 and read 2 again. So they are rounded once, to the same values.
+adds such copies there. An accelerator would round float32 kernels to the compute dtype at each step: for every 4 bytes
+of a weight it would write 2 and read 2 again. So the kernels are rounded once, to the same values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in a
 
 
 def decode_variables(model: CachedModel, params: Params) -> Variables:
-    """Return the params for `decode` to apply the model to, with kernels by columns or in the compute dtype."""
+    """Return the variables that `decode` applies the model to, with kernels by columns or in the compute dtype."""
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
@@ -43,7 +43,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 
 
 def variables_shape(model: CachedModel, params: Params) -> Variables:
-    """The shapes of `decode_variables`."""
+    """Return the shapes of `decode_variables`."""
     if _by_columns(params):
         columns = functools.partial(kernels_by_columns, dtype=_dtype(model))
         return {
@@ -57,7 +57,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
 
 
 def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
-    """The shapes of params that `decode` does not read, and of the copies that it reads instead."""
+    """Return the shapes of the params that `decode` does not read, and of the copies that it reads instead."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -76,7 +76,7 @@ def _dtype(model: CachedModel) -> jnp.dtype:
 
 
 def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
-    """The matrices by path, the embedding included, that a decoder rounds to its dtype at each product."""
+    """Return the matrices by path, with the embedding, that a decoder rounds to its dtype at each product."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
         return {}  # a model of the user's own may need float32, and adapters are small
     return {
@@ -101,9 +101,9 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """`decode_burst` with shapes for arguments, of all completions that are decoded at a time, with the largest cache.
+    """Return `decode_burst` with shapes for arguments: all completions decoded at a time, with the largest cache.
 
-    The arguments are as in `generate`; None for a model without a cache.
+    The arguments are as in `generate`. Returns None for a model without a cache.
     """
     if not is_cached(model):
         return None
@@ -114,25 +114,21 @@ def decode_call(
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
     # On a mesh, waiting prompts are the next batch.
     waits = at_once < groups and mesh is None
-    sizes = (prompt_length, at_once, num_generations, max_completion_length)
-    ladder = choose_ladder(argument, shapes, *sizes, mesh=mesh, waits=waits)
+    ladder = choose_ladder(
+        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, waits=waits
+    )
     settings = settings._replace(mesh=mesh)
     read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1])
-    stream: Stream = jax.eval_shape(read, argument, shapes, *_inputs(at_once, num_generations, prompt_length, mesh), 0)[
-        0
-    ]
+    prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
+    stream: Stream = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
     stream = _placed(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
-    return functools.partial(
-        decode_burst,
-        *(argument, variables, stream.cache, stream.replace(cache=()), 0, 0),
-        settings=settings,
-        steps=ladder.steps,
-        fixed=ladder.fixed,
-    )
+    cache, rest = stream.cache, stream.replace(cache=())
+    burst = functools.partial(decode_burst, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
+    return functools.partial(burst, argument, variables, cache, rest, 0, 0)
 
 
 def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> tuple[Prompts, jax.Array]:
-    """Prompts and keys of [groups, width] completions."""
+    """Return the shapes of the prompts and keys of [groups, width] completions."""
 
     def make() -> tuple[Prompts, jax.Array]:
         numbers, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
@@ -147,14 +143,15 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
 
 
 def _placed(tree: Tree, source: object) -> Tree:
-    """Shapes of arrays on the device of `source`."""
+    """Return the shapes of arrays on the device of `source`."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 
 
 def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
-    """A shape with the sharding of `constrain`."""
+    """Return a shape with the sharding of `constrain`."""
     at = constrained_sharding(x.shape, mesh, *axes)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # of typed keys, all dimensions are named
-        at = NamedSharding(mesh, PartitionSpec(*at.spec, *[None] * (len(x.shape) - len(at.spec))))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # a spec of typed keys needs all dimensions
+        spec = [*at.spec, *[None] * (len(x.shape) - len(at.spec))]
+        at = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)

@@ -1,4 +1,4 @@
-"""A rollout on the host: its arguments, and a table of the tokens that have been drawn or observed."""
+"""A rollout on the host: its arguments, and a table of the drawn and observed tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from grpo_jax.types import CachedModel, Completions, Params, Prompts
 
 
 class Table:
-    """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 stands for an empty place on the device.
+    """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 marks an empty place on the device.
 
     Attributes:
       tokens: [B·G, T] drawn or observed tokens; the pad id after the end.
       mask: [B·G, T] True on drawn tokens.
       log_probs: [B·G, T] log-probs of the drawn tokens, 0 elsewhere.
-      lengths: [B·G] tokens of each completion so far, drawn or observed.
-      ended: [B·G] True for completions that ended before they were cut at T.
+      lengths: [B·G] number of drawn and observed tokens so far.
+      ended: [B·G] True for completions that were not cut at T.
       stop_state: [B·G] state of the stop strings after the last token of the current turn.
     """
 
@@ -42,7 +42,7 @@ class Table:
         return self.tokens.shape[1]
 
     def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append drawn tokens [B', G', N] to completions [B', G']; return which drew an EOS or a stop string."""
+        """Append drawn tokens [B', G', N] to completions [B', G'], and return which drew an EOS or a stop text."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
@@ -73,25 +73,18 @@ class Table:
         self.stop_state[completion] = 0
 
     def completions(self, groups: int, *, turns: bool = False) -> Completions:
-        """All completions of B = `groups` prompts as NumPy arrays, with `present` if they have several `turns`."""
+        """Return all completions of B = `groups` prompts as NumPy arrays, with `present` for several `turns`."""
         present = np.arange(self.length) < self.lengths[:, None]
         arrays = (self.tokens, self.mask, self.log_probs, self.ended, present if turns else None)
-        return Completions(*jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), arrays))
+        return Completions(*jax.tree.map(lambda x: x.reshape((groups, -1, *x.shape[1:])), arrays))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """Arguments of a rollout, and its table.
 
-    Attributes:
-      model: as an argument of a compiled function.
-      params: for prompts.
-      variables: collections for `decode` (`programs.decode_variables`).
-      prompts: tokens [B, P] and lengths [B].
-      keys: [B, G] typed keys.
-      settings: of all programs.
-      table: of all completions.
-      interrupt: called before prompts are read, before each burst, and while an observation is awaited.
+    Prompts are read with `params`, and tokens are decoded with `variables` (`programs.decode_variables`). `keys` are
+    [B, G] typed keys. `interrupt` is called before prompts are read, before each burst, and while it waits for answers.
     """
 
     model: CachedModel
@@ -105,16 +98,22 @@ class Rollout:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh of the params; None for one device."""
+        """The mesh of the params; None for one device."""
         return self.settings.mesh
 
     def rows(self, groups: np.ndarray) -> np.ndarray:
-        """[B', G] rows of the completions of groups [B'] in the table; −1 for groups from B on, which fill a shape."""
+        """Return the table's rows [B', G] for groups [B']; −1 for groups from B on, which fill a shape."""
         b, g = self.keys.shape
         return np.where(groups[:, None] < b, groups[:, None] * g + np.arange(g), -1)
 
     def inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
-        """Prompts and keys of groups [B'], on the devices; the last group's for groups from B on."""
+        """Return the prompts and keys of groups [B'], on the devices; groups from B on repeat the last group."""
         at = np.minimum(groups, len(self.keys) - 1)
         prompts, keys = jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
         return split((prompts, keys), self.mesh)
+
+    def part(self, first: int, last: int) -> Rollout:
+        """Return the rollout of groups first … last − 1 alone."""
+        prompts, keys = jax.tree.map(lambda x: x[first:last], (self.prompts, self.keys))
+        table = Table(keys.size, self.table.length, self.settings.pad_token_id)
+        return dataclasses.replace(self, prompts=prompts, keys=keys, table=table)

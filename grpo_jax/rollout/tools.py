@@ -18,7 +18,7 @@ import json
 import threading
 import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from grpo_jax.messages import nearest, raise_all, show
 from grpo_jax.rewards.calls import event_loop
@@ -44,12 +44,9 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
+    """A function that the policy may call with keywords, sync or async.
 
-    Attributes:
-      name: in calls.
-      function: called with keywords; sync or async. Of an environment's class, an unbound method.
-      schema: {"type": "function", "function": {"name", "description", "parameters"}}, for chat templates.
+    `schema` is {"type": "function", "function": {"name", "description", "parameters"}}, for chat templates.
     """
 
     name: str
@@ -60,13 +57,9 @@ class Tool:
 def read_tools(tools: Sequence[Function], *, argument: str = "tools") -> dict[str, Tool]:
     """Return functions as tools, by their names.
 
-    Args:
-      tools: functions or bound methods, sync or async. Every argument needs a type hint, and a description in the
-        docstring's 'Args:' section, as in TRL; transformers' `get_json_schema` makes the schema of them.
-      argument: name of the caller's argument, for messages.
-
-    Raises:
-      ValueError: one error with a line for each function that cannot be a tool.
+    The functions or bound methods may be sync or async. Each parameter needs a type hint, and a description in the
+    docstring's "Args:" section, as in TRL; transformers' `get_json_schema` makes the schema of them. A `ValueError`
+    names `argument` and has a line for each function that cannot be a tool.
 
     Example:
       >>> def add(a: int, b: int = 1) -> int:
@@ -85,12 +78,11 @@ def read_tools(tools: Sequence[Function], *, argument: str = "tools") -> dict[st
     read: dict[str, Tool] = {}
     problems: list[str] = []
     for index, function in enumerate(tools):
-        where = f"{argument}[{index}]"
-        tool, problem = _read(function, function, where)
-        if tool is None:
-            problems.append(problem)
+        tool = _read(function, f"{argument}[{index}]")
+        if isinstance(tool, str):
+            problems.append(tool)
         elif tool.name in read:
-            problems.append(f"{where}: there is another tool {tool.name!r}: rename one of them")
+            problems.append(f"{argument}[{index}]: there is another tool {tool.name!r}: rename one of them")
         else:
             read[tool.name] = tool
     raise_all(argument, problems)
@@ -100,85 +92,62 @@ def read_tools(tools: Sequence[Function], *, argument: str = "tools") -> dict[st
 def environment_tools(environment: object) -> dict[str, Tool]:
     """Return the public methods of an environment as tools, by their names.
 
-    Args:
-      environment: an object or a class. `reset`, `get_reward`, `respond` and names that begin with an underscore are
-        left out; inherited methods are not. An object with `answer_calls`, which receives whole turns, has the tools of
-        its `tool_schemas` instead.
-
-    Raises:
-      ValueError: as `read_tools`, for the methods.
-
-    Example:
-      >>> class Counter:
-      ...     def reset(self, **row): self.count = 0
-      ...     def add(self, n: int):
-      ...         '''Add to the counter.
-      ...
-      ...         Args:
-      ...             n: how many
-      ...         '''
-      ...         self.count += n
-      >>> list(environment_tools(Counter())), list(environment_tools(Counter)["add"].schema["function"]["parameters"])
-      (['add'], ['type', 'properties', 'required'])
+    Inherited methods are included; `reset`, `respond`, `get_reward` and names that begin with an underscore are not. An
+    environment with `answer_calls`, which receives whole turns, has the tools of its `tool_schemas` instead. A
+    `ValueError` has a line for each method that cannot be a tool.
     """
-    kind = environment if isinstance(environment, type) else type(environment)
-    if hasattr(kind, "answer_calls") and not isinstance(environment, type):
-        described: Any = environment
-        return {
-            schema["function"]["name"]: Tool(schema["function"]["name"], described.answer_calls, schema)
-            for schema in described.tool_schemas
-        }
+    kind, described = type(environment), cast("Any", environment)
+    if hasattr(kind, "answer_calls"):
+        schemas = {schema["function"]["name"]: schema for schema in described.tool_schemas}
+        return {name: Tool(name, described.answer_calls, schema) for name, schema in schemas.items()}
     methods: dict[str, Tool] = {}
     problems: list[str] = []
     for name in dir(kind):
         member = None if name.startswith("_") or name in CALLED_BY_TRAINER else inspect.getattr_static(kind, name)
         if not isinstance(member, (types.FunctionType, staticmethod, classmethod)):
             continue
-        function = getattr(environment, name)
-        # A class's method is described without its first parameter, as an object's method.
-        bound = types.MethodType(member, kind) if function is member else function
-        tool, problem = _read(function, bound, f"{kind.__name__}.{name}", name)
-        if tool is None:
-            problems.append(f"{problem} (or begin its name with '_', if it is not a tool)")
+        tool = _read(getattr(environment, name), f"{kind.__name__}.{name}", name)
+        if isinstance(tool, str):
+            problems.append(f"{tool} (or begin its name with '_', if it is not a tool)")
         else:
             methods[name] = tool
     raise_all(f"environment {kind.__name__}", problems)
     return methods
 
 
-def _read(function: Function, described: Function, where: str, name: str | None = None) -> tuple[Tool | None, str]:
-    """Return a function as a tool, or a problem; the schema is made of `described`, which lacks `self`."""
+def _read(function: Function, where: str, name: str | None = None) -> Tool | str:
+    """Return a function as a tool, or a message about it; `name` is the name of a method."""
     from transformers.utils import get_json_schema
 
     if not callable(function):
-        return None, f"{where} is {show(function)}, which cannot be called: give a function"
-    name = name or getattr(function, "__name__", "")
-    if isinstance(function, type) or not str(name).isidentifier():
-        return None, f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"
-    where = where if where.endswith(f".{name}") else f"{where}, {name!r}"
+        return f"{where} is {show(function)}, which cannot be called: give a function"
+    if name is None:
+        name = str(getattr(function, "__name__", ""))
+        if isinstance(function, type) or not name.isidentifier():
+            return f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"
+        where = f"{where}, {name!r}"
 
     def copy(**arguments: object) -> None:
         """Replaced."""
 
     try:
-        parameters = inspect.signature(described).parameters
+        parameters = inspect.signature(function).parameters
         for parameter in parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 kind = parameter.kind.description
-                return None, f"{where}: argument {parameter.name!r} is {kind}: calls give each argument by name"
-        copy.__name__, copy.__doc__ = str(name), inspect.getdoc(described)
-        hints = get_type_hints(described)
+                return f"{where}: argument {parameter.name!r} is {kind}: calls give each argument by name"
+        copy.__name__, copy.__doc__ = name, inspect.getdoc(function)
+        hints = get_type_hints(function)
         copy.__annotations__ = {key: hint for key, hint in hints.items() if key in (*parameters, "return")}
-        stand_in: Any = copy
-        stand_in.__signature__ = inspect.Signature(list(parameters.values()))
-        return Tool(str(name), function, get_json_schema(copy)), ""
+        cast("Any", copy).__signature__ = inspect.Signature(list(parameters.values()))
+        return Tool(name, function, get_json_schema(copy))
     except Exception as error:  # transformers' own, and resolving a hint may raise anything
         advice = " If you need a more complex"  # transformers suggests to pass a schema
-        return None, f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
+        return f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
 
 
 def reset_arguments(reset: Function, row: Row) -> Row:
-    """Return the columns to call `reset` with; `prompt` and `environment` only if its signature has them."""
+    """Return the columns to call `reset` with; `prompt` and `environment` only if its signature names them."""
     try:
         parameters = inspect.signature(reset).parameters
     except ValueError:  # a builtin without a signature
@@ -189,10 +158,10 @@ def reset_arguments(reset: Function, row: Row) -> Row:
 
 
 def bind_arguments(tool: Tool, arguments: object) -> Json | str:
-    """Return the keywords to call a tool with, or an error for the policy.
+    """Return the keywords to call a tool with, or an error message for the policy.
 
-    Names, required arguments and types are checked by the schema; "3" for an integer and 3 for text are converted.
-    `arguments` are a dict, JSON text of an object, or None; the result shares nothing with them.
+    `arguments` are a dict, JSON text of an object, or None. They are checked against the schema; "3" for an integer and
+    3 for text are converted. The result shares no objects with them.
     """
     if isinstance(arguments, str):
         try:
@@ -219,9 +188,9 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _fitted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Return a value converted to the type of a schema, or the unchanged value and the name of the type.
+    """Return a value converted to the type of a schema, or the unchanged value and the name of the missing type.
 
-    None is not checked, nor are values whose schema has several types or none.
+    None is not checked, and neither are values whose schema has several types or none.
     """
     kind = schema.get("type")
     known, wanted = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
@@ -253,18 +222,18 @@ def _kind(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def call_within(seconds: float | None, function: Function, *args: Any, **keywords: Any) -> Any:
-    """Call a function, sync or async, and wait at most `seconds` (None for no limit) for its result.
+def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
+    """Call a function, sync or async, and wait at most `seconds` for its result; None means no limit.
 
-    A sync function runs in its own thread, which cannot be stopped: its late result is dropped. An async one runs on
-    the event loop of async rewards, and is cancelled. Raises a `TimeoutError`, or what the function raises, including
+    A sync function runs in its own thread, which cannot be stopped: its late result is dropped. An async function runs
+    on the event loop of async rewards, and is cancelled. Raises a `TimeoutError`, or the error of the function, also a
     `SystemExit`.
     """
     outcome: list[Any] = []
 
     def work() -> None:
         try:
-            value = function(*args, **keywords)
+            value = function(*args)
             if inspect.isawaitable(value):
                 promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
                 if not concurrent.futures.wait([promise], seconds).done:
@@ -296,12 +265,11 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 def as_text(value: object, *, limit: int = 20_000) -> str:
     """Return the result of a tool or an environment as text for the policy; never raises.
 
-    Bytes are decoded, None is "", JSON values become JSON, and anything else is `str`; invalid Unicode is replaced.
-    After `limit` characters a note counts the rest.
+    Bytes are decoded, None is "", JSON values become JSON, and other objects are written by `str`. Invalid Unicode is
+    replaced. After `limit` characters a note says how many were left out.
     """
     try:
-        text = _text(value)
-        text = str.encode(text, "utf-8", "replace").decode("utf-8")
+        text = str.encode(_text(value), "utf-8", "replace").decode("utf-8")
     except (Exception, SystemExit) as error:  # from a `__str__` of the user's
         return f"[{type(value).__name__} that cannot be written as text: {type(error).__name__}]"
     if len(text) <= limit:

@@ -1,7 +1,7 @@
 """Completions of several turns: the policy draws a turn, receives an observation, and draws the next turn.
 
 A completion is one row of tokens, and its keys and values stay on the device from the first turn to the last. Drawn
-tokens are never decoded and encoded again; the tokens of an observation are read at once, after the token that ended
+tokens are never decoded and encoded again. The tokens of an observation are read at once, after the token that ended
 the turn:
 
 ```
@@ -13,8 +13,8 @@ read together        (only EOS)  EOS  x  y  z
 ```
 
 Answers are computed while other completions draw. When half of a stream's completions wait, the others draw two more
-bursts, in which most answers arrive; then the observations are read together. So which programs run, on which shapes,
-follows from the tokens and not from how long an answer takes, and a resumed run gives the same bytes.
+bursts, in which most answers arrive; then the observations are read together. So the programs and their shapes follow
+from the tokens and not from the time that an answer takes, and a resumed run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -37,55 +37,54 @@ from grpo_jax.rollout.table import Rollout
 from grpo_jax.types import Completions
 
 LEAD = 16
-"""The slot in which completions begin: a short observation is read with padding before it, which needs slots."""
+"""The slot in which completions begin, since a short observation is read with padding before it."""
 
 CHUNK = 256
-"""Tokens of observations that are read at a time, at most."""
+"""Tokens of an observation that are read at a time, at most."""
 
 TOGETHER = 0.5
-"""Share of a stream's completions whose observations are read together: completions that wait draw nothing, and
-reading costs as much for one as for all."""
+"""Share of a stream's completions that must wait before their observations are read together: completions that wait
+draw nothing, and reading costs as much for one as for all."""
 
 PATIENCE = 2
-"""Bursts that the others draw after that share waits. With none, every reading would wait for answers requested just
-before, as long as an environment takes; with many, one long turn would delay all others."""
+"""Bursts that the others draw after that share waits. With 0, every reading would wait for the answers requested last;
+with many, one long turn would delay all other turns."""
 
 Promise = Future[Sequence[int] | None]
 
 
 class Answers(Protocol):
-    """Answers turns: called once for each turn of a completion, from any thread; returns a future at once.
+    """A function that answers turns. It is called once for each turn, from any thread, and returns a future at once.
 
-    Several processes draw the same completions together: one of them answers each completion and sends the others the
-    result.
+    Of several processes, which draw the same completions together, one answers each completion.
     """
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Promise | None:
         """Begin to answer a turn [n] of token ids, which has ended or has the maximum length.
 
         `completion` is b · G + g. The future returns the tokens of an observation, or None at the end of the
-        completion. An observation of more than `limit` tokens leaves none for a further turn and ends the completion as
+        completion. An observation of more than `limit` tokens leaves no space for a further turn, and the completion is
         truncated. Returns None if another process answers.
         """
         ...
 
 
 class _OtherFailed(Exception):
-    """Stops this stream because another has failed."""
+    """Stops a stream after another stream has failed."""
 
 
 class _Turns:
     """Completions of one stream, from their prompts to their ends.
 
     Attributes:
-      completions: [B', G'] the row of the table that each place draws; −1 if it has ended or only fills the shape.
-      starts: [B', G'] the slot in which each one begins, as in `Stream.start`.
+      completions: [B', G'] the table's row of the completion in each place; −1 marks an empty place.
+      starts: [B', G'] the slot in which each completion begins, as in `Stream.start`.
       turn_starts: [B·G] tokens of each completion before its current turn.
-      waiting: rows whose turn has ended → their answers.
-      at: number of the layout in the ladder.
+      waiting: the answers to turns that have ended, by rows.
+      at: index of the layout in the ladder.
       slot: the next slot of the completions that draw.
-      slots: of the ring.
-      patience_used: bursts drawn since enough completions wait.
+      slots: number of slots of the ring.
+      bursts_waited: bursts drawn since enough completions wait.
     """
 
     def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray, max_turn_length: int):
@@ -98,7 +97,7 @@ class _Turns:
         self.starts = np.full(self.completions.shape, LEAD)
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)
         self.waiting: dict[int, Promise | None] = {}
-        self.patience_used = 0
+        self.bursts_waited = 0
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
@@ -112,10 +111,10 @@ class _Turns:
                 self._draw()
             if not self.waiting or len(self.waiting) < TOGETHER * (self.completions >= 0).sum():
                 continue
-            if self.active.any() and self.patience_used < PATIENCE:
-                self.patience_used += 1
+            if self.active.any() and self.bursts_waited < PATIENCE:
+                self.bursts_waited += 1
             else:
-                self.patience_used = 0
+                self.bursts_waited = 0
                 self._read(self._observations())
 
     @property
@@ -134,7 +133,7 @@ class _Turns:
             active, lengths = self.active, table.lengths[self.completions]
         left = np.minimum(table.length, self.turn_starts[self.completions] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
-        # A turn begins in state 0 of the stop strings, which only the host knows.
+        # A turn begins in state 0 of the stop strings; only the host knows where it begins.
         state = None if self.stream.stop_state is None else table.stop_state[self.completions]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)
@@ -144,9 +143,9 @@ class _Turns:
         self.slot += self._record(self.completions, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Record what was drawn of completions [B', G'], and return the steps made.
+        """Record the drawn tokens of completions [B', G'], and return the number of steps.
 
-        Answers to turns that have just ended are requested; completions without space for another token are dropped.
+        Answers to turns that have just ended are requested, and completions without space for another token end.
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
@@ -163,7 +162,7 @@ class _Turns:
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for the answers, and return observations by rows; completions without one are over."""
+        """Wait for the answers, and return the observations by rows. Completions without an observation end."""
         table, observed = self.table, dict[int, Sequence[int]]()
         own = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
         answers = [(row, wait_for(promise, self.rollout.interrupt)) for row, promise in own]
@@ -220,16 +219,16 @@ class _Turns:
         self._record(np.where(resumed, self.completions, -1), drawn)
 
     def _ring_size(self, least: int) -> int:
-        """A size of the ring with at least so many slots: one of few, because each is a program."""
+        """Return a size of the ring with at least so many slots. There are few sizes, because each is a program."""
         sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _aligned_slot(self, counts: np.ndarray, width: int, least: int) -> int | None:
-        """The slot from which `width` tokens can be read, the last `counts` [B', G'] of them real, without moving any.
+        """Return the slot from which to read `width` tokens, the last `counts` [B', G'] of them real, without a move.
 
-        None unless all completions end in the same slot and read equally many tokens, as in games whose turns have one
-        length, and the ring has slots for them. Aligning moves all keys and values, and takes longer than to read a few
-        tokens.
+        Returns None unless all completions end in the same slot and read equally many tokens, as in games whose turns
+        have one length, and the ring has slots for them. `_align` would move all keys and values, and take longer than
+        reading a few tokens.
         """
         alive = self.completions >= 0
         ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], counts[alive]
@@ -239,14 +238,14 @@ class _Turns:
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Groups and order of the completions in the next smaller layout; None if they do not fit in it."""
+        """Return groups and order of the completions in the next smaller layout; None if they do not fit."""
         last = self.at + 1 == len(self.ladder.shapes)
         return None if last else self.ladder.choose(self.at, self.completions >= 0)
 
     def _align(self, counts: np.ndarray, *, least: int) -> None:
-        """Move all completions to end so many tokens [B', G'] before the end of a ring with at least `least` slots.
+        """Move each completion to end `counts` [B', G'] slots before the end of a ring with at least `least` slots.
 
-        They move to the next smaller layout, if it has places for all.
+        The completions move to the next smaller layout, if it has places for all.
         """
         chosen, shape = self._smaller(), self.completions.shape
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
@@ -272,7 +271,7 @@ def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] |
 
 
 def sample_turns(rollout: Rollout, at_once: int, answers: Answers, max_turn_length: int) -> Completions:
-    """Completions of several turns as NumPy arrays, of at most `at_once` groups at a time."""
+    """Return completions of several turns as NumPy arrays; at most `at_once` groups are decoded at a time."""
     b, g = rollout.keys.shape
     failed = threading.Event()
 

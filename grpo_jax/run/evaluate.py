@@ -20,7 +20,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
-from grpo_jax.text.prompts import EncodedPrompts, join_prompts
+from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
@@ -139,25 +139,16 @@ def evaluate_rows(
     by_part = {name: load_rows(some) for name, some in named_datasets(dataset).items()}
     rows = [row for some in by_part.values() for row in some]
     interaction = turns.make_interaction(
-        policy.tokenizer,
-        policy.eos_token_ids,
-        rows,
-        tools=tools,
-        environment_factory=environment_factory,
-        chat_template_kwargs=template_kwargs,
-        most_calls=config.max_tool_calling_iterations,
-        seconds=config.environment_timeout,
-        on_error=config.on_environment_error,
-        ends=ends,
+        policy.tokenizer, policy.eos_token_ids, rows, config, tools=tools, environment_factory=environment_factory
     )
     encoded = {
-        name: turns.encode_rows(
-            interaction,
+        name: encode_prompts(
             some,
             policy.tokenizer,
             max_prompt_length=config.max_prompt_length,
             on_long_prompt=config.on_long_prompt,
             chat_template_kwargs=template_kwargs,
+            tools=None if interaction is None else [interaction.schemas(row) for row in some],
         )
         for name, some in by_part.items()
     }

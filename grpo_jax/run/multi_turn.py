@@ -15,10 +15,10 @@ from grpo_jax.maths.credit import in_units_of_rewards, turn_advantages
 from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.outcomes import place_rewards
 from grpo_jax.rollout.episodes import Episodes
-from grpo_jax.rollout.interaction import Interaction, encode_rows
+from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import Answers
 from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.text.prompts import EncodedPrompts, make_prompts
+from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
 from grpo_jax.types import Batch, Completions, Prompts, Row
 
 _jit_turn_advantages = jax.jit(
@@ -64,11 +64,11 @@ def episode_prompts(
     for i, row in zip(rows, opened, strict=True):
         encoded = data.token_ids[i]
         if row is not data.rows[i]:
-            encoded = encode_rows(
-                interaction,
+            encoded = encode_prompts(
                 [row],
                 interaction.tokenizer,
-                chat_template_kwargs=interaction.template_kwargs,
+                chat_template_kwargs=interaction.config.chat_template_kwargs,
+                tools=[interaction.schemas(row)],
                 argument="with what reset returned,",
             ).token_ids[0]
         ids.append(encoded)

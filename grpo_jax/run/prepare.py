@@ -278,13 +278,9 @@ def _make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,
         [row for some in rows.values() for row in some or ()],
+        config,
         tools=tools,
         environment_factory=environment_factory,
-        chat_template_kwargs=config.chat_template_kwargs,
-        most_calls=config.max_tool_calling_iterations,
-        seconds=config.environment_timeout,
-        on_error=config.on_environment_error,
-        ends=TurnEnds.of(config),
     )
 
 

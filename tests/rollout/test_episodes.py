@@ -9,11 +9,11 @@ from chat_families import FAMILIES, PLAIN, family, tokenizer_of
 from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
+from grpo_jax import GRPOConfig
 from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
 from grpo_jax.rollout.interaction import (
     EpisodeCounts,
     Played,
-    encode_rows,
     make_interaction,
     metrics_of,
     turn_ids,
@@ -71,14 +71,21 @@ class Sums:
         return float(self.total)
 
 
-def interaction_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **how):
+def interaction_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **settings):
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
-    return make_interaction(tokenizer, eos, rows, tools=tools, environment_factory=factory, **how)
+    config = GRPOConfig(**settings)
+    return make_interaction(tokenizer, eos, rows, config, tools=tools, environment_factory=factory)
 
 
-def chat_interaction(factory=Sums, name="hermes", **how):
+def chat_interaction(factory=Sums, name="hermes", **settings):
     tokenizer, ends = family(name)
-    return interaction_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **how)
+    return interaction_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **settings)
+
+
+def shown_with(interaction, rows):
+    """The prompts of rows with their tools, as text."""
+    data = encode_prompts(rows, interaction.tokenizer, tools=[interaction.schemas(row) for row in rows])
+    return [interaction.tokenizer.decode(x) for x in data.token_ids]
 
 
 def ids(tokenizer, text):
@@ -182,7 +189,7 @@ def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
 
     with pytest.raises(EnvironmentFault, match=message):
         begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-    episode = begun(interaction_of(Odd, on_error="end"))
+    episode = begun(interaction_of(Odd, on_environment_error="end"))
     assert episode.answer(np.array([5, 1]), 50) is None
     assert episode.counts.errors == 1
 
@@ -199,7 +206,7 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
         respond = lambda self, text: at("respond", "x")
         get_reward = lambda self: at("get_reward", 0.5)
 
-    raising, ending = (interaction_of(Bad, on_error=on_error) for on_error in ("raise", "end"))
+    raising, ending = (interaction_of(Bad, on_environment_error=on_error) for on_error in ("raise", "end"))
     Bad.__init__ = lambda self: at("the call")
 
     def played(interaction):
@@ -260,7 +267,7 @@ def test_errors_of_a_call_become_its_result():
 
 
 def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
-    interaction = chat_interaction(most_calls=2)
+    interaction = chat_interaction(max_tool_calling_iterations=2)
     tokenizer = interaction.tokenizer
     episode = begun(interaction, CHAT)
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
@@ -291,8 +298,7 @@ def test_tools_are_functions_and_methods_of_the_environment():
         episode = begun(interaction, CHAT)
         episode.answer(turn(interaction.tokenizer, ("double", {"n": 21})), 400)
         assert episode.messages[-1]["content"] == "42"
-        data = encode_rows(interaction, [CHAT], interaction.tokenizer)
-        shown = interaction.tokenizer.decode(data.token_ids[0])
+        (shown,) = shown_with(interaction, [CHAT])
         assert '"double"' in shown
         assert ('"add"' in shown) == (factory is not None)
 
@@ -315,7 +321,7 @@ def test_an_environment_may_answer_the_calls_of_a_turn_itself():
     """An environment may answer the calls of a turn itself."""
     interaction = chat_interaction(Desk)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
-    shown = tokenizer.decode(encode_rows(interaction, [CHAT], tokenizer).token_ids[0])
+    (shown,) = shown_with(interaction, [CHAT])
     assert '"add"' in shown
     assert "answer_calls" not in shown
     said = episode.answer(turn(tokenizer, ("add", {"n": 4}), ("no", [1]), text="So:"), 400)
@@ -390,7 +396,7 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "guess"}]
     tokenizer, ends = family("hermes")
     interaction = interaction_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    shown = [tokenizer.decode(x) for x in encode_rows(interaction, rows, tokenizer).token_ids]
+    shown = shown_with(interaction, rows)
     assert ["add" in text for text in shown] == [True, False]
     fns = with_environments([], interaction)
     assert [fn.__name__ for fn in fns] == ["Sums", "Guess"]

@@ -17,7 +17,8 @@ from grpo_jax.rollout import ladder
 from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
-EOS, PAD, T = 1, 0, 40
+EOS, PAD, T = 1, 0, 24
+LONG = 40  # of completions of several turns
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
 STOP = ["b a", "ac", "éé"]
 """Each is spelt in several ways, over the borders of tokens and of characters."""
@@ -151,7 +152,8 @@ class Answers:
 def play(**settings):
     model, params = model_and_params()
     answers, prompts = Answers(), make_prompts(PROMPTS)
-    completions = generate(model, params, prompts, jax.random.key(7), answers=answers, **arguments(**settings))
+    how = arguments(max_completion_length=LONG, **settings)
+    completions = generate(model, params, prompts, jax.random.key(7), answers=answers, **how)
     return completions, answers.heard
 
 
@@ -181,7 +183,7 @@ def test_a_turn_of_the_maximum_length_is_answered(longest):
     assert all(len(turns) == 3 for turns in heard.values())  # all of them fit
     assert np.asarray(completions.ended).all()
     for i, turns in heard.items():
-        row, own = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
+        row, own = (np.asarray(x).reshape(-1, LONG)[i] for x in (completions.tokens, completions.mask))
         assert row[own].tolist() == [token for turn in turns for token in turn]
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
     np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)

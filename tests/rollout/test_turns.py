@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_generate import Bare, assert_same
-from tiny import random_params, scored
+from tiny import random_params, scored, tiny_model
 
 from grpo_jax.models.config import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.context import num_slots
@@ -66,10 +66,10 @@ class Script:
         return None if number == self.most else [10 + completion % 7] * ((3 * completion + 5 * number) % 11)
 
 
-def play(script=None, *, params=PARAMS, prompts=PROMPTS, group=4, length=T, **settings):
+def play(script=None, *, model=MODEL, params=PARAMS, length=T, **settings):
     script = Script() if script is None else script
-    how = {"num_generations": group, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
-    return generate(MODEL, params, prompts, jax.random.key(7), answers=script, **how | settings), script
+    how = {"num_generations": 4, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
+    return generate(model, params, PROMPTS, jax.random.key(7), answers=script, **how | settings), script
 
 
 @functools.cache
@@ -124,8 +124,9 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch):
     sizes, original = set(), turns.decode
     spy = lambda *args, **how: sizes.add(num_slots(args[2].cache)) or original(*args, **how)
     monkeypatch.setattr(turns, "decode", spy)
-    completions, _ = play(Script(most=6), length=200, eos_token_ids=(0,))
-    np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
+    model, params = tiny_model(vocab=32, layers=1, num_kv_heads=1, attention_sinks=True)
+    completions, _ = play(Script(most=6), model=model, params=params, length=200, eos_token_ids=(0,))
+    np.testing.assert_allclose(scored(model, params, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 

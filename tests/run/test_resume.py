@@ -24,6 +24,7 @@ from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import RewardError
+from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import collect
@@ -213,8 +214,8 @@ def answered(tools, environments):
     kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
     return Interaction(
         tokenizer=None, factories=kinds, kinds=kinds, tools=read_tools(tools), format=None, thinking=False,
-        own_tools={name: environment_tools(kind) for name, kind in kinds.items()}, template_kwargs={},
-        eos_token_ids=(1,),
+        own_tools={name: environment_tools(kind()) for name, kind in kinds.items()}, config=GRPOConfig(),
+        eos_token_ids=(1,), ends=TurnEnds(),
     )
 # fmt: on
 

@@ -1,6 +1,7 @@
 """Tasks of verifiers with tools: its own servers, called by the policy's turns; its own record of them, and scores."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from chat_families import family
 
+from grpo_jax import GRPOConfig
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import call_within
@@ -27,7 +29,7 @@ def message(*calls, text=""):
 
 
 def within(function, *args, **keywords):
-    return call_within(SECONDS, function, *args, **keywords)
+    return call_within(SECONDS, functools.partial(function, *args, **keywords))
 
 
 def ids(tokenizer, *calls, text=""):
@@ -73,7 +75,7 @@ def own():
 def test_tools_are_called_and_scored(own):
     assert not servers_of("tools_of_verifiers"), "the schemas are known, and the servers have ended"
     row, (tokenizer, ends) = own.rows[0], family("hermes")
-    interaction = make_interaction(tokenizer, ends, own.rows, environment_factory=own.environment_factory)
+    interaction = make_interaction(tokenizer, ends, own.rows, GRPOConfig(), environment_factory=own.environment_factory)
     assert interaction.schemas(row) == own.environment_factory().tool_schemas
     episode = Episode(interaction, row, "row 0", CachedTokenizer(tokenizer))
     episode.reset(row)

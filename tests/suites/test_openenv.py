@@ -1,5 +1,6 @@
 """OpenEnv: the package's own echo environment behind its own server, which also dies, hangs and comes back."""
 
+import functools
 import os
 import signal
 import socket
@@ -72,7 +73,7 @@ def begun(server, **arguments):
     usual = {"observation": "echoed_message", "wait": 300.0}  # the server is only starting
     suite = openenv(server.url, prompt="Say something.", **usual | arguments)
     environment = suite.environment_factory()
-    return environment, call_within(330.0, environment.reset, seed=0)
+    return environment, call_within(330.0, functools.partial(environment.reset, seed=0))
 
 
 def test_a_session_by_hand(server):

@@ -1,5 +1,7 @@
 """verifiers: its own game of several turns, and a taskset of one turn, each scored by its own rewards and weights."""
 
+import functools
+
 import pytest
 
 from grpo_jax.rollout.tools import call_within
@@ -12,7 +14,7 @@ SECONDS = 60.0
 def played(suite, index, *turns):
     """An environment that has heard these turns, and what it answered."""
     environment = suite.environment_factory()
-    call_within(SECONDS, environment.reset, index=index)
+    call_within(SECONDS, functools.partial(environment.reset, index=index))
     return environment, [call_within(SECONDS, environment.respond, turn) for turn in turns]
 
 
@@ -80,9 +82,9 @@ def test_an_error_in_an_episode_is_raised_at_the_next_call(arguments, turns, mes
     environment = verifiers("sums_of_verifiers", **arguments).environment_factory()
     asked = [(environment.reset, {"index": 0}), (environment.respond, {"text": "1"})]
     for function, keywords in asked[:turns]:
-        call_within(SECONDS, function, **keywords)
+        call_within(SECONDS, functools.partial(function, **keywords))
     with pytest.raises((RuntimeError, ValueError), match=message):
-        call_within(SECONDS, asked[turns][0], **asked[turns][1])
+        call_within(SECONDS, functools.partial(asked[turns][0], **asked[turns][1]))
     with pytest.raises((RuntimeError, ValueError), match=message):
         call_within(SECONDS, environment.get_reward)
 

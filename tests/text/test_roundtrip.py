@@ -7,6 +7,7 @@ import pytest
 from chat_families import CALL, FAMILIES, HERMES, LLAMA, add, family, tokenizer_of
 from tokenizers import normalizers
 
+from grpo_jax import GRPOConfig
 from grpo_jax.rollout.episodes import CachedTokenizer, Episode
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
@@ -67,7 +68,7 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
 def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template writes a call") as caught:
-        make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], tools=[add])
+        make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
     assert "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
     assert "the 'llama3' parser reads no call (A tool call could not be read: it is within <function=" in str(
         caught.value
@@ -100,7 +101,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     tokenizer = tokenizer_of(template, eos)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
     (end,) = tokenizer.convert_tokens_to_ids([eos])
-    interaction = make_interaction(tokenizer, (end,), [CHAT], tools=[add])
+    interaction = make_interaction(tokenizer, (end,), [CHAT], GRPOConfig(), tools=[add])
     text, _ = ChatTemplate(tokenizer, tools=schemas(add)).turn_of(CALL)
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
