@@ -1,13 +1,8 @@
 """The keys of a RUN.yaml: keys of the run itself, and the fields of `GRPOConfig` by group."""
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import re
-import textwrap
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
 
 from grpo_jax.config import config, settings
 from grpo_jax.config.config import GRPOConfig
@@ -62,40 +57,18 @@ RENAMED = {
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
-def _read_source() -> tuple[dict[str, str], dict[str, str]]:
-    """Read the group and the documentation of each field from the source: comments and attribute docstrings."""
-    groups, docs = {}, {}
+def _read_groups() -> dict[str, str]:
+    """Read the groups of the fields from the comments in the source."""
+    groups = {}
     for module in (config, settings):
-        source = Path(str(module.__file__)).read_text(encoding="utf-8")
-        titles = [re.match(r"    # ([A-Z][^(]*?)(?: \(.*\))?\.$", line) for line in source.splitlines()]
-        for node, doc in itertools.pairwise(ast.walk(ast.parse(source))):
-            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in FIELDS):
-                continue
-            if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                groups[node.target.id] = next(title[1] for title in reversed(titles[: node.lineno]) if title)
-                docs[node.target.id] = inspect.cleandoc(str(doc.value.value))
-    return groups, docs
+        title = ""
+        for line in Path(str(module.__file__)).read_text(encoding="utf-8").splitlines():
+            if comment := re.match(r"    # ([A-Z][^(]*?)(?: \(.*\))?\.$", line):
+                title = comment[1]
+            elif (field := re.match(r"    (\w+): ", line)) and field[1] in FIELDS:
+                groups.setdefault(field[1], title)
+    return groups
 
 
-_GROUPS, _DOCS = _read_source()
-GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _GROUPS
+GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _read_groups()
 """Every key → the title of its group."""
-
-
-def _choices(kind: object) -> tuple[str, ...]:
-    """Return the values that an annotation lists."""
-    if kind is bool:
-        return ("true", "false")
-    if get_origin(kind) is Literal:
-        return tuple(str(value) for value in get_args(kind))
-    options = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
-    return tuple(value for option in options for value in _choices(option))
-
-
-def explain(name: str) -> str:
-    """Return the help of a key: its default, choices and documentation."""
-    if name in RUN_KEYS:
-        return f"{name}\n{textwrap.indent(textwrap.fill(RUN_KEYS[name], 90), '  ')}"
-    choices = _choices(FIELDS[name].type)
-    one_of = f", one of {', '.join(choices)}" if choices else ""
-    return f"{name} (default {FIELDS[name].default!r}{one_of})\n{textwrap.indent(_DOCS[name], '  ')}"

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from grpo_jax.cli.keys import GROUPS, explain
+from grpo_jax.cli.keys import GROUPS
 from grpo_jax.messages import nearest
 
 COMMANDS = {
@@ -53,6 +53,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
         self.keys = keys
         self._positionals.title, self._optionals = "arguments", self._positionals  # list them together
+        self.add_argument("-h", "--help", action="help", help="show this help")
         for key in keys:
             names = dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}"))
             self.add_argument(*names, dest=f"keys.{key}", help=argparse.SUPPRESS)
@@ -63,7 +64,9 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help, followed by the keys of each group."""
-        lines = ["", "keys of RUN.yaml, also options: --KEY VALUE (--help KEY explains a key)"] * bool(self.keys)
+        lines = ["", "keys of RUN.yaml, also options: --KEY VALUE (see docs/cli.md, docs/reference/config.md)"] * bool(
+            self.keys
+        )
         for group in dict.fromkeys(GROUPS[key] for key in self.keys):
             names = " ".join(key for key in self.keys if GROUPS[key] == group)
             width = shutil.get_terminal_size().columns - 2  # as argparse does
@@ -75,7 +78,6 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     """Return the main parser, and the parsers of the commands by name."""
     about = "GRPO in JAX from the command line. A run is described in a YAML file."
     parser = _Parser("grpo-jax", "COMMAND ..., and grpo-jax COMMAND --help", about)
-    parser.add_argument("-h", "--help", action="store_true", help="show this help; --help KEY explains a key")
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
@@ -147,9 +149,6 @@ def _version() -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. `keys` of the result maps keys of RUN.yaml to their values as strings."""
     parser, parsers = make_parsers()
-    for i, part in enumerate(argv):
-        if part in ("-h", "--help"):
-            _show_help(parsers.get(argv[0], parser), parsers, argv[i + 1] if i + 1 < len(argv) else None)
     if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
         close = nearest(argv[0], COMMANDS)
         parser.error(f"no command {argv[0]}; " + (f"did you mean {close}?" if close else f"use {', '.join(COMMANDS)}"))
@@ -164,19 +163,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     values = {name.removeprefix("keys."): x for name, x in vars(arguments).items() if name.startswith("keys.")}
     arguments.keys = {name: value for name, value in values.items() if value is not None}
     return arguments
-
-
-def _show_help(parser: _Parser, parsers: Mapping[str, _Parser], topic: str | None) -> NoReturn:
-    """Print the help of `parser`, or of the command or key that follows `--help`, and exit."""
-    key = (topic or "").lstrip("-").replace("-", "_")
-    if key in GROUPS:
-        print(explain(key))
-    elif topic is None or topic in parsers:
-        print((parsers[topic] if topic else parser).format_help().rstrip())
-    else:
-        close = nearest(key, [*GROUPS, *parsers])
-        parser.error(f"--help {topic}: no such key" + (f"; did you mean {close}?" if close else ""))
-    raise SystemExit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text import examples
 from grpo_jax.text.rows import check_templates, load_rows
-from grpo_jax.types import AdvantageFn, EnvironmentFactory, Environments, Json, RewardFn, Row
+from grpo_jax.types import AdvantageFn, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import reject_object_store
 
 NAME = "run.yaml"
@@ -95,14 +95,13 @@ class _Problems(list[str]):
     def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
         """Return the function's result. If it raises, record the error with the key and the first argument.
 
-        An empty key means that the message contains the key already. The address of a server is left out, since it may
-        contain a password.
+        An empty key means that the message contains the key already. The value of a sampler or teacher is left out,
+        since the address of a server may contain a password.
         """
         try:
             return function(*args, **keywords)
         except (ValueError, OSError) as error:
-            server = key == "sampler" or (key == "teacher" and isinstance(args[0], dict) and "vllm" in args[0])
-            head = "" if not key else f"{key}: " if server else f"{key} = {show(args[0])}: "
+            head = "" if not key else f"{key}: " if key in ("sampler", "teacher") else f"{key} = {show(args[0])}: "
             self.extend(head + line for line in problems_of(error))
             return None
 
@@ -230,7 +229,7 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
     tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
     run.tools = [tool for tool in tools if tool is not None] if "tools" in stated else suite.tools
     run.environment_factory = suite.environment_factory
-    readers = {"environment_factory": _environments, "sampler": _sampler, "advantage_fn": find, "surrogate": find}
+    readers = {"environment_factory": find, "sampler": _sampler, "advantage_fn": find, "surrogate": find}
     for name in readers.keys() & stated.keys():
         setattr(run, name, problems.of(name, readers[name], stated[name], run.folder))
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
@@ -264,14 +263,6 @@ def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) 
     if isinstance(picked.get("mesh"), str):
         picked["mesh"] = parse_mesh(picked["mesh"])
     return picked
-
-
-def _environments(entry: object, folder: Path) -> Environments:
-    """Return one factory of environments, or a dict of them."""
-    if isinstance(entry, dict):
-        return {name: find(one, folder) for name, one in entry.items()}
-    found: EnvironmentFactory = find(entry, folder)
-    return found
 
 
 def _sampler(entry: object, folder: Path) -> Sampler:

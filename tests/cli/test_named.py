@@ -59,7 +59,7 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
         (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
         (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
         (reward_function, "get_soft_overlong_punishment", r"rejects its arguments \(.*missing 2 required"),
-        (reward_function, {"format_reward": "("}, "format_reward rejects its arguments .pattern is '\\('"),
+        (reward_function, {"format_reward": "("}, "format_reward rejects its arguments .pattern"),
         (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),
         (reward_function, "os:sep", "must be a function; got str"),
         (server_of, {"sglang": {}}, "use {vllm: {base_url"),
@@ -92,7 +92,7 @@ def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "squad").mkdir()
     assert rows_of("squad", folder / "project") == [{"prompt": "('squad', None) train"}]
-    with pytest.raises(FileNotFoundError, match=r"data is '.*squad', which is a directory"):
+    with pytest.raises(FileNotFoundError, match=r"squad.* is a directory"):
         rows_of("squad", folder)
-    with pytest.raises(FileNotFoundError, match=r"data is '.*none', which is not a file"):
+    with pytest.raises(FileNotFoundError, match=r"data.*none'"):
         rows_of({"path": "none"}, folder)

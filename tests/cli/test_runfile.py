@@ -91,9 +91,9 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"teacher": {"model": "model"}}, "teacher = .*use {vllm: {base_url"),
+        ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
         ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejects its arg.*k"),
-        ({"teacher": 7}, "teacher = 7: use a name on the hub, a directory"),
+        ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
         ({"model": {"config": {}}}, "model = .*new weights need config and tokenizer"),
         ({"model": {"config": "none.json", "tokenizer": "model"}}, r"config = 'none\.json': file not found; pass"),
         ({"model": {"config": "judging.py", "tokenizer": "model"}}, r"judging\.py is not JSON"),
