@@ -59,7 +59,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 def _read_groups() -> dict[str, str]:
     """Read the groups of the fields from the comments in the source."""
-    groups = {}
+    groups: dict[str, str] = {}
     for module in (config, settings):
         title = ""
         for line in Path(str(module.__file__)).read_text(encoding="utf-8").splitlines():

@@ -64,9 +64,8 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help, followed by the keys of each group."""
-        lines = ["", "keys of RUN.yaml, also options: --KEY VALUE (see docs/cli.md, docs/reference/config.md)"] * bool(
-            self.keys
-        )
+        head = ["", "keys of RUN.yaml, also options: --KEY VALUE (see docs/cli.md, docs/reference/config.md)"]
+        lines = head if self.keys else []
         for group in dict.fromkeys(GROUPS[key] for key in self.keys):
             names = " ".join(key for key in self.keys if GROUPS[key] == group)
             width = shutil.get_terminal_size().columns - 2  # as argparse does
