@@ -1,4 +1,4 @@
-"""TRL's trainer over `train`, and a translation of its settings."""
+"""TRL's trainer on top of `train`, and conversion of its settings."""
 
 from grpo_jax.compat.migrate import from_trl
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer

@@ -260,7 +260,7 @@ _MISSING = {
 _NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    # with the arguments in TRL's script
+    # The arguments are those of TRL's script.
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },

@@ -185,7 +185,7 @@ class GRPOTrainer:
         self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset
         self._reward_funcs = as_list(reward_funcs or [])
         self._base_name = None if isinstance(model, Policy) else str(model)
-        self._donates = peft_config is not None or not isinstance(model, Policy)  # the caller does not hold the params
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # the params belong to this trainer
         self._tokenizer = processing_class
         self._load = functools.partial(self._load_policy, model, peft_config)
         self.policy = self._load()

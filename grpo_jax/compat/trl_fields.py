@@ -1,4 +1,4 @@
-"""Every field of TRL 1.16's `GRPOConfig`, with advice on those that are not fields here; TRL's names of metrics.
+"""All fields of TRL 1.16's `GRPOConfig`, with advice on the ones that are not fields here, and TRL's metric names.
 
 The error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md` use this table.
 """

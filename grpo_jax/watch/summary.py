@@ -60,7 +60,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
-    if config.num_generations == 1:  # SFT, whose sequences are examples or packed blocks
+    if config.num_generations == 1:  # SFT: a sequence is an example or a packed block
         row = "sequence"
         iteration, total = f"update: {count_of(sizes.prompts, row)}", count_of(steps, "optimizer step")
     else:

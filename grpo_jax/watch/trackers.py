@@ -31,9 +31,9 @@ RUNS = "trackers.json"
 
 
 class Tracker:
-    """A callback that is closed at the end of a run, as a context manager.
+    """A callback for a tracker, and a context manager that closes it.
 
-    `log(step, metrics)` is called with the finite metrics of a logged step, `close()` once at the end.
+    `log(step, metrics)` is called with the finite metrics of each logged step, `close()` once at the end.
     """
 
     def __init__(self, log: Callable[[int, dict[str, float]], object], close: Callable[[], object]):
@@ -129,9 +129,9 @@ def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
     """Open a run of wandb or trackio. `runs` maps their names to the run to continue, and is updated."""
     package = _import_package(name, name)
     settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
-    if name == "trackio":  # which identifies a run by its name
+    if name == "trackio":  # trackio identifies a run by its name
         settings["name"] = runs.get(name, config.run_name)
-    elif getattr(package, "run", None) is not None:  # an active run, which the caller closes
+    elif getattr(package, "run", None) is not None:  # use the active run; the caller closes it
         return Tracker(lambda step, metrics: package.run.log(metrics, step=step), lambda: None)
     else:
         settings["project"] = os.environ.get("WANDB_PROJECT", config.project)

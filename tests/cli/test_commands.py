@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -189,9 +188,6 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
         shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
         said.append(capsys.readouterr().out)
     assert said == ["", "a", "", "é", "!"]
-    hostile = SimpleNamespace(decode=lambda ids, skip_special_tokens: "\x1b[2J\u202e!")
-    chat.Printer(hostile)(ids[None, None], np.ones((1, 1, len(ids)), bool))
-    assert capsys.readouterr().out == "␛[2J\\u202e!"
     seen, tokenizer = [], copy.deepcopy(tiny_policy().tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     monkeypatch.setattr(chat, "_answer", lambda policy, config, prompt, index: seen.append(prompt) or f"answer {index}")

@@ -99,17 +99,13 @@ def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
 
 
 def rows():
-    unscored = {
-        "prompt": [{"role": "user", "content": "hi"}],
-        "completion": "ho",
-        "rewards": {},
-        "advantage": float("nan"),
-    }
-    found = [unscored]
-    for i in (2, 1, 0):
-        row = {"completion": f"<answer>{i}[/b]</answer>", "rewards": {"accuracy": float(i == 1), "judge": None}}
-        found.insert(0, row | {"prompt": "[b]3 1 2", "advantage": 0.7 * (-1) ** i, "ended": i != 2})
-    return found
+    row = {"prompt": "[b]3 1 2", "rewards": {"accuracy": 0.0, "judge": None}, "advantage": 0.7, "ended": True}
+    messages = [{"role": "user", "content": "hi"}]
+    return [
+        row | {"completion": "<answer>0[/b]</answer>"},
+        row | {"completion": "<answer>1[/b]</answer>", "rewards": {"accuracy": 1.0}, "ended": False},
+        {"prompt": messages, "completion": "ho", "rewards": {}, "advantage": float("nan")},
+    ]
 
 
 def test_completions_are_shown_unchanged_side_by_side():
@@ -119,8 +115,7 @@ def test_completions_are_shown_unchanged_side_by_side():
     assert [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines if line[0] in "│┃"] == [
         ["prompt", "completion", "accuracy", "judge", "advantage"],
         ["[b]3 1 2", "<answer>0[/b]</answer>", "0.00", "–", "0.70"],
-        ["", "<answer>1[/b]</answer>", "1.00", "–", "-0.70"],
-        ["", "<answer>2[/b]</answer> …", "0.00", "–", "0.70"],
+        ["", "<answer>1[/b]</answer> …", "1.00", "–", "0.70"],
         ["user: hi", "ho", "–", "–", "–"],
     ]
 

@@ -147,16 +147,16 @@ const click = name => document.querySelector(`#rows th[data-column="${name}"]`).
 
 @pytest.fixture
 def browse(tmp_path):
-    """`browse(page, code, fragment)`: what JavaScript returns in a page that Chromium shows, without an error in it."""
+    """`browse(page, code)`: what JavaScript returns in a page that Chromium shows, without an error in it."""
     if no_browser:
         pytest.skip("no Chromium (Debian: chromium)")
 
-    def browse(page, code, fragment=""):
+    def browse(page, code):
         path, faults = tmp_path / "report.html", "<script>faults = []; onerror = text => faults.push(text)</script>"
         asked = f"<script>document.title = JSON.stringify([faults, (() => {{ {COLUMN}{code} }})()])</script>"
         path.write_bytes((faults + page + asked).encode("utf-8", "backslashreplace"))
         command = [next(filter(None, map(shutil.which, BROWSERS))), "--headless", "--no-sandbox", "--disable-gpu"]
-        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri() + fragment]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
         shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
         errors, found = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, flags=re.S)[1]))
         assert errors == []
@@ -191,8 +191,6 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
     assert found["short"] == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
     assert found["texts"][:2] == [["prompt 0", "", "prompt 1", ""], SHOWN]
     assert SHOWN in found["texts"][2]
-    code = 'return [column("step"), column("rewards/right")]'
-    assert browse(html_report(run_dir), code, "#step=2&by=rewards/right&min=1") == [["2", "2"], ["1", "1"]]
     turns = browse(
         html_report(played),
         """return [...document.querySelectorAll("#rows tbody tr")].map(tr => [...tr.querySelectorAll(".turn")].map(
