@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
-from grpo_jax import GRPOConfig, add_lora, generate, init_policy, make_prompts, save_pretrained, train
+from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, save_pretrained, train
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run.checkpoint import Checkpoints
 
@@ -17,14 +17,13 @@ EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
 
 
 def fresh():
-    """A policy of 60,000 weights, much larger than a batch."""
-    config = {**tiny_policy().config, "hidden_size": 64, "intermediate_size": 128}
-    return init_policy(config, jax.random.key(0), tokenizer=tiny_tokenizer())
+    """A policy that a test may take."""
+    return tiny_policy().replace(params=jax.tree.map(jnp.copy, tiny_policy().params))
 
 
 def config_of(**settings):
-    small = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 4, "max_steps": 2}
-    small |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+    small = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 2}
+    small |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "logging_steps": 1}
     small |= {"gradient_checkpointing": False, "compute_dtype": "float32"}
     return GRPOConfig(**small | settings)
 

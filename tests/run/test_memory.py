@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig
 from grpo_jax.models.scoring import read_prompts, score_packed
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.run import memory
@@ -27,13 +27,13 @@ def lengths(completions):
     return [float(len(text)) for text in completions]
 
 
-def run_of(layers=2, memory=None, **settings):
+def run_of(memory=None, **settings):
     """A run as `prepare` derives it; `memory` as if the device had so much."""
     config = GRPOConfig(**{"num_generations": 4, "max_completion_length": 16, "compute_dtype": "float32"} | settings)
     with pytest.MonkeyPatch.context() as patch:
         if memory is not None:
             patch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
-        return prepare(tiny_policy(layers=layers), ROWS, lengths, config)
+        return prepare(tiny_policy(), ROWS, lengths, config)
 
 
 def products(run):
@@ -63,15 +63,15 @@ def test_activations_are_kept_if_they_fit(monkeypatch):
         monkeypatch.setattr(memory, "compiled_peak_bytes", lambda run, bytes_=bytes_: asked.append(run) or bytes_)
         recomputed = run_of(memory=enough - 1)
         assert recomputes(recomputed) == (len(asked) == 2)
-    assert not any(run.policy.model.config.remat for run in asked), "asked about activations that are kept"
+    assert not any(run.policy.model.config.remat for run in asked)
     assert not recomputes(kept)
     state = new_state(run)
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     stats = lower_call(update_calls(run.updater, state, batch).update).compile().memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves((state, run.policy.params)))
     assert compiled > held + stats.temp_size_in_bytes
-    assert products(kept) < products(recomputed), "the programs do as the run says"
-    assert not recomputes(run_of(memory=1, gradient_checkpointing=False)), "who says what he wants gets it"
+    assert products(kept) < products(recomputed)
+    assert not recomputes(run_of(memory=1, gradient_checkpointing=False))
     assert recomputes(run_of(memory=1e15, gradient_checkpointing=True))
 
 
@@ -90,7 +90,7 @@ def test_one_process_without_room_decides_for_all(monkeypatch):
 
 
 def test_what_is_counted_is_what_a_forward_pass_keeps():
-    """Arrays that the way back through a packed sequence really holds, none of which are weights."""
+    """The arrays that the backward pass of a packed sequence holds, without the weights."""
     run = run_of(gradient_checkpointing=False)
     state, updater = new_state(run), run.updater
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(lambda: run.zero_batch(state)))
@@ -113,13 +113,10 @@ def test_what_is_counted_is_what_a_forward_pass_keeps():
     assert held == sum(x.nbytes for x in jax.tree.leaves(state)) + params, "the state, and the caller's params"
 
 
-def test_a_run_goes_on_as_it_was_begun(tmp_path, monkeypatch, capsys):
-    """Whatever memory the resumed run has: a run that recomputes activations does so to its end."""
-    monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: 1)
+def test_a_resumed_run_recomputes_activations_as_before(tmp_path, monkeypatch):
+    """A run that recomputes activations does so to its end, whatever memory the resumed run has."""
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"gradient_checkpointing": True}}))
     config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
-    train(tiny_policy(), ROWS, lengths, config, run_dir=tmp_path)
-    assert json.loads((tmp_path / "run.json").read_text())["config"]["gradient_checkpointing"]
-    assert "activations recomputed" in "".join(capsys.readouterr())
     monkeypatch.setattr("grpo_jax.run.prepare.memory_of", lambda device: 1e15)
     for asked, found in ((None, True), (False, False)):
         given = as_begun(dataclasses.replace(config, gradient_checkpointing=asked), tmp_path)
