@@ -30,12 +30,12 @@ def run_problems(
     if num_rows < 1:
         problems.append("dataset: there are 0 rows to train on; check the rows, and max_prompt_length if it drops them")
     if num_reward_fns < 1:
-        problems.append("reward_fns: the list is empty; give at least one function")
+        problems.append("reward_fns: the list is empty; pass at least one function")
     elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
         functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
         problems.append(
             f"{shown(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
-            " give one weight per function, or None for 1.0 each"
+            " pass one weight per function, or None for 1.0 each"
         )
     problems += _eval_problems(config, num_eval_rows)
     prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
@@ -67,11 +67,11 @@ def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
         yield from missing_evaluation(config, "train")
         return
     if num_rows < 1:
-        yield "eval_dataset: there are 0 rows to evaluate on; give rows, or leave the argument out"
+        yield "eval_dataset: there are 0 rows to evaluate on; pass rows, or leave the argument out"
     batch, group = config.per_device_eval_batch_size, config.eval_generations
     if batch % group:
         yield (
-            f"{shown(config, 'per_device_eval_batch_size')}: does not hold whole groups of {group} completions"
+            f"{shown(config, 'per_device_eval_batch_size')}: is not a multiple of the group size, {group}"
             f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
         )
 
@@ -100,7 +100,7 @@ def sft_problems(
 
 def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
     """Yield the error line of a setting that needs the `eval_dataset` of `train` or `sft` (`function`)."""
-    missing = f"there is nothing to evaluate on; pass eval_dataset to {function}"
+    missing = f"needs an evaluation dataset; pass eval_dataset to {function}"
     if config.eval_steps is not None:
         yield f"{shown(config, 'eval_steps')}: {missing}"
     elif (config.metric_for_best_model or "").startswith("eval/"):

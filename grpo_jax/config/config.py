@@ -274,9 +274,9 @@ class GRPOConfig(Settings):
 
         if not whole_groups(micro):
             yield (
-                f"{shown(self, 'per_device_train_batch_size')}: times gradient_accumulation_steps = {accumulated}"
-                f" it makes {micro * accumulated} completions per device and update, which cannot be cut into whole"
-                f" groups of num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
+                f"{shown(self, 'per_device_train_batch_size')}: with gradient_accumulation_steps = {accumulated}"
+                f" there are {micro * accumulated} completions per device and update, which are not whole groups of"
+                f" num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
             )
         steps = self.steps_per_generation
         if steps is not None and steps % accumulated:

@@ -15,17 +15,17 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
-        f"{_CAP}; unset, epsilon would scale every gradient down to 0.2; set it {_PAPER}",
+        f"{_CAP}; if it is unset, every gradient is scaled down to epsilon; set it {_PAPER}",
     ),
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high < 1,
-        f"{_CAP}; below 1 it scales every gradient down; use 1 or more {_PAPER}",
+        f"{_CAP}; a cap below 1 scales every gradient down; use 1 or more {_PAPER}",
     ),
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
-        "sapo and vespo weigh ratios smoothly and do not clip; leave it at None",
+        "sapo and vespo weight ratios smoothly and do not clip; leave it at None",
     ),
     (
         "delta loss_type",
@@ -35,22 +35,22 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "scale_rewards advantage_estimator",
         lambda c: c.advantage_estimator != "grpo" and c.scale_rewards != "none",
-        'only advantage_estimator = "grpo" is divided by it, the others have a scale of their own; use "none"',
+        'applies to advantage_estimator = "grpo" only, since other estimators have their own scale; use "none"',
     ),
     (
         "multi_objective_aggregation advantage_estimator",
         lambda c: c.advantage_estimator != "grpo" and c.multi_objective_aggregation != "sum_then_normalize",
-        'only advantage_estimator = "grpo" normalizes reward by reward; use "sum_then_normalize"',
+        'applies to advantage_estimator = "grpo" only; use "sum_then_normalize"',
     ),
     (
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
-        'advantage_estimator = "opo" weighs whole completions by their length; use another, or turn_credit="episode"',
+        'advantage_estimator = "opo" weights whole completions by length; use another, or turn_credit="episode"',
     ),
     (
         "importance_sampling_level loss_type",
         lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
-        'loss_type = "luspo" weighs whole completions; use importance_sampling_level="sequence"',
+        'loss_type = "luspo" weights whole completions; use importance_sampling_level="sequence"',
     ),
     (
         "sampler_correction_min sampler_correction_max",
@@ -59,7 +59,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
             and c.sampler_correction_max is not None
             and c.sampler_correction_min >= c.sampler_correction_max
         ),
-        "must be below sampler_correction_max; lower the one or raise the other",
+        "must be below sampler_correction_max; lower it or raise sampler_correction_max",
     ),
     (
         "rollout_batch_size num_generations",
@@ -80,27 +80,27 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "distillation_topk distillation_mode",
         lambda c: (c.distillation_topk is None) == (c.distillation_mode == "topk_logits"),
-        'goes with distillation_mode = "topk_logits", and only with it; set both or neither',
+        'requires distillation_mode = "topk_logits", which requires it in turn; set both or neither',
     ),
     (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
-        "with use_adaptive_entropy it starts between entropy_coef_min and entropy_coef_max; move one of the three",
+        "with use_adaptive_entropy it must lie between entropy_coef_min and entropy_coef_max; change one of the three",
     ),
     (
         "reward_weights",
         lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
-        "no reward would count; give at least one weight that is not 0",
+        "all rewards are multiplied by 0; use at least one weight that is not 0",
     ),
     (
         "max_steps",
         lambda c: c.max_steps == 0,
-        "nothing would be learned; use a number of optimizer steps, or -1 to train by num_train_epochs",
+        "there is nothing to train; use a number of optimizer steps, or -1 to train for num_train_epochs",
     ),
     (
         "warmup_steps max_steps",
         lambda c: 0 < c.max_steps < c.warmup_steps,
-        "the run ends (max_steps) before the learning rate has risen; shorten the one or lengthen the other",
+        "the run ends before the warm-up; use fewer warmup_steps or more max_steps",
     ),
     (
         "warmup_steps lr_scheduler_type",
@@ -119,18 +119,17 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "load_best_model_at_end metric_for_best_model",
         lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
-        'what is best? set metric_for_best_model, such as "eval/<function>" or "reward", in SFT "eval/loss"',
+        'needs metric_for_best_model, such as "eval/<function>" or "reward", in SFT "eval/loss"',
     ),
     (
         "load_best_model_at_end save_steps",
         lambda c: c.load_best_model_at_end and c.save_steps is None,
-        "there is only the checkpoint at the end, and nothing to choose from (checkpoints of save_minutes do not"
-        " count); set save_steps",
+        "the only checkpoint is the one at the end (checkpoints of save_minutes do not count); set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",
         lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
-        "greedy completions of one prompt (temperature_eval = 0) are all the same; use 1 or None",
+        "greedy completions of one prompt (temperature_eval = 0) are identical; use 1 or None",
     ),
 )
 

@@ -60,11 +60,11 @@ def unknown_field(name: str, known: set[str], foreign: dict[str, str]) -> str:
 
 
 def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
-    """Return a phrase with the nearest smaller and larger sizes that fit."""
+    """Return a phrase with the nearest smaller and larger valid sizes."""
     below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
     above = next((size for size in range(value + 1, 100 * value + 1000) if fits(size)), None)
     sizes = [str(size) for size in (below, above) if size is not None]
-    return f"the nearest that fit{'s' * (len(sizes) == 1)}: {' and '.join(sizes)}"
+    return f"nearest valid value{'s' * (len(sizes) > 1)}: {' and '.join(sizes)}"
 
 
 Read = tuple[object, str]
@@ -84,7 +84,7 @@ def read(kind: object, value: object) -> Read:
     if kind is bool:
         return value, "" if isinstance(value, bool) else "must be True or False"
     if kind is str:
-        return value, "" if isinstance(value, str) else "must be text"
+        return value, "" if isinstance(value, str) else "must be a string"
     if get_origin(kind) is not Annotated:
         return _read_number(kind is int, None, value)
     kind, rule = get_args(kind)
@@ -102,20 +102,20 @@ def _read_name(names: tuple[str, ...], value: object) -> Read:
 
 def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
     """Return a number, which may be a NumPy scalar, as a Python int or float."""
-    noun = "a whole number" if whole else "a number"
+    noun = "whole number" if whole else "number"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value, f"must be {noun}, not {type(value).__name__}"
+        return value, f"must be a {noun}, not {type(value).__name__}"
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        return value, f"must be {noun}, and finite"
+        return value, f"must be a finite {noun}"
     fault = bounds.fault(number) if bounds else ""
     if not whole:
         return number, fault
     if not isinstance(value, numbers.Integral):
-        return value, f"must be {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
+        return value, f"must be a {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
     if not fault and number > 2**31 - 1 and (bounds is None or "inf" in bounds.interval):  # steps are counted in int32
         return value, "must be at most 2147483647"
     return int(value), fault
@@ -145,7 +145,7 @@ def read_weights(value: object) -> Read:
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
-        return value, "must be a list with one number per reward function; or None for 1.0 each"
+        return value, "must be a list with one number per reward function, or None for 1.0 each"
     results = [read(float, weight) for weight in value]
     faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
     return tuple(weight for weight, _ in results), "; ".join(faults)
@@ -157,7 +157,7 @@ def read_stop(value: object) -> Read:
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
     if not isinstance(listed, list | tuple) or not all(isinstance(text, str) and text for text in listed):
-        return value, "must be a text or a list of texts, none of them empty; or None"
+        return value, "must be a string or a list of non-empty strings, or None"
     return tuple(dict.fromkeys(listed)), ""
 
 
@@ -167,8 +167,8 @@ def read_token_ids(value: object) -> Read:
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
     if not isinstance(listed, list | tuple):
-        return value, "must be a list of token ids; or None"
-    results = [read(Annotated[int, In("[0, inf)", "ids are counted from 0")], index) for index in listed]
+        return value, "must be a list of token ids, or None"
+    results = [read(Annotated[int, In("[0, inf)", "token ids start at 0")], index) for index in listed]
     faults = [f"id {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
     return tuple(dict.fromkeys(index for index, _ in results)), "; ".join(faults)
 
@@ -177,7 +177,7 @@ def read_keywords(value: object) -> Read:
     """Return a copy of a dict that JSON can hold."""
     if value is None:
         return None, ""
-    fault = "must be a dict of keywords that JSON can hold, or None"
+    fault = "must be a dict of JSON values, or None"
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return value, fault
     try:
@@ -192,7 +192,7 @@ def read_mesh(value: object) -> Read:
         return None, ""
     names = {"data", "fsdp", "tensor"}
     if not isinstance(value, dict) or not value or not names.issuperset(value):
-        return value, 'must be a dict of devices along "data", "fsdp" and "tensor", or None'
+        return value, 'must be a dict with numbers of devices for "data", "fsdp" and "tensor", or None'
     results = {name: read(Count, size) for name, size in value.items()}
     faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
     return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
@@ -207,4 +207,4 @@ def read_trackers(value: object) -> Read:
     if listed == ("all",) or all(name in names for name in listed):
         return listed[0] if len(listed) == 1 else listed, ""
     known = ", ".join(map(repr, names)).replace("'", '"')
-    return value, f'must be of {known}, a list of them, "all" or "none"; for another pass callbacks to train'
+    return value, f'must be {known}, a list of these, "all" or "none"; pass other trackers as callbacks to train'

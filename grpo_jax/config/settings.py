@@ -228,8 +228,8 @@ class Settings:
         if self.mesh is not None and math.prod(self.mesh.values()) != num_devices:
             product = " × ".join(str(size) for size in self.mesh.values())
             yield (
-                f"{shown(self, 'mesh')}: {product} devices, and this run has {num_devices}; make the sizes multiply to"
-                " that, or leave mesh at None for one device"
+                f"{shown(self, 'mesh')}: {product} devices, but this run has {num_devices}; use sizes whose product is"
+                f" {num_devices}, or None for one device"
             )
 
     def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:

@@ -55,7 +55,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "prompt": ("{question", "prompt='{question': expected '}' before end of string"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping of rank, alpha, targets, dropout"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': did you mean "float32"? must be "float32" or "bfloat16"'),
-        "run_dir": (7, "run_dir = 7: must be text"),
+        "run_dir": (7, "run_dir = 7: must be a string"),
         "quantize": ("int4", 'quantize = \'int4\': did you mean "int8"? must be "nf4" or "int8"'),
     }
     path = write_run(

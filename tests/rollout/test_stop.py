@@ -118,7 +118,7 @@ def test_max_turn_length_cuts_a_completion_of_one_turn():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stop": [""]}, r"stop = \[''\]: must be a text or a list of texts, none of them empty"),
+        ({"stop": [""]}, r"stop = \[''\]: must be a string or a list of non-empty strings"),
         ({"stop": "a<eos>"}, r"stop has 'a<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
         ({"stop": ["a", "x"]}, "stop = .*no tokens of this vocabulary spell 'x': name tokens by their ids"),
         ({"stop": ["a"], "tokenizer": None}, "stop = .*give tokenizer too"),
