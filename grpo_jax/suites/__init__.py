@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
-from grpo_jax.messages import nearest
 from grpo_jax.suites.openenv import openenv
 from grpo_jax.suites.reasoning_gym import reasoning_gym
 from grpo_jax.suites.suite import Suite
@@ -30,18 +29,8 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
     if len(names) != 1:
         raise ValueError(f"{argument} must name one suite; got {' and '.join(names)}")
     function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
-    _, *known = inspect.signature(function).parameters.values()
-    optional = {parameter.name: parameter.default is not parameter.empty for parameter in known}
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
-    for name in keywords:
-        if name not in optional and not anything:
-            near = nearest(name, optional)
-            hint = f"did you mean {near!r}?" if near else f"{names[0]} also takes {', '.join(optional)}"
-            raise ValueError(f"{argument}.{name}: no such key; {hint}")
-    for parameter in known:
-        if parameter.kind is parameter.KEYWORD_ONLY and not optional[parameter.name] and parameter.name not in keywords:
-            raise ValueError(f"{argument}.{parameter.name} is missing; {names[0]} needs it")
     try:
+        inspect.signature(function).bind(source[names[0]], **keywords)
         return function(source[names[0]], **keywords)
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{argument}: {names[0]}: {error}") from error

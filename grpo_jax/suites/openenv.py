@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from grpo_jax.messages import import_extra, one_line, show
 from grpo_jax.rollout.tools import as_text
-from grpo_jax.suites.suite import Foreign, Suite, check_integer
+from grpo_jax.suites.suite import Foreign, Suite
 from grpo_jax.types import Json, Messages
 
 _PACKAGE = "openenv-core"
@@ -65,7 +65,8 @@ def openenv(
         ("seed", seed, 0),
         ("max_turns", 1 if max_turns is None else max_turns, 1),
     ):
-        check_integer(name, value, minimum)
+        if not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{name} must be an integer of at least {minimum}; got {show(value)}")
     for name, seconds in (("timeout", timeout), ("wait", wait)):
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} must be a positive number of seconds; got {show(seconds)}")

@@ -14,7 +14,7 @@ from grpo_jax.rewards.contract import arguments_of, call_selected
 from grpo_jax.rewards.outcomes import Faults, PartialRewards, give_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.suites.suite import Foreign, Suite, check_integer
+from grpo_jax.suites.suite import Foreign, Suite
 from grpo_jax.types import Json, Messages, Scores
 
 _PACKAGE = "reasoning-gym"
@@ -53,8 +53,6 @@ def reasoning_gym(
       >>> suite.rows[0]["prompt"], suite.rows[0]["answer"]  # doctest: +SKIP
       ([{'role': 'user', 'content': 'State the final answer to the following arithmetic problem: 23 + 91 ='}], '114')
     """
-    check_integer("size", size, 1)
-    check_integer("seed", seed, 0)
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:
         answer_tag = "answer"

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.messages import show
 from grpo_jax.types import Environments, RewardFn, Row
 
 Foreign = Any
@@ -26,9 +25,3 @@ class Suite:
     reward_weights: list[float] | None = None
     tools: list[Callable[..., object]] | None = None
     environment_factory: Environments | None = None
-
-
-def check_integer(name: str, value: object, minimum: int) -> None:
-    """Raise ValueError unless an argument is an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}; got {show(value)}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from grpo_jax.messages import import_extra, one_line
 from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites.harness import PACKAGE, V1, Conversation, Servers, policy_agent
-from grpo_jax.suites.suite import Foreign, Suite, check_integer
+from grpo_jax.suites.suite import Foreign, Suite
 from grpo_jax.types import Json, Message, Messages, Row
 
 
@@ -41,8 +41,6 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
       >>> train(policy, suite.rows, [], config, environment_factory=suite.environment_factory)  # doctest: +SKIP
     """
     loaders = import_extra(f"{V1}.utils.loaders", PACKAGE)
-    if size is not None:
-        check_integer("size", size, 1)
     try:
         described = loaders.resolve_env_config({"id": env, "taskset": {"id": taskset, **settings}})
         environment = loaders.load_environment(_in_process(described))
