@@ -73,10 +73,6 @@ def final_number(text: str) -> Fraction | None:
     Example:
       >>> final_number("She pays 3 · $6 = **$1,018.50** in all.")
       Fraction(2037, 2)
-      >>> final_number(r"So 3 of the 4 are left: \boxed{\frac{3}{4}}. Check: 1 - 1/4.")
-      Fraction(3, 4)
-      >>> final_number("I do not know.") is None
-      True
     """
     text = _plain(text)
     marked = _marked(text)
@@ -96,12 +92,6 @@ def sole_number(text: str) -> Fraction | None:
 
     Words and units are ignored. None if there is no number or several, and for formulas, intervals and numerals with a
     base.
-
-    Example:
-      >>> [str(sole_number(text)) for text in (r"\frac{-100}{9}", r"90^\circ", r"12\text{ cm}", "3 + 15 = 18")]
-      ['-100/9', '90', '12', '18']
-      >>> [sole_number(text) for text in (r"3\sqrt{13}", "(3, 4)", "x + 2", "1011_2", "B")]
-      [None, None, None, None, None]
     """
     text = _plain(text)
     marked = _marked(text)

@@ -122,8 +122,7 @@ def compute_rewards(
             message = f"{errors} of {count} completions scored as missing: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         counted |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
-    stats = reward_stats(names, rewards) | counted
-    grouped = rewards.reshape(-1, num_generations, len(fns))
+    grouped, stats = rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | counted
     return Rewards(grouped, stats, parts, log.metrics, log.columns, list(completions))
 
 
@@ -198,9 +197,6 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], 
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
     return message + (f", and has {len(faults) - 1} more faults" if len(faults) > 1 else "")
-
-
-# Statistics -----------------------------------------------------------------------------------------------------------
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:

@@ -125,11 +125,8 @@ class _Combinator:
 
     @property
     def reward_arguments(self) -> dict[str, bool]:
-        arguments: dict[str, bool] = {}
-        for part in self.parts:
-            for name, required in arguments_of(part).items():
-                arguments[name] = required or arguments.get(name, False)
-        return arguments
+        arguments = [arguments_of(part) for part in self.parts]
+        return {name: any(part.get(name, False) for part in arguments) for part in arguments for name in part}
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         contract.check_rows(self.parts, rows, argument=argument)

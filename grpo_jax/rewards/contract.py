@@ -112,9 +112,6 @@ def is_async(fn: Callable[..., object]) -> bool:
     return declared or bool(getattr(fn, "is_async", False))
 
 
-# Checks before a run --------------------------------------------------------------------------------------------------
-
-
 def check_reward_fns(
     reward_fns: RewardFn | Sequence[RewardFn],
     columns: Iterable[str] | None,
@@ -174,8 +171,6 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
         yield f"reward function {name!r} takes none of the available arguments ({', '.join(known)}); {advice}"
 
 
-# Arguments of one call ------------------------------------------------------------------------------------------------
-
 _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
@@ -214,8 +209,6 @@ def call_selected(fn: Callable[..., _Returned], inputs: Inputs) -> _Returned:
     """Call a function with the inputs that it accepts."""
     return fn(**select_inputs(fn, inputs))
 
-
-# Logging --------------------------------------------------------------------------------------------------------------
 
 RUN_METRICS = {
     "step", "num_tokens", "num_prompts", "tokens_per_second", "tokens", "rows", "padding_share", "reward", "reward_std",

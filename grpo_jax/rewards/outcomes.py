@@ -114,17 +114,10 @@ def read_number(item: Any) -> float | str:
     return number
 
 
-# Rewards of turns and tokens ------------------------------------------------------------------------------------------
-
-
 class RewardParts(NamedTuple):
-    """The rewards that one function gave to the turns or tokens of one completion.
+    """The rewards that one function gave to the turns, or `per_token` to all tokens, of one completion.
 
-    Attributes:
-      completion: prompt-major index of the completion.
-      function: index of the reward function in 0..K−1.
-      per_token: whether `values` has one reward per token (including observations) instead of one per turn.
-      values: the rewards.
+    `completion` is a prompt-major index and `function` an index in 0..K−1.
     """
 
     completion: int

@@ -119,10 +119,6 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     L_max is `max_completion_len` and L_cache is `soft_punish_cache`, in tokens. |y| includes the EOS. DAPO, arXiv
     2503.14476, equation 13.
-
-    Example:
-      >>> get_soft_overlong_punishment(100, 20)(completion_ids=[[1] * 80, [1] * 90, [1] * 101])
-      [0.0, -0.5, -1.0]
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(f"soft_punish_cache must be in 0..{max_completion_len}; got {soft_punish_cache}")
@@ -145,10 +141,6 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
     Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2. Shorter completions score 0.
     The reward function is named "repetition".
-
-    Example:
-      >>> get_repetition_penalty_reward(ngram_size=2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
-      [0.0, -0.75]
     """
     if ngram_size < 1:
         raise ValueError(f"ngram_size must be at least 1; got {ngram_size}")

@@ -91,10 +91,6 @@ def isolated(
     for name, value in sizes.items():
         if not (isinstance(value, int) and value >= 1) and (name == "workers" or value is not None):
             raise ValueError(f"{name} must be a positive integer; got {value!r}")
-    if inspect.isclass(fn):
-        raise ValueError(
-            f"fn must be a reward function; got the class {fn.__name__!r} (environments are not supported)"
-        )
     if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
     if not hasattr(os, "killpg") or (memory_mb is not None and not sys.platform.startswith("linux")):

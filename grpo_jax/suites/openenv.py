@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -52,21 +53,11 @@ def openenv(
       timeout: time limit for a response of the server in seconds.
       wait: time in seconds for which `reset` retries to connect. If a session is lost later, `on_environment_error`
         applies.
-
-    Example:
-      >>> openenv("127.0.0.1:8000", prompt="Say something.")
-      Traceback (most recent call last):
-      ValueError: base_url must start with http:// or https://; got '127.0.0.1:8000'
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")
-    for name, value, minimum in (
-        ("size", size, 1),
-        ("seed", seed, 0),
-        ("max_turns", 1 if max_turns is None else max_turns, 1),
-    ):
-        if not isinstance(value, int) or value < minimum:
-            raise ValueError(f"{name} must be an integer of at least {minimum}; got {show(value)}")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size must be a positive integer; got {show(size)}")
     for name, seconds in (("timeout", timeout), ("wait", wait)):
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} must be a positive number of seconds; got {show(seconds)}")
@@ -79,23 +70,19 @@ def openenv(
     return Suite(rows=rows, environment_factory=make)
 
 
+@dataclasses.dataclass(eq=False)
 class OpenEnv:
     """The session of one completion, see `openenv`. `state` is the environment's final state, {} before the end."""
 
-    def __init__(
-        self,
-        connect: Callable[[], Foreign],
-        base_url: str,
-        action_of: Callable[[str], Json],
-        observation: str | None,
-        max_turns: int | None,
-        wait: float,
-    ):
-        self._connect, self._url, self._action_of, self._observation = connect, base_url, action_of, observation
-        self._turns_left, self._wait = max_turns, wait
-        self._session: Foreign = None
-        self._rewards: list[float] = []
-        self.state: Json = {}
+    _connect: Callable[[], Foreign]
+    _url: str
+    _action_of: Callable[[str], Json]
+    _observation: str | None
+    _turns_left: int | None
+    _wait: float
+    _session: Foreign = None
+    _rewards: list[float] = dataclasses.field(default_factory=list)
+    state: Json = dataclasses.field(default_factory=dict)
 
     async def reset(self, seed: int, **_: object) -> str:
         """Open the session and return its first observation."""

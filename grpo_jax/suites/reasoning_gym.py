@@ -47,11 +47,6 @@ def reasoning_gym(
       timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). None scores in this
         process without a limit. Some verifiers call `eval` on the completion.
       settings: settings of the task, such as `max_terms`.
-
-    Example:
-      >>> suite = reasoning_gym("chain_sum", size=2, seed=1, min_terms=2, max_terms=2)  # doctest: +SKIP
-      >>> suite.rows[0]["prompt"], suite.rows[0]["answer"]  # doctest: +SKIP
-      ([{'role': 'user', 'content': 'State the final answer to the following arithmetic problem: 23 + 91 ='}], '114')
     """
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:

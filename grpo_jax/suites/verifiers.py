@@ -32,10 +32,6 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
       env: id of an environment. If "", the default of the taskset.
       settings: settings of the taskset's config, such as `game`.
 
-    Raises:
-      ValueError: if verifiers or the taskset is not installed, a setting or task is not supported, or tools do not
-        start.
-
     Example:
       >>> suite = verifiers("textarena", game="Hangman-v0", size=100)  # doctest: +SKIP
       >>> train(policy, suite.rows, [], config, environment_factory=suite.environment_factory)  # doctest: +SKIP

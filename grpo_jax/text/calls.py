@@ -33,10 +33,8 @@ class ToolCall:
 class Parsed:
     """A parsed turn of the policy.
 
-    Attributes:
-      content: the text without parsed calls and special tokens, but with thoughts and malformed calls.
-      calls: the parsed calls, in order.
-      problems: a message to the policy for each malformed call.
+    `content` is the text without parsed calls and special tokens, but with thoughts and malformed calls. `problems` has
+    a message to the policy for each malformed call.
     """
 
     content: str
@@ -183,9 +181,6 @@ def assistant_message(parsed: Parsed) -> Message:
 def tool_message(name: str, text: str) -> Message:
     """Return the result of a tool as a message."""
     return {"role": "tool", "name": name, "content": text}
-
-
-# From tokens to the parser --------------------------------------------------------------------------------------------
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:

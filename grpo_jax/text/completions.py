@@ -69,8 +69,6 @@ def reward_inputs(
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
     """Return the token ids where `mask` [B, G, T] is True as B·G lists in prompt-major order."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
-    if tokens.ndim != 3 or tokens.shape != mask.shape:
-        raise ValueError(f"tokens and mask must both be [B, G, T]; got {tokens.shape} and {mask.shape}")
     flat = zip(tokens.reshape(-1, tokens.shape[2]), mask.reshape(-1, tokens.shape[2]), strict=True)
     return [row[keep].tolist() for row, keep in flat]
 
@@ -132,9 +130,6 @@ def _without_prefill(prompt: str | Messages) -> str | Messages:
     if isinstance(prompt, str):
         return prompt
     return list(prompt[:-1]) if prompt[-1]["role"] == "assistant" else list(prompt)
-
-
-# Tokens ---------------------------------------------------------------------------------------------------------------
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:

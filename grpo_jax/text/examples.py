@@ -48,11 +48,9 @@ _MASKS = ("assistant_masks", "completion_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """The tokenized examples of a dataset. `token_ids` holds whole examples.
+    """Tokenized examples. `token_ids` holds whole examples, and `masks` is True on tokens with a loss.
 
-    Attributes:
-      masks: mask of each example, True on tokens with a loss.
-      blocks: indices of the examples in each packed block. Without packing, a block is one example.
+    `blocks` lists the indices of the examples in each packed block. Without packing, a block is one example.
     """
 
     masks: list[list[bool]]

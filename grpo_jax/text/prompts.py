@@ -20,8 +20,6 @@ from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
-ON_LONG_PROMPT = ("error", "drop")
-
 # Keywords of the chat template that encode_prompts sets.
 _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
 
@@ -75,15 +73,10 @@ def _id_array(ids: object, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
-    """Rows of a dataset with their tokenized prompts.
+    """Rows of a dataset with the token ids of their prompts.
 
-    Attributes:
-      rows: the rows that were kept.
-      token_ids: token ids of each row's prompt.
-      dropped: indices of rows that were dropped because their prompt is too long.
-      parts: number of rows of each dataset, by name, if several datasets were joined; otherwise empty.
-      masks: loss masks of SFT examples (`text.examples.Examples`); None for prompts.
-      blocks: packed blocks of SFT examples; None for prompts.
+    `dropped` lists the indices of rows that were removed because their prompt is too long. If several datasets were
+    joined, `parts` has the number of rows of each by name. `masks` and `blocks` are set for SFT examples only.
     """
 
     rows: list[Row]
@@ -104,10 +97,10 @@ class EncodedPrompts:
 
 def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
     """Concatenate encoded datasets and record their sizes in `parts`."""
-    rows = [row for some in encoded.values() for row in some.rows]
-    token_ids = [ids for some in encoded.values() for ids in some.token_ids]
-    dropped = [index for some in encoded.values() for index in some.dropped]
-    return EncodedPrompts(rows, token_ids, dropped, parts={name: len(some.rows) for name, some in encoded.items()})
+    rows = [row for part in encoded.values() for row in part.rows]
+    token_ids = [ids for part in encoded.values() for ids in part.token_ids]
+    dropped = [index for part in encoded.values() for index in part.dropped]
+    return EncodedPrompts(rows, token_ids, dropped, parts={name: len(part.rows) for name, part in encoded.items()})
 
 
 def encode_prompts(
@@ -131,7 +124,7 @@ def encode_prompts(
     rejects or omits a message, as many templates do with unknown roles. `argument` is the name of the dataset in these
     errors.
     """
-    if on_long_prompt not in ON_LONG_PROMPT:
+    if on_long_prompt not in ("error", "drop"):
         raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")
     template_kwargs = dict(chat_template_kwargs or {})
     for name in _RESERVED_KWARGS:
@@ -144,8 +137,11 @@ def encode_prompts(
         seen: set[object] = set()
         texts = []
         for index, (prompt, shown) in enumerate(zip(prompts, tools or [None] * len(prompts), strict=True)):
-            keywords = template_kwargs | ({"tools": shown} if shown else {})
-            texts.append(_opened_text(prompt, tokenizer, keywords, where=f"{argument} row {index}", seen=seen))
+            prefilled, where = prompt[-1]["role"] == "assistant", f"{argument} row {index}"
+            opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+            keywords = template_kwargs | opening | ({"tools": shown} if shown else {})
+            messages = template_messages(prompt, tokenizer, keywords, where=where, seen=seen)
+            texts.append(apply_template(messages, tokenizer, {**keywords, "tokenize": False}, where=where))
         token_ids = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
     for index, ids in enumerate(token_ids):
         if len(ids) == 0:
@@ -164,14 +160,6 @@ def encode_prompts(
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
     return EncodedPrompts([rows[index] for index in kept], [token_ids[index] for index in kept], dropped=long)
-
-
-def _opened_text(prompt: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str, seen: set[object]) -> str:
-    """Render a conversation up to the completion, with an open assistant turn. `seen` as in `template_messages`."""
-    prefilled = prompt[-1]["role"] == "assistant"
-    keywords = {**keywords, "add_generation_prompt": not prefilled, "continue_final_message": prefilled}
-    messages = template_messages(prompt, tokenizer, keywords, where=where, seen=seen)
-    return apply_template(messages, tokenizer, {**keywords, "tokenize": False}, where=where)
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:

@@ -146,30 +146,20 @@ def is_conversation(prompt: str | Messages) -> bool:
 
 def check_templates(columns: object, prompt: object) -> None:
     """Raise ValueError unless `columns` is `Columns` or None, and `prompt` is a `Template` or None."""
-    if fault := _template_fault(prompt):
-        raise ValueError(f"prompt={show(prompt)}: {fault}")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    valid = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
+    texts = [text for message in messages for text in message.values()] if valid else [None]
+    if prompt is not None and not (texts and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"prompt must be a string or messages with a 'role' and a 'content'; got {show(prompt)}")
+    for text in texts if prompt is not None else ():
+        try:
+            list(string.Formatter().parse(str(text)))
+        except ValueError as error:
+            raise ValueError(f"prompt={show(text)}: {error}; {_BRACES}") from error
     if columns is not None and not (
         isinstance(columns, Mapping) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     ):
         raise ValueError(f"columns={show(columns)} must map new names to names in the data, as {{answer: solution}}")
-
-
-def _template_fault(template: object) -> str:
-    """Return why a template is invalid, or ""."""
-    if template is None:
-        return ""
-    messages = template if isinstance(template, list) else [{"role": "user", "content": template}]
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            return f"message {i} must be a mapping with 'role' and 'content'"
-        for text in message.values():
-            if not isinstance(text, str):
-                return f"must be a string or a list of messages of strings; got {type(text).__name__}"
-            try:
-                list(string.Formatter().parse(text))
-            except ValueError as error:
-                return f"{error}; {_BRACES}"
-    return "" if messages else "must not be empty"
 
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:

@@ -31,12 +31,9 @@ _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """How a template ends a turn of the policy.
+    """How a template ends a turn of the policy: `text` from the mark up to and including the `closing` token, an EOS.
 
-    Attributes:
-      text: the text from the mark up to and including the closing token.
-      closing: the closing token, an EOS.
-      opens: whether the closing token also opens the next turn (GLM-4's <|user|>), and so depends on its role.
+    `opens`: whether the closing token also opens the next turn (GLM-4's <|user|>), and so depends on its role.
     """
 
     text: str
@@ -48,13 +45,9 @@ _ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = we
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer, with fixed keywords.
+    """The chat template of a transformers tokenizer with fixed keywords `kwargs` and schemas of `tools`.
 
-    Args:
-      tokenizer: the tokenizer.
-      kwargs: additional keywords of the chat template.
-      tools: schemas of the tools to show in the prompt.
-      eos_token_ids: ids that end a turn. If None, the tokenizer's EOS.
+    `eos_token_ids` end a turn. If there are none, the tokenizer's EOS does.
     """
 
     def __init__(
@@ -108,8 +101,6 @@ class ChatTemplate:
         the turn; if it does not end the turn, the result starts with the closing EOS. None means that it does. Raises
         ValueError if the template rejects the messages or is unsuitable, which `check` detects before a run.
         """
-        if not messages:
-            raise ValueError("messages is empty; pass at least one message of a tool or a user")
         mark = _MARK
         while mark in str(messages):
             mark += "q"
@@ -216,24 +207,21 @@ class ChatTemplate:
         if not ends:
             raise ValueError("the tokenizer has no EOS; set tokenizer.eos_token or pass eos_token_ids")
         special = sorted(special_tokens(self.tokenizer).values())
-        if (found := _first(common, ends)) is not None:
-            position, closing = found
-            return _End(after[: position + len(closing)], closing)
-        opening = _first(after[: after.find(_PROBE)], [*ends, *special])
-        if opening is not None and opening[1] in ends:
-            position, closing = opening
-            return _End(after[: position + len(closing)], closing, opens=True)
-        # gpt-oss ends earlier turns with a different token than the final turn, which the policy samples.
-        found = _first(common, special)
-        last = self._after_mark([turn], mark, generation_prompt=False)
-        if found is None or not last[found[0] :].startswith(tuple(ends)):
-            raise ValueError(
-                f"it ends the turn before a message of the role {role!r} with {common[:40]!r} instead of an EOS"
-                f" ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
-                ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
-            )
+        found, opens = _first(common, ends), False
+        if found is None:
+            opening = _first(after[: after.find(_PROBE)], [*ends, *special])
+            opens = opening is not None and opening[1] in ends
+            # gpt-oss ends earlier turns with a different token than the final turn, which the policy samples.
+            found = opening if opens else _first(common, special)
+            last = self._after_mark([turn], mark, generation_prompt=False)
+            if found is None or not (opens or last[found[0] :].startswith(tuple(ends))):
+                raise ValueError(
+                    f"it ends the turn before a message of the role {role!r} with {common[:40]!r} instead of an EOS"
+                    f" ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
+                    ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
+                )
         position, closing = found
-        return _End(after[: position + len(closing)], closing)
+        return _End(after[: position + len(closing)], closing, opens)
 
 
 def _placeholder(message: Message, mark: str) -> Message:

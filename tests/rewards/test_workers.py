@@ -262,7 +262,6 @@ def decorated(fn):
     [
         (lambda completions: 0, {}, "fn='lambda' cannot be sent .*; define it at the top level"),
         (decorated(functions.length), {}, "fn='length' cannot be sent .* without a decorator"),
-        (dict, {}, "fn must be a reward function; got the class 'dict'"),
         (functions.length, {"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
         (functions.length, {"memory_mb": -1}, "memory_mb must be a positive integer; got -1"),
         (functions.length, {"completions_per_call": 0.5}, "completions_per_call must be a positive integer; got 0.5"),

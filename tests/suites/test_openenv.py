@@ -105,7 +105,7 @@ def test_observation_and_action_are_fields_of_the_environment(server):
     ("arguments", "message"),
     [
         ({"base_url": "ftp://host"}, "base_url must start with http:// or https://; got 'ftp://host'"),
-        ({"size": 0}, "size must be an integer of at least 1; got 0"),
+        ({"size": 0}, "size must be a positive integer; got 0"),
         ({"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
     ],
 )

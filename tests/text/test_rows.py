@@ -61,5 +61,5 @@ def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
     "template", [7, [], [{"role": "user"}], [{"role": "user", "content": 7}], "{question", "a } b"]
 )
 def test_templates_that_are_none(template):
-    with pytest.raises(ValueError, match=r"^prompt="):
+    with pytest.raises(ValueError, match=r"^prompt"):
         check_templates(None, template)
