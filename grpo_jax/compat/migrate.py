@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
@@ -14,7 +13,6 @@ from grpo_jax.config.settings import OTHER_NAMES
 from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
-_STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps", "logging_strategy": "logging_steps"}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
 NO_FLOAT16 = "since float16 is not supported: the run computes in bfloat16 if the device has it, else in float32"
 """End of the notes on settings that request float16."""
@@ -108,38 +106,45 @@ def from_trl(values: Json) -> Migration:
 def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
     """Translate or note a field of TRL that is not a field of `GRPOConfig`."""
     default, kind, advice, field = ELSEWHERE[name]
-    if value and name in _TRANSLATIONS:
-        _TRANSLATIONS[name](moved, name, value)
-    elif value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
-        pass  # `to_dict()` has <HUB_TOKEN> instead of the token; `from_trl` translates the others
-    elif field:
+    if value and _translate_value(moved, name, value):
+        return
+    if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
+        return  # `to_dict()` has <HUB_TOKEN> instead of the token; `from_trl` translates the others
+    if field:
         if field not in values:
             moved.set_field(name, field, value)
     elif value or default:  # not both empty, such as None and {}
         notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
-        notes[name] = advice if kind == "not here" else advice.removeprefix("leave it out: ")
+        notes[name] = advice
 
 
-def _translate_precision(moved: Migration, name: str, value: object) -> None:
-    if name == "bf16":
-        moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
-    else:
-        moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
-
-
-def _translate_output(moved: Migration, name: str, value: object) -> None:
-    moved.run_dir = str(value)
-    moved.translated[name] = f"run_dir={str(value)!r} of train"
-
-
-def _translate_optimizer(moved: Migration, name: str, value: object) -> None:
-    if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
-        moved.missing[name] = f"{value!r}: pass an optax transformation as optimizer to train; the default is AdamW"
+def _translate_value(moved: Migration, name: str, value: Any) -> bool:
+    """Translate a field whose value matters. Returns False for other fields."""
+    match name:
+        case "output_dir":
+            moved.run_dir = str(value)
+            moved.translated[name] = f"run_dir={str(value)!r} of train"
+        case "bf16":
+            moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
+        case "fp16":
+            moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
+        case "optim":
+            if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
+                moved.missing[name] = f"{value!r}: pass an optax transformation as optimizer to train"
+        case "model_init_kwargs":
+            _translate_model(moved, name, value)
+        case "generation_kwargs":
+            _translate_generation(moved, name, value)
+        case "eval_strategy" | "save_strategy" | "logging_strategy":
+            _translate_strategy(moved, name, value)
+        case _:
+            return False
+    return True
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
     """Translate a strategy of logging, evaluation or saving."""
-    steps = _STEPS[name]
+    steps = name.replace("strategy", "steps")
     if value == "steps":
         return
     if value != "no":
@@ -180,17 +185,6 @@ def _translate_generation(moved: Migration, name: str, value: Json) -> None:
         moved.translated[name] = ", ".join(f"{field}={x!r}" for field, x in fields.items())
     if other := sorted(kwargs.keys() - _GENERATION.keys()):
         moved.missing[name] = f"{', '.join(other)}: {ELSEWHERE[name].advice}"
-
-
-_TRANSLATIONS: dict[str, Callable[[Migration, str, Any], None]] = {
-    "output_dir": _translate_output,
-    "optim": _translate_optimizer,
-    "model_init_kwargs": _translate_model,
-    "generation_kwargs": _translate_generation,
-    **dict.fromkeys(("bf16", "fp16"), _translate_precision),
-    **dict.fromkeys(_STEPS, _translate_strategy),
-}
-"""Name of a field → the function that translates its value."""
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:

@@ -5,6 +5,7 @@ The error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
@@ -27,28 +28,14 @@ class Elsewhere(NamedTuple):
     field: str | None = None
 
 
-_Fields = dict[str, Elsewhere]
+def _fields(kind: Kind, advice: str, field: str | None = None, **defaults: object) -> dict[str, Elsewhere]:
+    return {name: Elsewhere(default, kind, advice, field) for name, default in defaults.items()}
 
 
-def _other(advice: str, **defaults: object) -> _Fields:
-    return {name: Elsewhere(default, "other name", advice) for name, default in defaults.items()}
-
-
-def _renamed(field: str, more: str = "", **defaults: object) -> _Fields:
-    return {name: Elsewhere(default, "other name", f"use {field}{more}", field) for name, default in defaults.items()}
-
-
-def _outside(what: str, **defaults: object) -> _Fields:
-    return {name: Elsewhere(default, "set outside", f"leave it out: {what}") for name, default in defaults.items()}
-
-
-def _needless(why: str, **defaults: object) -> _Fields:
-    return {name: Elsewhere(default, "not needed", f"leave it out: {why}") for name, default in defaults.items()}
-
-
-def _absent(advice: str, **defaults: object) -> _Fields:
-    return {name: Elsewhere(default, "not here", advice) for name, default in defaults.items()}
-
+_other = functools.partial(_fields, "other name")
+_outside = functools.partial(_fields, "set outside")
+_needless = functools.partial(_fields, "not needed")
+_absent = functools.partial(_fields, "not here")
 
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
 _ENGINE = "; it only has an effect with a sampler passed to train"
@@ -63,7 +50,7 @@ _LOADER = "prompts are read by index, without a data loader"
 _LABELS = "there are no labels"
 _SCRIPTS = "it is an option for scripts, which trainers ignore; call train and evaluate"
 _MESH = "use mesh: there is one process per host, and XLA communicates between devices"
-_SHARDED = "leave it out: mesh determines how params are sharded"
+_SHARDED = "mesh determines how params are sharded"
 
 _UNNOTED = (
     "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
@@ -123,8 +110,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
         generation_kwargs=None,
     ),
     **_absent(
-        "leave it out: it would also change the log-probs in the loss (which TRL ignores); use"
-        " get_repetition_penalty_reward instead",
+        "it would also change the log-probs in the loss (which TRL ignores); use get_repetition_penalty_reward instead",
         repetition_penalty=1.0,
     ),
     **_needless("the cache is built in", cache_implementation=None),
@@ -145,19 +131,19 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_other(_SERVER + " with patience", vllm_server_timeout=240.0),
     **_needless("the server reads weights from files that both sides can access", vllm_group_port=51216),
     **_other("use sampler_correction, None for False" + _ENGINE, vllm_importance_sampling_correction=True),
-    **_renamed("sampler_correction", _ENGINE, vllm_importance_sampling_mode="sequence_mask"),
-    **_renamed("sampler_correction_max", _ENGINE, vllm_importance_sampling_clip_max=3.0),
-    **_renamed("sampler_correction_min", _ENGINE, vllm_importance_sampling_clip_min=None),
-    **_renamed("sampler_correction_max", _ENGINE, vllm_importance_sampling_cap=None),
+    **_other("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
+    **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
+    **_other("use sampler_correction_min" + _ENGINE, "sampler_correction_min", vllm_importance_sampling_clip_min=None),
+    **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_cap=None),
     # Optimizer.
-    **_other("leave it out: AdamW is the default; for others, " + _OPTIMIZER, optim="adamw_torch_fused"),
+    **_other("AdamW is the default; for others, " + _OPTIMIZER, optim="adamw_torch_fused"),
     **_absent(_OPTIMIZER, lr_scheduler_kwargs=None, optim_args=None, optim_target_modules=None),
     **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
     **_absent(_LABELS, label_smoothing_factor=0.0),
     **_absent("embedding noise is not supported", neftune_noise_alpha=None),
     **_absent("half a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
-    **_renamed("gradient_checkpointing", activation_checkpointing=None),
+    **_other("use gradient_checkpointing", "gradient_checkpointing", activation_checkpointing=None),
     **_needless("layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None),
     **_needless(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
     **_needless(_TORCH, torch_empty_cache_steps=None),
@@ -165,7 +151,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless("training needs no cache, and sampling always uses one", use_cache=False),
     # Logging.
     **_other("pass run_dir to train", output_dir=None),
-    **_other("leave it out: use logging_steps", logging_strategy="steps"),
+    **_other("use logging_steps", logging_strategy="steps"),
     **_needless(_ONE_WRITER, log_on_each_node=True, log_level_replica="warning"),
     **_needless("values that are not finite are left out of means and counted", logging_nan_inf_filter=True),
     **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
@@ -176,14 +162,14 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless("completions.jsonl contains all prompts, and report.html filters them", log_unique_prompts=False),
     **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
-    **_other("leave it out: use eval_steps", eval_strategy="no"),
+    **_other("use eval_steps", eval_strategy="no"),
     **_needless("passing eval_dataset enables evaluation", do_eval=False),
     **_absent("evaluations run before the first step, every eval_steps and after the last", eval_delay=0),
     **_needless("there is always an evaluation before the first step", eval_on_start=False),
     **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
     **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
     # Checkpoints.
-    **_other("leave it out: use save_steps (None: at the end only)", save_strategy="steps"),
+    **_other("use save_steps (None: at the end only)", save_strategy="steps"),
     **_absent("checkpoints contain the whole state; save_pretrained writes the model", save_only_model=False),
     **_absent("all processes write one checkpoint to a shared file system", save_on_each_node=False),
     **_needless("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
@@ -218,7 +204,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
 }
 """TRL's fields that are not fields here, in the order of docs/coming_from_trl.md."""
 
-HINTS = {name: field.advice for name, field in ELSEWHERE.items()}
+HINTS = {
+    name: f"leave it out: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
+    for name, field in ELSEWHERE.items()
+}
 """Name → advice, for error messages of `GRPOConfig`."""
 
 

@@ -35,9 +35,8 @@ def test_each_field_of_trl_is_ours_or_has_a_note():
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
     assert len(SAME) + len(ELSEWHERE) == 191  # fields of TRL 1.16 with transformers 5.23
     for name, (default, kind, advice, _) in ELSEWHERE.items():
-        assert advice.startswith("leave it out: ") or kind in ("other name", "not here"), name
         if kind == "not needed":  # if another setting has its meaning, it is an other name or set outside
-            assert not re.search(r"^leave it out: (use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
+            assert not re.search(r"^(use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
         moved = from_trl({name: default})
         assert (moved.values, moved.translated, moved.left_out, moved.missing) == ({}, {}, {}, {}), name
 
@@ -47,7 +46,7 @@ def field_table() -> str:
     plain = ", ".join(f"`{name}`" for name, note in SAME.items() if not note)
     rows = [(f"`{name}`", "same", note) for name, note in SAME.items() if note]
     for (kind, advice), group in itertools.groupby(ELSEWHERE.items(), lambda item: item[1][1:3]):
-        rows.append((", ".join(f"`{name}`" for name, _ in group), kind, advice.removeprefix("leave it out: ")))
+        rows.append((", ".join(f"`{name}`" for name, _ in group), kind, advice))
     lines = [f"Same name and meaning, nothing to note: {plain}.", "", "| TRL's field | here | |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 

@@ -89,7 +89,7 @@ BAD = [
     # Names that no field has.
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(max_new_tokens=4), "max_new_tokens: no such field; use max_completion_length"),
-    (dict(deepspeed="zero3"), "deepspeed: no such field; leave it out: mesh determines how params are sharded"),
+    (dict(deepspeed="zero3"), "deepspeed: no such field; mesh determines how params are sharded"),
     (dict(output_dir="runs"), "output_dir: no such field; pass run_dir to train"),
 ]  # fmt: skip
 
