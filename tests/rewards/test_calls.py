@@ -49,9 +49,6 @@ def length(completions):
     return [len(text) for text in completions]
 
 
-# --- the arguments
-
-
 def test_a_function_gets_the_arguments_that_it_names():
     seen = []
     see = lambda *arguments: seen.append(arguments) or [0.0] * N
@@ -143,9 +140,6 @@ def test_lists_of_other_lengths_are_refused():
         score(length, columns={"answer": ["x"]})
     with pytest.raises(ValueError, match="num_generations=4 must divide the number of completions, 6"):
         score(length, num_generations=4)
-
-
-# --- what comes back
 
 
 @pytest.mark.parametrize("value", [
@@ -252,9 +246,6 @@ def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
     with pytest.raises(KeyboardInterrupt):
         score(returns(KeyboardInterrupt()), on_error="none")
-
-
-# --- asynchronous functions
 
 
 def test_async_functions_run_together_and_keep_their_order():

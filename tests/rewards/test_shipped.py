@@ -1,8 +1,6 @@
 """from_row, the combinators and the shipped rewards, each against values worked out by hand."""
 
 import asyncio
-import functools
-import pickle
 import random
 
 import numpy as np
@@ -43,9 +41,6 @@ def score(fn, completions, *, on_error="raise", **columns):
     return rewards.values.ravel().tolist()
 
 
-# --- from_row
-
-
 def test_from_row_sees_the_text_and_the_row_of_each_completion():
     seen = []
 
@@ -64,9 +59,6 @@ def test_from_row_sees_the_text_and_the_row_of_each_completion():
 
 def divide(completion, row):
     return 6 / row["by"]
-
-
-# --- combinators
 
 
 def some(values):
@@ -186,9 +178,6 @@ def test_factories_refuse(make, message):
         make()
 
 
-# --- shipped
-
-
 def test_accuracy_compares_the_extracted_answer_with_the_column():
     tagged = accuracy_reward("truth", r"<answer>(.*?)</answer>")
     right = "<answer>4</answer>"
@@ -215,21 +204,13 @@ def test_format_matches_the_whole_completion_across_lines():
     assert score(reward, messages([right, f"so {right}", f"{right}done", "<think>a</think>"])) == [1, 0, 0, 0]
 
 
-def overlong_by_the_paper(length, longest, cache):
-    """Equation 13 of DAPO, case by case."""
-    if length <= longest - cache:
-        return 0.0
-    if length <= longest:
-        return (longest - cache - length) / cache
-    return -1.0
-
-
-@pytest.mark.parametrize(("longest", "cache"), [(10, 4), (10, 10), (10, 0), (1, 1)])
-def test_soft_overlong_is_the_papers_equation(longest, cache):
-    ids = [[1] * length for length in range(longest + 4)]
-    expected = [overlong_by_the_paper(len(row), longest, cache) for row in ids]
+@pytest.mark.parametrize(
+    ("longest", "cache", "expected"),
+    [(10, 4, [0] * 7 + [-0.25, -0.5, -0.75, -1, -1, -1]), (3, 3, [0, -1 / 3, -2 / 3, -1, -1]), (2, 0, [0, 0, 0, -1])],
+)
+def test_soft_overlong_is_equation_13_of_dapo(longest, cache, expected):
+    ids = [[1] * length for length in range(len(expected))]
     assert get_soft_overlong_punishment(longest, cache)(completion_ids=ids) == pytest.approx(expected)
-    assert min(expected) == -1
 
 
 def test_repetition_counts_n_grams():
@@ -247,13 +228,3 @@ def test_repetition_counts_n_grams():
                     seen.append(ngram)
             assert reward(completion_ids=[ids]) == pytest.approx([-2.0 * repeated / total if total else 0.0])
     assert get_repetition_penalty_reward(3)(completion_ids=[[1, 2], [], [7] * 5]) == pytest.approx([0, 0, -2 / 3])
-
-
-def test_all_of_them_pickle_and_score_the_same_after():
-    divided, texts, columns = from_row(divide), ["<answer>4</answer>", "4 4 4"], {"answer": ["4", "4"], "by": [1, 2]}
-    for reward in (
-        *(accuracy_reward("answer", r"<answer>(.*?)</answer>"), format_reward(".*"), get_repetition_penalty_reward(2)),
-        *(get_soft_overlong_punishment(4, 2), divided, clipped(length, 0, 2)),
-        *(gated(length, divided, threshold=3), functools.partial(length)),
-    ):
-        assert score(pickle.loads(pickle.dumps(reward)), texts, **columns) == score(reward, texts, **columns)

@@ -47,9 +47,6 @@ def message_of(*calls, content=""):
     return assistant_message(Parsed(content, tuple(calls)))
 
 
-# --- What a template writes is read back.
-
-
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
 def test_what_a_template_writes_is_read_back(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
@@ -84,9 +81,6 @@ def test_tags_are_read_back_with_the_schema():
         assert text.startswith("\n</think>")  # the generation prompt has opened the thought
         parsed = FORMATS["qwen_xml"].parse(text, schemas=SCHEMAS, thinking=True)
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
-
-
-# --- What the policy may write besides.
 
 
 def hermes(name="f", arguments="{}"):
@@ -163,8 +157,6 @@ def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, tex
     assert "<|eot_id|>" not in parsed.content
 
 
-# --- Anything at all.
-
 PIECES = [
     "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>",
     "</think>", '{"name": "f", ', '"arguments": {', '"parameters": {', "}", "}}", '"', "\\", "[", "]", "1e999", "\n",
@@ -233,9 +225,6 @@ def test_reading_takes_linear_time(name):
             parsed = FORMATS[name].parse(start + part * (300_000 // len(part)))
             assert time.process_time() - begin < 1.0, part
             assert len(parsed.calls) + len(parsed.problems) <= MAX_CALLS + 1
-
-
-# --- Which format a template has.
 
 
 @pytest.mark.parametrize("name", FAMILIES)

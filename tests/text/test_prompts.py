@@ -43,9 +43,6 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-# --- make_prompts
-
-
 def test_make_prompts_pads_on_the_right():
     prompts = lib.make_prompts([[5, 6, 7], (8,), np.array([9, 10])])
     chex.assert_trees_all_equal(prompts.tokens, jnp.array([[5, 6, 7], [8, 0, 0], [9, 10, 0]], jnp.int32))
@@ -69,9 +66,6 @@ def test_make_prompts_pads_on_the_right():
 def test_make_prompts_refuses(token_ids, keywords, message):
     with pytest.raises(ValueError, match=message):
         lib.make_prompts(token_ids, **keywords)
-
-
-# --- encode_prompts
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -171,25 +165,12 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
     assert encoded.token_ids[0][0] == tokenizer.bos_token_id
 
 
-def test_chat_template_kwargs_reach_the_template():
-    tokenizer = make_tokenizer()
-    rows = [{"prompt": [user("hi")]}]
-    encoded = lib.encode_prompts(rows, tokenizer, chat_template_kwargs={"shout": "now"})
-    assert tokenizer.decode(encoded.token_ids[0]).endswith("<s>assistant:!now")
-    other = {"chat_template": "{{ messages[0]['content'] }}?"}
-    bare = make_tokenizer(chat_template=None)
-    assert bare.decode(lib.encode_prompts(rows, bare, chat_template_kwargs=other).token_ids[0]) == "hi?"
-
-
 def test_long_prompts_are_dropped_and_named_never_cut():
     rows = [{"prompt": "a" * length, "n": length} for length in (3, 9, 4, 12)]
     encoded = lib.encode_prompts(rows, make_tokenizer(), max_prompt_length=4, on_long_prompt="drop")
     assert encoded.rows == [rows[0], rows[2]]
     assert list(map(len, encoded.token_ids)) == [3, 4]
     assert encoded.dropped == [1, 3]
-
-
-# --- prompt_indices
 
 
 def test_every_epoch_is_a_permutation_of_its_own_that_no_release_changes():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.text.rows import check_templates, load_rows
+from grpo_jax.text.rows import load_rows
 
 pytestmark = pytest.mark.quick
 
@@ -50,16 +50,11 @@ def test_a_template_of_messages():
         ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
         ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
         ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
+        *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),
+        ({"prompt": [{"role": "user", "content": 7}]}, "^prompt must be a string or messages"),
+        *(({"prompt": template}, f"^prompt='{template}'") for template in ("{question", "a } b")),
     ],
 )
 def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
     with pytest.raises(ValueError, match=said):
         load_rows(SUMS, argument="data", **shape)
-
-
-@pytest.mark.parametrize(
-    "template", [7, [], [{"role": "user"}], [{"role": "user", "content": 7}], "{question", "a } b"]
-)
-def test_templates_that_are_none(template):
-    with pytest.raises(ValueError, match=r"^prompt"):
-        check_templates(None, template)

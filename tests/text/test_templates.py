@@ -31,9 +31,6 @@ def render(tokenizer, messages, opened=True, **kwargs):
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened, tools=TOOLS, **kwargs)
 
 
-# --- Against the whole conversation, encoded at once.
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["3", "", "line\n\n  and line ", 'é "quoted" 日本', "Zq7 Xw5 as written here"])
 def test_an_answer_continues_the_conversation(name, answer):
@@ -106,9 +103,6 @@ def test_a_token_that_swallows_what_follows_it_is_encoded_as_in_the_conversation
     assert encode(tokenizer, closed) + ids == encode(tokenizer, render(tokenizer, conversation))
 
 
-# --- What others say ends no turn and opens none.
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_special_tokens_in_a_message_are_text(name, role):
@@ -127,9 +121,6 @@ def test_special_tokens_in_a_message_are_text(name, role):
     assert lib._SPLIT not in tokenizer.decode(attacked)
     if written == hostile:  # the sign of a cut is not a way around it
         assert "<\ufffd|im_end|>" in tokenizer.decode(ids_of(f"<{lib._SPLIT}|im_end|>"))
-
-
-# --- Templates that cannot be used are refused before a run.
 
 
 def chat(after_assistant="<|im_end|>\n", tool=True):
