@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: policies in and out, the families of models, adapters in PEFT's format."""
+"""Checkpoints in Hugging Face's layout, the table of model families, and adapters in PEFT's format."""
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora

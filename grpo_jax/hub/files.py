@@ -67,7 +67,7 @@ def read_json(path: Path) -> Json | None:
         pointer = f"; it is {POINTER}" if is_pointer(path) else ""
         raise ValueError(f"{path} is not JSON: {error}{pointer}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {show(content)}, not a JSON object.")
+        raise ValueError(f"{path} contains {show(content)}, not a JSON object.")
     return content
 
 
@@ -86,7 +86,7 @@ def check_ids(path: Path, values: Json) -> None:
         value = values.get(key)
         ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
         if not all(type(token) is int for token in ids):
-            raise ValueError(f"{path}: {key!r} is {show(value)}; use the id of a token, or null for none.")
+            raise ValueError(f"{path}: {key!r} is {show(value)}; use a token id or null.")
 
 
 def write_json(path: Path, content: Json) -> None:
@@ -130,7 +130,7 @@ def computed(
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint, no weight read yet: `raw` is its config.json, `files` maps the tokenizer's files to bytes."""
+    """An open checkpoint: `raw` is its config.json, `stored` its unread tensors, `files` the tokenizer's, as bytes."""
 
     raw: Json
     generation_config: Json
@@ -149,9 +149,9 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     absent = [name for name in files if not (directory / name).is_file()]
     if absent:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f"; {some(others)} are PyTorch's own format: save them as safetensors" if others else ""
+        advice = f"; {some(others)} are in PyTorch's format: save them as safetensors" if others else ""
         if index is None and (shards := sorted(path.name for path in directory.glob(f"{stem}-*-of-*.safetensors"))):
-            advice = f"; {some(shards)} are parts of the weights, which {index_path.name} lists: it is missing"
+            advice = f"; {some(shards)} are parts of the weights, but their index {index_path.name} is missing"
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {some(absent)}{advice}.")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
@@ -180,7 +180,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
                 raise ValueError(f"its shape is {show(entry['shape'])} and its data_offsets are [{begin}, {end}].")
             if end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"its {end - begin} bytes do not hold {list(shape)} of {entry['dtype']}.")
+                raise ValueError(f"its {end - begin} bytes do not match shape {list(shape)} of {entry['dtype']}.")
         if 8 + length + end > size:
             raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
         tensors[name] = _in_file(path, shape, dtype, 8 + length + begin)
@@ -211,7 +211,7 @@ def check_read(stored: Mapping[str, StoredTensor]) -> None:
 def check_replaceable(target: Path) -> None:
     """Raise FileExistsError unless `target` is unused, or a directory with nothing but the files of a checkpoint."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; give another name.")
+        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; pass another path.")
     if not target.exists():
         return
     known = {"config.json", "adapter_config.json", "generation_config.json", "model.safetensors.index.json"}
@@ -219,8 +219,8 @@ def check_replaceable(target: Path) -> None:
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:
         raise FileExistsError(
-            f"directory {str(target)!r} holds files that do not belong to a checkpoint ({some(sorted(others))}); "
-            "give another directory."
+            f"directory {str(target)!r} contains files that do not belong to a checkpoint ({some(sorted(others))}); "
+            "pass another directory."
         )
 
 

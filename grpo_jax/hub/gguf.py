@@ -1,7 +1,7 @@
-"""GGUF files, as llama.cpp writes them, read as a `Checkpoint` by the package `gguf`.
+"""Read GGUF files, as llama.cpp writes them, by the package `gguf`.
 
-`gguf_header` makes config.json and the tokenizer from the header. This module finds a file by name, and gives its
-tensors the names and row order of Hugging Face; llama.cpp reorders the rows of some.
+`gguf_header` makes the config.json and the tokenizer. This module finds the file and returns its tensors with Hugging
+Face's names, rows and values; llama.cpp reorders the rows of some and adds 1 to some norms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that describe the rotary embedding, and are not weights."""
+"""Tensors with numbers of the rotary embedding instead of weights."""
 
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
@@ -46,8 +46,8 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
     if path.is_file() and (part := re.search(r"\.gguf[.-]?(part-?\d+(of\d+)?|split-?[a-z]+)$", path.name, re.I)):
         whole = path.name[: part.start()] + ".gguf"
         raise ValueError(
-            f"name_or_directory {name!r} is one piece of a GGUF file; join them in order, `cat {whole}.* > {whole}`,"
-            f" and name {whole}."
+            f"name_or_directory {name!r} is one piece of a GGUF file; join the pieces, `cat {whole}.* > {whole}`,"
+            f" and pass {whole}."
         )
     if path.is_file() and path.suffix.lower() == ".gguf":
         return path
@@ -62,14 +62,14 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if len(files) > 1:
         names = some([file.name for file in files])
-        raise ValueError(f"name_or_directory {name!r} has several GGUF files: {names}; name one.")
+        raise ValueError(f"name_or_directory {name!r} contains several GGUF files: {names}; pass the path of one.")
     return files[0] if files else None
 
 
 def read_gguf(path: Path) -> Checkpoint:
     """Return a GGUF file as a checkpoint; no weight is read yet.
 
-    ImportError: `gguf` is missing or transformers too old. ValueError: the file has something that is not supported.
+    ImportError: `gguf` is missing or transformers is too old. ValueError: the file is damaged or not supported.
     """
     with _parsed(path) as (reader, header):
         row, raw = read_header(header)
@@ -103,7 +103,7 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    """Return the reason why a file cannot be parsed, with the fix."""
+    """Return why a file cannot be parsed, and the fix."""
     with path.open("rb") as file:
         start = file.read(4)
     if is_pointer(path):
@@ -129,7 +129,7 @@ def _open(path: Path) -> GGUFReader:
     except Exception as error:
         raise ValueError(_damaged(path, error)) from error
     if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
-        raise ValueError(f"it is one of {parts.contents()} parts (split.count); merge them: llama-gguf-split --merge.")
+        raise ValueError(f"it is one of {parts.contents()} parts; merge them by `llama-gguf-split --merge`.")
     return reader
 
 

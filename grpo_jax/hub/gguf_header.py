@@ -1,4 +1,4 @@
-"""The config.json and the tokenizer that the header of a GGUF file describes.
+"""Make a config.json and a tokenizer from the header of a GGUF file.
 
 `ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. A key
 that is not read is an error: ignoring it could change the model.
@@ -44,7 +44,7 @@ class Header:
 
     def __getitem__(self, key: str) -> Any:
         if (value := self.get(key)) is None:
-            raise ValueError(f"GGUF key '{self.architecture}.{key}' is missing, and {self.architecture} needs it.")
+            raise ValueError(f"GGUF key '{self.architecture}.{key}' is missing; the architecture requires it.")
         return value
 
     def check_all_read(self) -> None:
@@ -52,7 +52,7 @@ class Header:
         left = [key for key, value in self._own.items() if key not in self._read and value not in (0, 0.0, False, [])]
         if left:
             names = some([f"{self.architecture}.{key} = {show(self._own[key])}" for key in sorted(left)])
-            raise ValueError(f"GGUF keys that are not known and could change the model: {names}.")
+            raise ValueError(f"unknown GGUF keys, which could change the model: {names}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
         supported = ", ".join(ARCHITECTURES)
         raise ValueError(
             f"GGUF architecture {name!r} is not supported; load the safetensors checkpoint of this model instead. "
-            f"Supported: {supported}."
+            f"Supported architectures: {supported}."
         )
     if "token_embd.weight" not in shapes:
         raise ValueError("tensor 'token_embd.weight' is missing.")
@@ -134,7 +134,7 @@ def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
 
 
 def _by_factors(theta: float, factors: np.ndarray | None) -> Json:
-    """Return Llama 3's scaling, or longrope with the same divisors; a file holds only a divisor per frequency."""
+    """Return Llama 3's scaling, or longrope with the same divisors: a file contains only a divisor per frequency."""
     if factors is None:
         return {"rope_type": "default"}
     original, largest = 8192, float(factors.max())

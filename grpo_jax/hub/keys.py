@@ -75,9 +75,9 @@ class Keys:
             if stored and method not in methods:
                 raise ValueError(
                     f"config key {key!r} is {show(stored)}: its weights are stored quantized"
-                    f" ({'without a quant_method' if method is None else method}); only bitsandbytes' NF4 and MXFP4 of"
-                    " gpt-oss are read. Load the bfloat16 checkpoint that this one was made from, with"
-                    " from_pretrained(..., quantize='nf4' or 'int8') for a quantized base of adapters."
+                    f" ({'without a quant_method' if method is None else method}); only bitsandbytes' NF4 and gpt-oss's"
+                    " MXFP4 are supported. Load the original bfloat16 checkpoint; from_pretrained(..., quantize='nf4')"
+                    " or 'int8' quantizes it as a base of adapters."
                 )
 
 

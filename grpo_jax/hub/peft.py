@@ -64,10 +64,10 @@ def add_lora(
         raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before adding others.")
     if not isinstance(policy.model, Transformer):
         raise ValueError(
-            f"policy.model is a {type(policy.model).__name__}: adapters need a model of from_pretrained or init_policy."
+            f"policy.model is a {type(policy.model).__name__}; adapters need one from from_pretrained or init_policy."
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; it has to be in [0, 1).")
+        raise ValueError(f"dropout is {dropout}; use a rate in [0, 1).")
     adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
     return policy.replace(model=LoraModel(policy.params, policy.model, alpha / rank, dropout), params=adapters)
 
@@ -175,7 +175,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
 
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write a policy by `save_pretrained`, or its adapters by `save_lora`; all processes of a run call this."""
+    """Write a policy by `save_pretrained`, or its adapters by `save_lora`; called by all processes of a run."""
     if not isinstance(policy.model, LoraModel):
         return save_pretrained(directory, policy)
     whole = policy.replace(params=fetch(policy.params))
@@ -213,7 +213,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     path = find_files("directory", directory, ["adapter_config.json", "adapter_model.safetensors"], revision)
     config = read_json(path / "adapter_config.json")
     if config is None or not (path / "adapter_model.safetensors").is_file():
-        raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
+        raise FileNotFoundError(f"directory {str(path)!r} needs adapter_config.json and adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before loading others.")
     with reading(path / "adapter_config.json"):
@@ -248,7 +248,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             row += part.rows
     if stored or not adapters:
         raise ValueError(
-            f"directory {str(path)!r} has adapters for projections that the policy lacks: {some(sorted(stored))}."
+            f"directory {str(path)!r} adapts projections that the policy does not have: {some(sorted(stored))}."
         )
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
@@ -272,5 +272,5 @@ def _check_supported(config: Json) -> None:
 
 def _lora_model(policy: Policy) -> LoraModel:
     if not isinstance(policy.model, LoraModel):
-        raise ValueError("policy has no adapters; add some by `add_lora(policy, key)`.")
+        raise ValueError("policy has no adapters; add them by `add_lora(policy, key)`.")
     return policy.model

@@ -1,4 +1,4 @@
-"""Policies with fresh weights or from a flax.nnx module, and the files of their tokenizers."""
+"""Policies with random weights or from a flax.nnx module, and the files of their tokenizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def init_policy(
     generation_config: Json | None = None,
     dtype: str = "float32",
 ) -> Policy:
-    """Make a policy with fresh weights.
+    """Make a policy with random weights.
 
     Args:
       config: content of config.json: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
@@ -57,9 +57,7 @@ def init_policy(
     """
     if has_vision(config):
         inner = text_config(config)["architectures"]
-        raise ValueError(
-            f"config key 'architectures' is {config['architectures']}; only its text model {inner} is made."
-        )
+        raise ValueError(f"config key 'architectures' is {config['architectures']}; pass its text model, {inner}.")
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), _random_params(model, key))
@@ -99,7 +97,7 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
     from flax import nnx
 
     if not isinstance(module, nnx.Module):
-        raise ValueError(f"module is a {type(module).__name__}: give a flax.nnx.Module.")
+        raise ValueError(f"module is a {type(module).__name__}; pass a flax.nnx.Module.")
     parts: Any = nnx.split(module, nnx.Param, ...)
     graphdef, state, rest = parts
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -144,7 +142,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """Return the files to write with a policy, name to bytes; the tokenizer's are made again if it has changed."""
+    """Return the files to write with a policy, name to bytes; a changed tokenizer is saved again."""
     if policy.loaded_tokenizer == state_of(policy.tokenizer):
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}

@@ -1,4 +1,4 @@
-"""Quantized weights: a frozen base in NF4 or int8, and checkpoints that are stored in NF4 or MXFP4.
+"""Quantize a frozen base to NF4 or int8, and dequantize checkpoints in NF4 or MXFP4.
 
 Only the projections of layers are quantized, as in QLoRA (arXiv:2305.14314).
 """
@@ -23,10 +23,10 @@ METHODS = ("nf4", "int8")
 """Values of `quantize`."""
 
 BLOCK = 64
-"""Weights of one scale in NF4."""
+"""Weights that share a scale in NF4."""
 
 CHUNK = 1 << 20
-"""Weights that are quantized at a time."""
+"""Weights to quantize at a time."""
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
@@ -54,12 +54,12 @@ def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable
         return
     if any(part.stacked for part in parts):
         raise ValueError(
-            f"quantize is {method!r}: {'/'.join(path)} shares a stored tensor with another projection (as in gpt-oss"
-            " and Gemma 4), which is not supported; leave quantize out."
+            f"quantize is {method!r}: {'/'.join(path)} is stored in one tensor with another projection (as in gpt-oss"
+            " and Gemma 4), which is not supported; use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(
-            f"quantize is 'nf4': the rows of {'/'.join(path)} have {shape[-2]} weights, which {BLOCK} does not divide;"
+            f"quantize is 'nf4': the rows of {'/'.join(path)} have {shape[-2]} weights, not a multiple of {BLOCK};"
             " use quantize='int8'."
         )
 
@@ -106,7 +106,7 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes and scales of rows."""
+    """Return the codes and scales of rows: round(127 x / max |x|) and max |x| / 127."""
     scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(x / np.where(scales > 0, scales, 1)).astype(np.int8), scales
 
@@ -123,7 +123,7 @@ def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Quantize scales to 8 bits; also return their levels, outer scales and offset."""
+    """Return scales in 8 bits, and their levels, outer scales and offset."""
     levels = dynamic_levels()
     offset = absmax.mean(dtype=np.float64).astype(np.float32)
     flat = absmax.ravel() - offset
@@ -150,7 +150,7 @@ def dynamic_levels() -> np.ndarray:
 
 
 def without_quantization(raw: Json) -> Json:
-    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; others stay, and are refused."""
+    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; `read_config` refuses others."""
     stored = raw.get("quantization_config") or {}
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if any(stored.get(key) != value for key, value in wanted.items()):
@@ -178,7 +178,7 @@ def _all(stored: StoredTensor) -> np.ndarray:
 
 
 def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Return a tensor in NF4 as float32: table[code] · scale of the block; blocks continue over the ends of rows.
+    """Return an NF4 tensor as float32: table[code] · scale of the block. A block may span several rows.
 
     A nested scale is levels[code] · outer scale of 256 codes + offset.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name and shape, and the parameters that each of them holds."""
+"""The tensors of a checkpoint by name and shape, and the parameters that each of them stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def stacked(self) -> bool:
-        """Whether the stored tensor holds the experts of several parameters."""
+        """Whether the stored tensor contains the experts of several parameters."""
         return self.column is not None or self.half is not None
 
     @property
@@ -53,7 +53,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint, and the parameters that it holds in order."""
+    """A tensor of a checkpoint, and the parameters that it stores in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ def stacked_experts(names: Iterable[str]) -> bool:
 
 
 def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
-    """Return the tensors of a checkpoint with config.json `raw` and the parameters they hold; each occurs once.
+    """Return the tensors of a checkpoint with config.json `raw`; each parameter is in exactly one of them.
 
     `layout` is an index into `LAYOUTS` for a vision-language model; `stacked` is the result of `stacked_experts`.
     """

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint: their shapes, checks of its tensors against its config, and reading them."""
+"""Read the parameters of a checkpoint, and check its tensors against its config."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BLOCK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """How a run loads its params, to compute their shapes without reading them."""
+    """The settings that determine the shapes of a run's params."""
 
     param_dtype: str = "float32"
     lora: int | Json | None = None  # rank of adapters, or `rank` and `targets` of `add_lora`; None trains all params
@@ -51,10 +51,10 @@ class Loading:
         check_method(self.quantize)
         read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:
-            raise ValueError(f"lora is {self.lora}; it is the rank of adapters, at least 1.")
+            raise ValueError(f"lora is {self.lora}; use a rank of at least 1.")
         if self.lora is None and self.quantize is not None:
             raise ValueError(
-                f"quantize is {self.quantize!r}: quantized params cannot be trained; give lora, a rank of adapters."
+                f"quantize is {self.quantize!r}: quantized params cannot be trained; set lora to a rank of adapters."
             )
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
@@ -85,14 +85,14 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():
-        most, what = longest, "numbers on the longest axis of a tensor"
+        most, what = longest, "entries on the longest axis"
         if key == "num_hidden_layers":
             most, what = layers, "layers"
-        elif "intermediate" in key:  # of an MLP that may not exist in any layer
+        elif "intermediate" in key:  # with experts in every layer, no MLP has this width
             most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
         sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
         if sized and isinstance(value, int) and value > most:
-            raise ValueError(f"config key {key!r} is {value:,}, and the weights have {most:,} {what}.")
+            raise ValueError(f"config key {key!r} is {value:,}, but the weights have {most:,} {what}.")
 
 
 def check_tensors(
@@ -120,7 +120,9 @@ def check_tensors(
     }
     found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if found:
-        raise ValueError(f"name_or_directory {str(directory)!r}: config.json and weights disagree; {'; '.join(found)}.")
+        raise ValueError(
+            f"name_or_directory {str(directory)!r}: config.json does not fit the weights: {'; '.join(found)}."
+        )
     check_read({name: stored[name] for name in wanted})
     return others
 
@@ -145,7 +147,7 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
         if path in leaves and leaves[path].shape[-len(shape) :] != shape
     ]
     if problems:
-        raise ValueError(f"policy.params and policy.config disagree: {some(problems)}.")
+        raise ValueError(f"policy.params does not match policy.config: {some(problems)}.")
 
 
 def read_params(

@@ -410,7 +410,7 @@ BAD_VALUES = [
     ("Qwen2ForCausalLM", {"quantization_config": {"bits": 4}},
         r"'quantization_config' is \{'bits': 4\}: .*without a quant_method"),
     *(("Qwen2ForCausalLM", {key: {"quant_method": method, "bits": 4}},
-        rf"'{key}' is .*stored quantized \({method}\).* Load the bfloat16 checkpoint .* quantize='nf4'") for key,
+        rf"'{key}' is .*stored quantized \({method}\).* Load the original bfloat16 .* quantize='nf4'") for key,
         method in [*(("quantization_config", method) for method in ("fp8", "awq", "gptq", "compressed-tensors",
         "mxfp4")), ("compression_config", "compressed-tensors")]),
     ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope"}}, r"'rope_scaling.rope_type' is 'mrope'.*yarn"),

@@ -168,7 +168,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
     ("changes", "message"),
     [
         ({"architecture": "qwen35"}, r"architecture 'qwen35' is not supported; load the safetensors .*: llama, qwen2"),
-        ({"llama.expert_count": 8}, r"not known.*llama\.expert_count = 8"),
+        ({"llama.expert_count": 8}, r"unknown GGUF keys.*llama\.expert_count = 8"),
         ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
         ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' is 'su'.*none, linear, yarn"),
         ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' is 0\.5, which is not supported"),
@@ -181,7 +181,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre is 'poro-chat'.*qwen2"),
         (BPE, r"tokenizer\.ggml\.pre is None"),
         ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is cut off or damaged.*PanicException"),
-        ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, and the weights have 1 layers"),
+        ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
         ({"split.count": 3}, r"one of 3 parts"),
         # A fault of a header, whatever the code that reads it raises.
         ({"llama.attention.head_count": "four"}, r"model\.gguf': it is cut off or damaged"),
@@ -222,7 +222,7 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
     path = written(tmp_path / "here" / "model.gguf")
     assert find_gguf(path) == find_gguf(tmp_path / "here") == path
     assert from_pretrained(tmp_path / "here").config["architectures"] == ["LlamaForCausalLM"]
-    with pytest.raises(ValueError, match=r"revision is 'main', and '.*model\.gguf' is a GGUF file"):
+    with pytest.raises(ValueError, match=r"revision is 'main', but '.*model\.gguf' is a GGUF file"):
         from_pretrained(path, revision="main")
     (tmp_path / "a_model_in_a_package").mkdir()
     written(tmp_path / "a_model_in_a_package" / "model.gguf")
@@ -232,7 +232,7 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
     assert find_gguf("a-model-in-a-package").parent.name == "a_model_in_a_package"
     assert [find_gguf(name) for name in ("owner/model", "no_such_package", "json", tmp_path / "no")] == [None] * 4
     written(tmp_path / "here" / "other.gguf")
-    with pytest.raises(ValueError, match=r"several GGUF files: model\.gguf, other\.gguf; name one"):
+    with pytest.raises(ValueError, match=r"several GGUF files: model\.gguf, other\.gguf; pass the path of one"):
         from_pretrained(tmp_path / "here")
     (tmp_path / "here" / "model.safetensors").touch()
     assert find_gguf(tmp_path / "here") is None

@@ -169,7 +169,7 @@ def test_what_cannot_be_is_named(tmp_path):
         read_config(raw_of("mistral3", hidden_size=0))
     with pytest.raises(ValueError, match=r"'quantization_config' is .*fp8"):
         read_config({**raw, "quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ValueError, match=r"'architectures' is .*only its text model \['Gemma3ForCausalLM'\]"):
+    with pytest.raises(ValueError, match=r"'architectures' is .*; pass its text model, \['Gemma3ForCausalLM'\]"):
         init_policy(raw, jax.random.key(0))
     stray = {"language_model.model.layers.9.mlp.up_proj.weight": np.ones((2, 2), np.float32)}
     with pytest.raises(ValueError, match=r"unexpected: language_model.model.layers.9"):

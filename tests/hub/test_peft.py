@@ -106,9 +106,9 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
     with pytest.raises(ValueError, match=r"policy has adapters; write them by `save_lora`"):
         save_pretrained(tmp_path / "model", policy)
     for plain in (lambda: merge_lora(base_policy()), lambda: save_lora(tmp_path / "x", base_policy())):
-        with pytest.raises(ValueError, match=r"policy has no adapters; add some by `add_lora"):
+        with pytest.raises(ValueError, match=r"policy has no adapters; add them by `add_lora"):
             plain()
-    with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"needs adapter_config\.json and adapter_model\.safetensors"):
         load_lora(tmp_path, base_policy())
 
 
@@ -139,7 +139,7 @@ def test_an_adapter_next_to_a_model_is_pointed_out(tmp_path):
     save_lora(tmp_path / "adapter", lora_policy())
     for path in (tmp_path / "adapter").iterdir():
         path.rename(tmp_path / "model" / path.name)
-    with pytest.warns(UserWarning, match=r"model' also has an adapter, which is not loaded: add it with load_lora"):
+    with pytest.warns(UserWarning, match=r"model' also contains an adapter, which is not loaded: add it by load_lora"):
         policy = from_pretrained(tmp_path / "model")
     assert load_lora(tmp_path / "model", policy).model.scale == 2.0
 
@@ -149,5 +149,5 @@ def test_adapters_of_another_base_are_refused(tmp_path):
     wide, short = base_policy(intermediate_size=40), base_policy(num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"mlp\.down_proj is 48 → 3 → 32, .* is 40 → 32; it belongs to another base"):
         load_lora(tmp_path / "a", wide)
-    with pytest.raises(ValueError, match=r"has adapters for projections that the policy lacks: .*layers\.1"):
+    with pytest.raises(ValueError, match=r"adapts projections that the policy does not have: .*layers\.1"):
         load_lora(tmp_path / "a", short)
