@@ -13,10 +13,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from test_families import CASES, GEMMA, YARN, raw_config
-
-from grpo_jax.hub.families import read_config
-from grpo_jax.hub.tensors import tensor_plan
+from test_families import CASES, GEMMA, YARN, raw_config, write_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden" / "gguf.tar.xz"
 
@@ -56,20 +53,6 @@ def coarse_weight(name, shape, center):
     return draw * np.float32(2.0 ** -(3 + round(np.log2(shape[-1]) / 2)))
 
 
-def write_coarse(directory, raw):
-    """Write a checkpoint of `coarse_weight`s in Hugging Face's layout."""
-    from safetensors.numpy import save_file
-
-    directory.mkdir()
-    config = read_config(raw)
-    plan = tensor_plan(raw, config)
-    save_file(
-        {t.name: coarse_weight(t.name, t.shape, 1 - config.norm_offset) for t in plan}, directory / "model.safetensors"
-    )
-    (directory / "config.json").write_text(json.dumps(raw))
-    return directory
-
-
 def stored_file(name, directory):
     """Unpack the GGUF file of a case."""
     with tarfile.open(GOLDEN) as archive:
@@ -103,7 +86,7 @@ def write_golden(llama_cpp, names):
     with tempfile.TemporaryDirectory() as scratch, tarfile.open(GOLDEN, "w:xz", preset=9) as archive:
         for name in names:
             target = Path(scratch) / f"{name}.gguf"
-            convert(llama_cpp, write_coarse(Path(scratch) / name, config_of(name)), target)
+            convert(llama_cpp, write_checkpoint(Path(scratch) / name, config_of(name), coarse_weight), target)
             archive.add(target, target.name)
 
 

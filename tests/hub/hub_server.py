@@ -25,31 +25,27 @@ class Hub:
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object, dict[str, str]]:
         """Status, content (bytes, or an object for JSON) and headers."""
         path = urllib.parse.unquote(path.split("?")[0]).strip("/")
-        parts = path.split("/")
-        if path.startswith("store/") and method == "PUT":
-            self.stored[path.removeprefix("store/")] = body
-            return 200, {}, {}
-        lines = [json.loads(line) for line in body.splitlines()] or [{}]
-        if parts[:2] == ["api", "models"] and len(parts) > 5:
-            return self._of_repository("/".join(parts[2:4]), parts[4], "/".join(parts[5:]), lines)
-        if len(parts) > 4 and parts[2] == "resolve":
-            return self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
-        shared = {"api/whoami-v2": self._whoami, "api/validate-yaml": self._validate, "api/repos/create": self._create}
-        if path.endswith(".git/info/lfs/objects/batch"):
-            shared[path] = self._batch
-        return shared.get(path, lambda _: (404, {"error": f"nothing at {path}"}, {}))(lines[0])
-
-    def _whoami(self, _):
-        return 200, {"name": "me", "type": "user", "auth": {}}, {}
-
-    def _validate(self, asked):
-        wrong = "license: mine" in asked["content"]
-        errors = [{"message": '"license" must be one of [apache-2.0, mit]'}] if wrong else []
-        return 400 if wrong else 200, {"errors": errors, "warnings": []}, {}
-
-    def _batch(self, asked):
-        objects = [{**item, "actions": self._upload_of(item["oid"])} for item in asked["objects"]]
-        return 200, {"transfer": "basic", "objects": objects}, {}
+        lines = [] if method == "PUT" else [json.loads(line) for line in body.splitlines()] or [{}]
+        match path.split("/"):
+            case ["store", name] if method == "PUT":
+                self.stored[name] = body
+                return 200, {}, {}
+            case ["api", "models", owner, name, what, *rest] if rest:
+                return self._of_repository(f"{owner}/{name}", what, "/".join(rest), lines)
+            case [owner, name, "resolve", revision, *file] if file:
+                return self._resolve(f"{owner}/{name}", revision, "/".join(file))
+            case ["api", "whoami-v2"]:
+                return 200, {"name": "me", "type": "user", "auth": {}}, {}
+            case ["api", "validate-yaml"]:
+                wrong = "license: mine" in lines[0]["content"]
+                errors = [{"message": '"license" must be one of [apache-2.0, mit]'}] if wrong else []
+                return 400 if wrong else 200, {"errors": errors, "warnings": []}, {}
+            case ["api", "repos", "create"]:
+                return self._create(lines[0])
+            case [*_, "info", "lfs", "objects", "batch"]:
+                objects = [{**item, "actions": self._upload_of(item["oid"])} for item in lines[0]["objects"]]
+                return 200, {"transfer": "basic", "objects": objects}, {}
+        return 404, {"error": f"nothing at {path}"}, {}
 
     def _create(self, asked):
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"

@@ -17,8 +17,8 @@ from flax.traverse_util import flatten_dict
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'grpo_jax[gguf]'")
 
-from gguf_files import FILES, config_of, stored_file, write_coarse  # noqa: E402
-from test_families import CASES, tokens_and_lengths  # noqa: E402
+from gguf_files import FILES, coarse_weight, config_of, stored_file  # noqa: E402
+from test_families import CASES, tokens_and_lengths, write_checkpoint  # noqa: E402
 
 from grpo_jax import evaluate, from_pretrained, make_prompts  # noqa: E402
 from grpo_jax.hub.gguf import file_tensor, find_gguf, read_gguf  # noqa: E402
@@ -41,7 +41,7 @@ def test_there_is_a_file_of_every_architecture():
 def test_a_file_is_the_checkpoint_that_it_was_made_of(name, tmp_path):
     """Weights are equal up to the rounding of the script, and so is the config; where the config expresses the rotary
     frequencies by other numbers, logits are equal."""
-    plain = from_pretrained(write_coarse(tmp_path / name, config_of(name)))
+    plain = from_pretrained(write_checkpoint(tmp_path / name, config_of(name), coarse_weight))
     read = from_pretrained(stored_file(name, tmp_path))
     wanted, found = params_of(plain), params_of(read)
     assert wanted.keys() == found.keys()
@@ -185,7 +185,6 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({"split.count": 3}, r"one of 3 parts"),
         # A fault of a header, whatever the code that reads it raises.
         ({"llama.attention.head_count": "four"}, r"model\.gguf': it is cut off or damaged"),
-        ({"llama.embedding_length": [1, 2]}, r"model\.gguf': it is cut off or damaged"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, r"model\.gguf': it is cut off or damaged"),
     ],
 )
@@ -201,7 +200,6 @@ def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
     ("name", "change", "message"),
     [
         ("model.gguf", lambda raw: raw[:-1000], r"cut off or damaged; download it again \(it has [\d,]+ bytes; Value"),
-        ("model.gguf", lambda raw: raw[:200], r"cut off or damaged; download it again \(it has 200 bytes; "),
         ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"cut off or damaged; download it again"),
         ("model.gguf", lambda _: b"", r"not a GGUF file: it begins with b''"),
         ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),

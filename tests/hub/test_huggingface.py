@@ -1,5 +1,6 @@
 """Checkpoints in and out: layouts, storage dtypes, bad input, and what an interrupted save leaves."""
 
+import copy
 import functools
 import json
 
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 import tokenizers
-from test_families import write_checkpoint
+from test_families import rewrite, write_checkpoint
+from tiny import tiny_tokenizer
 
 from grpo_jax.hub import huggingface, weights
 from grpo_jax.hub.files import appearing, check_replaceable
@@ -23,26 +26,18 @@ QWEN3 = {
     "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 0, "a_key_of_another_program": [1, 2],
 }  # fmt: skip
-TEXT = [
-    "sort 3 1 2 <answer> 1 2 3 </answer>", "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9",
-]  # fmt: skip
+TEXT = "sort 3 1 2 <answer> 1 2 3 </answer>"
 
 
 def byte_level_tokenizer():
-    import transformers
-
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(TEXT, vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
-    fast.add_special_tokens({"pad_token": "<pad>", "eos_token": "</s>"})
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return fast
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def policy():
-    tokenizer = byte_level_tokenizer()
-    return init_policy({**QWEN3, "vocab_size": 300}, jax.random.key(0), tokenizer=tokenizer)
+    return init_policy({**QWEN3, "vocab_size": 300}, jax.random.key(0), tokenizer=byte_level_tokenizer())
 
 
 @pytest.fixture
@@ -57,28 +52,8 @@ def equal(a, b):
 
 def stored(directory):
     """Name to (dtype, shape, bytes), over all weight files, read without the code under test."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        raw = path.read_bytes()
-        start = 8 + int.from_bytes(raw[:8], "little")
-        for name, entry in json.loads(raw[8:start]).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                tensors[name] = entry["dtype"], entry["shape"], raw[start + begin : start + end]
-    return tensors
-
-
-def rewrite(directory, change):
-    """Change the tensors of a checkpoint: `change` maps name to array to the same."""
-    from safetensors.numpy import load_file, save_file
-
-    tensors = change(load_file(directory / "model.safetensors"))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def rewrite_config(directory, **changes):
-    config = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps(config))
+    found = [entry for path in directory.glob("*.safetensors") for entry in safetensors.deserialize(path.read_bytes())]
+    return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
 
 
 def test_a_fresh_policy_and_its_files_make_the_round_trip(policy, tmp_path):
@@ -89,9 +64,9 @@ def test_a_fresh_policy_and_its_files_make_the_round_trip(policy, tmp_path):
     assert dict(loaded.config) == dict(policy.config)
     assert loaded.config["a_key_of_another_program"] == [1, 2]
     assert loaded.files == policy.files
-    ids = loaded.tokenizer(TEXT[0])["input_ids"]
-    assert ids == policy.tokenizer(TEXT[0])["input_ids"]
-    assert loaded.tokenizer.decode(ids) == TEXT[0]
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    assert ids == policy.tokenizer(TEXT)["input_ids"]
+    assert loaded.tokenizer.decode(ids) == TEXT
     assert loaded.tokenizer.chat_template == policy.tokenizer.chat_template
     assert (loaded.eos_token_ids, loaded.pad_token_id) == ((2,), 0)
     odd = b'{"eos_token_id": [2, 5], "temperature":0.6,  "top_p": 0.95}'
@@ -221,7 +196,7 @@ def tensors(change):
 
 
 def config(**changes):
-    return lambda directory: rewrite_config(directory, **changes)
+    return lambda directory: rewrite(directory, **changes)
 
 
 def header(change):
@@ -272,13 +247,11 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
         (config(head_dim=10**9), r"config\.json: config key 'head_dim' is 1,000,000,000"),
         # The file is named whatever its parser raises.
         (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
-        (config(num_key_value_heads="2"), r"/config\.json: TypeError: "),
-        (text("config.json", "[]"), r"/config\.json holds \[\], not a JSON object"),
+        (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
         (text("generation_config.json", '{"eos_token_id": ["</s>"]}'), r"generation_config\.json: 'eos_token_id' is "),
         (header(lambda entry: entry.pop("dtype")), r"model\.safetensors: tensor 'model.*': 'dtype' is missing"),
         (header(lambda entry: entry.update(shape=[96, "16"])), r"safetensors: tensor '.*': its shape is \[96, '16'\]"),
         (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': its 4 bytes do not match "),
-        (header(lambda entry: entry.update(data_offsets=7)), r"model\.safetensors: tensor '.*': TypeError: "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_directory_is_named(spoil, message, checkpoint):
@@ -292,7 +265,7 @@ def test_what_cannot_be_found_or_held_is_named(policy, tmp_path):
     for name in (tmp_path / "nothing", "./nothing"):
         with pytest.raises(FileNotFoundError, match=r"nothing' is not a directory; pass one, or a hub name"):
             from_pretrained(name)
-    with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is not a local directory, and could not"):
+    with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is not a local directory and could not"):
         from_pretrained("nobody/nothing")
     for argument in ("dtype", "param_dtype"):
         with pytest.raises(ValueError, match=rf"{argument} is 'float64'; use 'float32' or 'bfloat16'"):

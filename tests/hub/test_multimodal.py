@@ -18,6 +18,7 @@ from test_families import (
     T,
     numpy_weight,
     raw_config,
+    rewrite,
     write_checkpoint,
 )
 
@@ -153,10 +154,8 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
     assert not from_pretrained(write(tmp_path / "own", "mistral3")).model.config.tie_word_embeddings
     tied = from_pretrained(write(tmp_path / "tied", "mistral3", tie_word_embeddings=True))
     assert tied.model.config.tie_word_embeddings
-    unsaid = json.loads((tmp_path / "tied" / "config.json").read_text())
-    del unsaid["text_config"]["tie_word_embeddings"]
-    (tmp_path / "tied" / "config.json").write_text(json.dumps(unsaid))
-    assert from_pretrained(tmp_path / "tied").config["tie_word_embeddings"]
+    unsaid = {key: x for key, x in tied.config["text_config"].items() if key != "tie_word_embeddings"}
+    assert from_pretrained(rewrite(tmp_path / "tied", text_config=unsaid)).config["tie_word_embeddings"]
 
 
 @pytest.mark.quick
@@ -165,10 +164,6 @@ def test_what_cannot_be_is_named(tmp_path):
     raw = raw_of("gemma3")
     with pytest.raises(ValueError, match=r"'text_config.model_type' is 'llama'.*'gemma3_text'"):
         read_config({**raw, "text_config": {**raw["text_config"], "model_type": "llama"}})
-    with pytest.raises(ValueError, match="'hidden_size' is 0"):
-        read_config(raw_of("mistral3", hidden_size=0))
-    with pytest.raises(ValueError, match=r"'quantization_config' is .*fp8"):
-        read_config({**raw, "quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(ValueError, match=r"'architectures' is .*; pass its text model, \['Gemma3ForCausalLM'\]"):
         init_policy(raw, jax.random.key(0))
     stray = {"language_model.model.layers.9.mlp.up_proj.weight": np.ones((2, 2), np.float32)}

@@ -98,7 +98,6 @@ OTHER = Policy(WithoutBatch(), {})
         (lambda: train_by(WithDropout()), "apply raised .*; a model is called as .*without a dropout key"),
         (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens \[2, 3\]; a model is called as"),
         (lambda: add_lora(OTHER, jax.random.key(0)), "policy.model is a WithoutBatch; adapters need"),
-        (lambda: evaluate(Policy(Decoder(nnx.Rngs(0)), {}), ROWS, ends), "model is a Decoder, which has no `apply`"),
         (lambda: save_pretrained("x", OTHER), "no config.json and its model is a WithoutBatch"),
     ],
 )
