@@ -26,26 +26,26 @@ class Hub:
         """Status, content (bytes, or an object for JSON) and headers."""
         path = urllib.parse.unquote(path.split("?")[0]).strip("/")
         lines = [] if method == "PUT" else [json.loads(line) for line in body.splitlines()] or [{}]
+        answer: tuple[int, object, dict[str, str]] = (404, {"error": f"nothing at {path}"}, {})
         match path.split("/"):
             case ["store", name] if method == "PUT":
-                self.stored[name] = body
-                return 200, {}, {}
+                self.stored[name], answer = body, (200, {}, {})
             case ["api", "models", owner, name, what, *rest] if rest:
-                return self._of_repository(f"{owner}/{name}", what, "/".join(rest), lines)
+                answer = self._of_repository(f"{owner}/{name}", what, "/".join(rest), lines)
             case [owner, name, "resolve", revision, *file] if file:
-                return self._resolve(f"{owner}/{name}", revision, "/".join(file))
+                answer = self._resolve(f"{owner}/{name}", revision, "/".join(file))
             case ["api", "whoami-v2"]:
-                return 200, {"name": "me", "type": "user", "auth": {}}, {}
+                answer = 200, {"name": "me", "type": "user", "auth": {}}, {}
             case ["api", "validate-yaml"]:
                 wrong = "license: mine" in lines[0]["content"]
                 errors = [{"message": '"license" must be one of [apache-2.0, mit]'}] if wrong else []
-                return 400 if wrong else 200, {"errors": errors, "warnings": []}, {}
+                answer = 400 if wrong else 200, {"errors": errors, "warnings": []}, {}
             case ["api", "repos", "create"]:
-                return self._create(lines[0])
+                answer = self._create(lines[0])
             case [*_, "info", "lfs", "objects", "batch"]:
                 objects = [{**item, "actions": self._upload_of(item["oid"])} for item in lines[0]["objects"]]
-                return 200, {"transfer": "basic", "objects": objects}, {}
-        return 404, {"error": f"nothing at {path}"}, {}
+                answer = 200, {"transfer": "basic", "objects": objects}, {}
+        return answer
 
     def _create(self, asked):
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"

@@ -161,7 +161,7 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
         second = push_to_hub(policy.replace(params=moved(policy.params)), "me/sums", revision="later")
         by_commit = from_pretrained("me/sums", revision=first.rpartition("/")[2])
         by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
-        with pytest.raises(FileNotFoundError, match=r"'me/sums' is not a local directory, and could not be downloaded"):
+        with pytest.raises(FileNotFoundError, match=r"'me/sums' is not a local directory and could not be downloaded"):
             from_pretrained("me/sums", revision="never")
     # One commit, the large files by LFS, and nothing else was made or changed.
     assert hub.private == {"me/sums": True}
