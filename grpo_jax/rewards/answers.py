@@ -90,8 +90,8 @@ def final_number(text: str) -> Fraction | None:
 def sole_number(text: str) -> Fraction | None:
     r"""Return the only number in a string, or in its last mark (see `final_number`).
 
-    Words and units are ignored. None if there is no number or several, and for formulas, intervals and numerals with a
-    base.
+    Words and units are ignored. Returns None if there are no or several numbers, and for formulas, intervals and
+    numerals with a base.
     """
     text = _plain(text)
     marked = _marked(text)

@@ -188,7 +188,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
-    """Describe the first fault, with prompt and completion if it concerns a single one."""
+    """Describe the first fault, with prompt and completion if it affects a single completion."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
     if index is None:

@@ -125,7 +125,7 @@ class _IsolatedFunction:
         values, faults = np.full(count, np.nan), Faults()
         for span, (scores, found) in zip(spans, outcomes, strict=True):
             values[span] = scores
-            if None in found and len(spans) > 1:  # the whole call failed, which is a part of the batch
+            if None in found and len(spans) > 1:  # the call failed as a whole, but it is only a part of the batch
                 found = dict.fromkeys(range(len(scores)), found[None])
             faults |= {None if index is None else span.start + index: fault for index, fault in found.items()}
         return give_scores(values, faults)
@@ -210,7 +210,7 @@ class _IsolatedFunction:
         return _unscored(count, fault)
 
     def _describe(self, error: BaseException) -> str:
-        """Describe the failure of a worker, as the end of a sentence about the function."""
+        """Describe the failure of a worker as a predicate, to follow the function's name."""
         from pebble import ProcessExpired
 
         if isinstance(error, TimeoutError):

@@ -85,7 +85,7 @@ class Conversation:
         """Return the next reply of the episode: a message or results of calls, or None at its end."""
         reply = await self._replies.get()
         if reply is None:
-            self.end_episode()  # for later calls
+            self.end_episode()  # later calls also return None
         return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
@@ -100,7 +100,7 @@ class Conversation:
         await self._replies.put(results or "\n\n".join(map(_text, new)))
         message = await self._turns.get()
         if message is None:
-            self.end_policy()  # for later requests
+            self.end_policy()  # later requests fail, too
             raise RuntimeError("the completion has ended")
         self._seen = [*map(_role_and_text, messages), _role_and_text(message)]
         reason = "tool_calls" if "tool_calls" in message else "stop"
@@ -277,7 +277,7 @@ class ToolChat:
         server, inner = self._origins[name]
         try:
             result = await self._servers[server].run(lambda client: client.call_tool(inner, arguments))
-        except Exception as error:  # of the server; an exception of the tool is in its result
+        except Exception as error:  # the server failed; exceptions of the tool are in its result
             raise _tool_error(name, error) from error
         content = import_extra(f"{V1}.harnesses.utils.mcp", PACKAGE).mcp_content_to_chat_content(result.content)
         return as_text(_text({"role": "tool", "content": content})), bool(result.is_error)

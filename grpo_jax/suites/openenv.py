@@ -39,8 +39,8 @@ def openenv(
     ```
 
     Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` of `create_app`). The
-    reward is the sum over all steps, or None if no step had a reward or the session was lost. `environments` of reward
-    functions have the final `state` of the environment.
+    reward is the sum over all steps, or None if no step had a reward or the session was lost. Reward functions with an
+    argument `environments` can read the final `state` of each.
 
     Args:
       base_url: URL of the server, such as `http://127.0.0.1:8000`.

@@ -34,8 +34,8 @@ def reasoning_gym(
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
     from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
-    It finds the task in the columns of a row, so the rows of several tasks can be concatenated. The metric
-    `reasoning_gym/<task>` is its mean for each task.
+    The reward function reads the task from the columns of a row, so the rows of several tasks can be concatenated. The
+    metric `reasoning_gym/<task>` is the mean reward of each task.
 
     Args:
       task: name of the task.
@@ -86,7 +86,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
             hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(known)) or 'none'}"
             raise ValueError(f"{task}.{name}: no such setting of this task; {hint}")
     try:
-        json.dumps(settings)  # as in `_verifier`
+        json.dumps(settings)  # `_verifier` needs them as JSON
         return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -126,7 +126,7 @@ def _score(
 
 @dataclasses.dataclass(frozen=True)
 class _ByTask:
-    """Calls `_score`, in this process or a worker, and logs the scores of each task."""
+    """A reward function that calls `_score`, in this process or a worker, and logs the scores of each task."""
 
     score: Callable[..., Foreign]
     __name__ = "reasoning_gym"

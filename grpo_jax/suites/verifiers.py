@@ -20,11 +20,11 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
     The environment controls the episode, and the turns of its agent are the turns of the policy. The reward is the
     trace's: the weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions
-    that take `environments` find it in `trace`, with each reward and metric by name.
+    that take `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in verifiers' servers: one per completion for a task's, one per process for a taskset's. Stop
-    conditions (`@stop`) are checked before and after each turn. Containers, several agents, limits on tokens, remote
-    tools and `@intercept` hooks are not supported.
+    Tools (`toolsets`) run in verifiers' servers. A task's tools start one server per completion, a taskset's tools one
+    per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents, limits on
+    tokens, remote tools and `@intercept` hooks are not supported.
 
     Args:
       taskset: module of an installed package, or of a taskset that is part of verifiers.
@@ -55,7 +55,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     try:
         schemas = call_within(None, _schemas, servers, tasks[0]) if toolsets else []
     except Exception as error:
-        raise ValueError(f"{taskset}: its tools do not start ({one_line(error)})") from error
+        raise ValueError(f"{taskset}: cannot start its tools ({one_line(error)})") from error
     return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, servers, tasks, schemas))
 
 
@@ -117,7 +117,7 @@ async def _run_episode(servers: Servers, task: Foreign, conversation: Conversati
             raise RuntimeError(f"{conversation.trace.errors[-1].type}: {conversation.trace.errors[-1].message}")
         info = v1.EnvInfo(id=environment.config.env_id)
         await environment.finalize(task, v1.Episode(env=info, task=about, traces=[conversation.trace]))
-    except ExceptionGroup as group:  # of an environment with concurrent tasks
+    except ExceptionGroup as group:  # raised by environments with concurrent tasks
         raise group.exceptions[0] from group
     finally:
         conversation.end_episode()

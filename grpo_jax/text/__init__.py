@@ -1,4 +1,4 @@
-"""Text to tokens and back: rows of a dataset, their prompts, and completions as reward functions see them."""
+"""Dataset rows, prompts, chat templates, tool calls, and decoded completions."""
 
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts

@@ -119,7 +119,7 @@ class CachedTokenizer:
 
 
 def _prefill(prompt: str | Messages) -> str:
-    """Return the start of the assistant's turn that the prompt contains, or ""."""
+    """Return the prefill of the assistant's turn at the end of a prompt, or ""."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     content = prompt[-1]["content"]
@@ -156,7 +156,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}
     before = _ordinary(tokenizer, names)
-    # Without clean_up_tokenization_spaces, which changes pairs of tokens.
+    # clean_up_tokenization_spaces would change pairs of tokens.
     texts = tokenizer.batch_decode(
         [[before], *([before, index] for index in names)], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

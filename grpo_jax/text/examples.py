@@ -6,10 +6,10 @@
 | `messages` | all; only assistant messages with `assistant_only_loss` |
 | `text` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
-| `input_ids` and `assistant_masks` or `completion_mask` | where 1 in all; `completion_only_loss=False`: in the first |
+| `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
 
-An EOS is appended to strings. It is also appended to a final assistant message if the template ends turns with the
-token that opens the next one (GLM-4).
+`completion_only_loss=False` ignores `completion_mask`. An EOS is appended to strings. It is also appended to a final
+assistant message if the template ends turns with the token that opens the next one (GLM-4).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def load_examples(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset for SFT. Arguments and errors as in `load_rows`."""
+    """Read a dataset for SFT. Arguments and errors are those of `load_rows`."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
@@ -306,7 +306,7 @@ class _Encoder:
         return mask
 
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Learn tokens that end a turn by opening the next one; append one to a final assistant turn. In place."""
+        """Learn, in place, tokens that end a turn by opening the next; append one to a final assistant turn."""
         # No EOS opens a turn, or an EOS closes the last turn.
         if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
             return

@@ -41,7 +41,7 @@ def _parse_tagged(
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
-    start = 0  # of the text that is not yet in `kept`
+    start = 0  # position of the text that is not yet in `kept`
     while found := _THINK_OR_CALL.search(text, position):
         if found[0] == "<think>":
             position = _end_of(text, "</think>", found.end())

@@ -239,7 +239,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     return entries
 
 
-@functools.lru_cache(maxsize=2)  # a batch may span two epochs; 0.2 s for a million rows
+@functools.lru_cache(maxsize=2)  # a batch may span two epochs; an order takes 0.2 s for a million rows
 def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
     # Sort raw bits instead of Generator.permutation: NumPy keeps the stream of a bit generator across versions, but not
     # the results of Generator's methods (NEP 19), and a run may be resumed with a newer NumPy.

@@ -36,7 +36,7 @@ Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
 
 
 def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
-    """Return the rows of a dataset without validation. Arguments as in `load_rows`."""
+    """Return the rows of a dataset without validation. The arguments are those of `load_rows`."""
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
@@ -108,7 +108,7 @@ def is_stream(dataset: object) -> bool:
 
 
 def _read_described(source: Json, argument: str) -> list[object]:
-    """Read a dataset described by a mapping: `path`, or `name`, `config` and `split`; and a number of `rows`."""
+    """Read a dataset described by a mapping: `path`, or `name` with `config` and `split`, and optionally `rows`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
         raise ValueError(

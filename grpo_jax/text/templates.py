@@ -7,7 +7,7 @@ user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
          ▲ placeholder     ▲ closing token; the observation is the text after it
 ```
 
-Only the text after the closing token is used. Changes of earlier turns by a template (many remove thoughts) have no
+Only the text after the closing token is used. A template may change earlier turns (many remove thoughts) without any
 effect.
 """
 
@@ -31,9 +31,9 @@ _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """How a template ends a turn of the policy: `text` from the mark up to and including the `closing` token, an EOS.
+    """The end of the policy's turn in a template: `text` from the mark up to and including the `closing` token, an EOS.
 
-    `opens`: whether the closing token also opens the next turn (GLM-4's <|user|>), and so depends on its role.
+    `opens` is True if the closing token also opens the next turn (GLM-4's <|user|>), and so depends on its role.
     """
 
     text: str
