@@ -17,7 +17,7 @@ import jax
 from grpo_jax.cli.chat import read_stdin, talk
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
-from grpo_jax.cli.named import config_of, find, in_folder, is_reference, server_of
+from grpo_jax.cli.named import find, in_folder, is_reference, server_of
 from grpo_jax.cli.runfile import NAME, Part, RunFile, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.migrate import from_trl_script
@@ -41,7 +41,6 @@ from grpo_jax.run.sft import sft
 from grpo_jax.run.stored import load_params
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.train import train as train_policy
-from grpo_jax.types import Json
 from grpo_jax.watch.page import write_report
 from grpo_jax.watch.writer import RunWriter, read_settings, replace_file, to_json
 
@@ -99,12 +98,18 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
     if (run_dir / NAME).is_file() or not (policy / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
-    config = settings["config"]
+    config, dtype = settings["config"], settings.get("param_dtype", "float32")
     fields = _SFT_FIELDS if config_class(config) is SFTConfig else _GRPO_FIELDS
-    values = {name: config[name] for name in fields if name in config}
-    values["model"] = {"config": str(policy / "config.json"), "tokenizer": str(policy)}
-    values["param_dtype"] = settings.get("param_dtype", "float32")
-    return read_run(None, {**{name: json.dumps(value) for name, value in values.items()}, **keys}, load=load)
+    values = {name: json.dumps(config[name]) for name in fields if name in config}
+    run = read_run(None, {**values, "param_dtype": dtype, **keys}, load=[part for part in load if part != "model"])
+    new = init_policy(
+        read_json(policy / "config.json") or {},
+        jax.random.key(0),
+        tokenizer=load_tokenizer(str(policy)),
+        generation_config=read_json(policy / "generation_config.json"),
+        dtype=run.param_dtype,
+    )
+    return dataclasses.replace(run, model=new)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
@@ -198,15 +203,10 @@ def load_policy(run: RunFile) -> Policy:
     keep_programs()
     if run.model is None:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
-    if isinstance(run.model, Mapping):
-        policy = _new_policy(run.model, run.folder, run.param_dtype)
-    else:
-        found = _named_model(run.model, run.folder)
-        if isinstance(found, Policy) and run.quantize is not None:
-            raise ValueError(
-                f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize the policy in that function"
-            )
-        policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
+    found = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
+    if isinstance(found, Policy) and run.quantize is not None:
+        raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it in that function")
+    policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)
     return place_policy(policy, make_mesh(run.config.mesh) if run.config.mesh else None)
@@ -246,24 +246,11 @@ def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
     )
 
 
-def _new_policy(model: Json, folder: Path, dtype: str) -> Policy:
-    """Create a policy with new weights."""
-    tokenizer, config = load_tokenizer(in_folder(model["tokenizer"], folder)), model["config"]
-    generation = read_json((folder / config).with_name("generation_config.json")) if isinstance(config, str) else None
-    key = jax.random.key(model.get("seed") or 0)
-    return init_policy(config_of(model, folder), key, tokenizer=tokenizer, generation_config=generation, dtype=dtype)
-
-
 def plan(arguments: Namespace) -> None:
     """`grpo-jax plan`."""
     run = read_run(arguments.run, arguments.keys)
-    model: Json | str
-    if isinstance(run.model, Mapping):
-        model = config_of(run.model, run.folder)
-    elif run.model is None or is_reference(run.model):
-        model = load_policy(run).config
-    else:
-        model = in_folder(run.model, run.folder)
+    named = isinstance(run.model, str) and not is_reference(run.model)
+    model = in_folder(str(run.model), run.folder) if named else load_policy(run).config
     configs: dict[str, Config] = {} if run.sft is None else {"sft": run.sft.config}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
     for stage, config in configs.items():

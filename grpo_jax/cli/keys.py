@@ -8,8 +8,7 @@ from grpo_jax.config import config, settings
 from grpo_jax.config.config import GRPOConfig
 
 RUN_KEYS = {
-    "model": "a name on the hub, a directory, `module:function` that returns one of these or a Policy, or, for new "
-    "weights, a mapping of `config` (a mapping or a config.json), `tokenizer` (a name or a directory) and `seed`",
+    "model": "a name on the hub, a directory, or `module:function` that returns one of these or a Policy",
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of a list of rows or of "
     "a function that returns it, a mapping of `path` or `name` and optionally `config`, `split` and `rows` (use only "
     "the first), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",

@@ -13,11 +13,10 @@ from types import ModuleType
 from typing import Any, TypeGuard, TypeVar
 
 from grpo_jax import rewards
-from grpo_jax.hub.files import read_json
-from grpo_jax.messages import nearest, show
+from grpo_jax.messages import nearest
 from grpo_jax.suites import is_suite, suite_of
 from grpo_jax.text.sources import is_hub_name
-from grpo_jax.types import Json, RewardFn
+from grpo_jax.types import RewardFn
 
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
     name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
@@ -150,17 +149,6 @@ def _resolve_path(source: object, folder: Path, argument: str) -> object:
         except ValueError as error:
             raise ValueError(f"{argument} = {source!r}: {error}") from error
     return folder / Path(source).expanduser() if isinstance(source, str) else source
-
-
-def config_of(model: Json, folder: Path) -> Json:
-    """Return the config of a model with new weights: a mapping, or the content of a config.json."""
-    config = model.get("config")
-    if isinstance(config, Mapping):
-        return config
-    content = read_json(folder / str(config))
-    if content is None:
-        raise ValueError(f"config = {show(config)}: file not found; pass the path of a config.json")
-    return content
 
 
 def in_folder(name: str, folder: Path) -> str:

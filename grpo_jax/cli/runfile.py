@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
-from grpo_jax.cli.named import config_of, find, in_folder, is_reference, resolve_source, reward_function, server_of
+from grpo_jax.cli.named import find, in_folder, is_reference, resolve_source, reward_function, server_of
 from grpo_jax.cli.yaml12 import parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
@@ -20,6 +20,7 @@ from grpo_jax.hub.quantize import METHODS
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import problems_of, raise_all, show
 from grpo_jax.models.sharding import parse_mesh
+from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
@@ -72,7 +73,7 @@ class RunFile:
     folder: Path
     config: GRPOConfig
     run_dir: Path | None
-    model: str | Json | None
+    model: str | Policy | None
     lora: dict[str, Any] | None
     param_dtype: str
     quantize: str | None
@@ -171,8 +172,6 @@ def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
     for name, kind in _KINDS.items():
         if values.get(name) is not None and (fault := read(kind, values[name])[1]):
             yield f"{name} = {show(values[name])}: {fault}"
-    if values.get("quantize") is not None and isinstance(values.get("model"), Mapping):
-        yield "quantize: new weights cannot be quantized; remove it, or use a checkpoint as model"
     optional = is_suite(values.get("data")) or any(
         values.get(key) is not None for key in ("environment_factory", "teacher")
     )
@@ -284,19 +283,12 @@ def read_lora(entry: object) -> dict[str, Any] | None:
 
 def _check_model(entry: object, folder: Path) -> None:
     """Raise an error unless the entry names an existing model."""
-    if isinstance(entry, dict):
-        unknown = entry.keys() - {"config", "tokenizer", "seed"}
-        if unknown or not {"config", "tokenizer"} <= entry.keys():
-            raise ValueError("new weights need config and tokenizer, and optionally seed")
-        config_of(entry, folder)
-        if not isinstance(entry["tokenizer"], str) or not isinstance(entry.get("seed") or 0, int):
-            raise ValueError("for new weights, tokenizer must be a name or directory, and seed an integer")
-    elif is_reference(entry):
+    if is_reference(entry):
         find(entry, folder)
     elif isinstance(entry, str):
         find_checkpoint(in_folder(entry, folder), weights=False)
     else:
-        raise ValueError("use a name on the hub, a directory, module:function, or a mapping with config and tokenizer")
+        raise ValueError("use a name on the hub, a directory, or module:function")
 
 
 def _check_teacher(entry: object, folder: Path) -> None:

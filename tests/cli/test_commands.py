@@ -197,7 +197,7 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
     assert roles == [first, [*first, ("a", "answer 0"), ("u", "two")], third]
 
 
-def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_path):
+def test_a_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
     path = write_run(tmp_path, lora=2, quantize="int8")
     policy = commands.load_policy(read_run(path, load=("model",)))
     wanted = adapted(tmp_path, quantize="int8")
@@ -205,9 +205,6 @@ def test_a_policy_is_loaded_with_adapters_on_a_quantized_base_or_made_new(tmp_pa
     assert is_quantized(as_argument(policy.model))
     with pytest.raises(SystemExit, match="quantized"):
         run("train", path, "--lora", "null")
-    model = {"config": {**tiny_policy().config, "hidden_size": 8}, "tokenizer": "model", "seed": 3}
-    policy = commands.load_policy(read_run(write_run(tmp_path, model=model), load=("model",)))
-    assert policy.config["hidden_size"] == 8
 
 
 @pytest.mark.quick
@@ -235,8 +232,6 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
     assert how == wanted
     with pytest.raises(SystemExit, match=r"model is missing; set it in RUN.yaml or pass --model"):
         run("plan", "--beta", 0.1)
-    with pytest.raises(SystemExit, match="config = None: file not found"):
-        run("plan", "--model", "{seed: 1}")
 
 
 @pytest.mark.quick
