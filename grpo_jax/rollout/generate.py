@@ -104,8 +104,8 @@ def generate(
       stop: texts that end a turn. They are found in the text of the turn, across tokens, but not in prompts or
         observations. The token that completes a text belongs to the turn. Needs `tokenizer`.
       stop_token_ids: further ids, as `eos_token_ids`.
-      max_turn_length: tokens after which a turn is cut: the completion is truncated without `answers`, and answered
-        with them. If None, T.
+      max_turn_length: tokens after which a turn is cut, and then answered; T for completions of one turn. If None,
+        `max_completion_length`.
       tokenizer: of the model, for `stop`.
       pad_token_id: token after the end of a completion.
       prompt_indices: [B] integers that number the prompts in the key derivation, 0..B-1 by default. A prompt with the
@@ -164,37 +164,21 @@ def generate(
     argument = as_argument(model)
     if not is_cached(model):
         completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn)
-        completions = fetch(completions) if on_host else completions
-    elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
-        completions = generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
+        return fetch(completions) if on_host else completions
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
+        return generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
+    table = Table(keys.size, turn if answers is None else longest, settings.pad_token_id)
+    variables = decode_variables(argument, params)
+    settings = settings._replace(mesh=mesh)
+    rollout = Rollout(argument, params, variables, prompts, keys, settings, table, interrupt)
+    at_once = groups_at_once(groups, num_generations, batch_size, shards)
+    if answers is None:
+        completions = _sample_one_turn(rollout, at_once, watch)
     else:
-        table = Table(keys.size, turn if answers is None else longest, settings.pad_token_id)
-        variables = decode_variables(argument, params)
-        settings = settings._replace(mesh=mesh)
-        rollout = Rollout(argument, params, variables, prompts, keys, settings, table, interrupt)
-        at_once = groups_at_once(groups, num_generations, batch_size, shards)
-        if answers is None:
-            completions = _sample_one_turn(rollout, at_once, watch)
-        else:
-            from grpo_jax.rollout.turns import sample_turns
+        from grpo_jax.rollout.turns import sample_turns
 
-            completions = sample_turns(rollout, at_once, answers, turn)
-        completions = completions if on_host else jax.tree.map(jnp.asarray, completions)
-    return _padded(completions, longest, settings.pad_token_id)
-
-
-def _padded(completions: Completions, length: int, pad_token_id: int) -> Completions:
-    """Return completions of one turn with T = `length`."""
-    more = length - completions.tokens.shape[-1]
-    if not more:
-        return completions
-    xp = np if isinstance(completions.tokens, np.ndarray) else jnp
-    padding = [(0, 0), (0, 0), (0, more)]
-    return completions.replace(
-        tokens=xp.pad(completions.tokens, padding, constant_values=pad_token_id),
-        mask=xp.pad(completions.mask, padding),
-        log_probs=xp.pad(completions.log_probs, padding),
-    )
+        completions = sample_turns(rollout, at_once, answers, turn)
+    return completions if on_host else jax.tree.map(jnp.asarray, completions)
 
 
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:

@@ -20,7 +20,7 @@ import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
-from grpo_jax.messages import nearest, raise_all, show
+from grpo_jax.messages import raise_all, show, some
 from grpo_jax.rewards.calls import event_loop
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.text.calls import parse_json
@@ -171,19 +171,18 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        return f"{tool.name}: the arguments are {_kind(arguments)}, {show(arguments)}; give a JSON object"
+        return f"{tool.name}: the arguments are {show(arguments)}; give a JSON object"
     parameters = tool.schema["function"].get("parameters") or {}
     known, required = list(parameters.get("properties") or {}), list(parameters.get("required") or [])
-    problems = [f"unknown argument {_suggested(name, known)}" for name in arguments if name not in known]
-    if len(problems) > 5:
-        problems = [*problems[:5], f"{len(problems) - 5} more unknown arguments"]
+    unknown = [show(name) for name in arguments if name not in known]
+    problems = [f"unknown arguments {some(unknown)} (there are: {', '.join(known) or 'none'})"] if unknown else []
     problems += [f"missing argument {name!r}" for name in required if name not in arguments]
     bound = {}
     for name in () if problems else arguments:
         value, wanted = _fitted(arguments[name], parameters["properties"][name])
         bound[name] = value
         if wanted is not None:
-            problems.append(f"argument {name!r} is {_kind(value)}, {show(value)}; give {wanted}")
+            problems.append(f"argument {name!r} is {show(value)}; give {wanted}")
     return f"{tool.name}: {'; '.join(problems)}" if problems else copy_containers(bound)
 
 
@@ -207,19 +206,6 @@ def _fitted(value: object, schema: Json) -> tuple[object, str | None]:
                 read, misfit = _fitted(read, schema)
                 return (value, wanted) if misfit else (read, None)
     return value, wanted
-
-
-def _suggested(name: object, known: Sequence[str]) -> str:
-    """Return an unknown name with the nearest known one, or with all known ones."""
-    near = nearest(name, known)
-    hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(known) or 'none'}"
-    return f"{show(name)} ({hint})"
-
-
-def _kind(value: object) -> str:
-    """Return the name of a JSON value's type, with an article."""
-    names = {bool: "a truth value", list: "a list", int: "a number", float: "a number", str: "text"}
-    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
@@ -279,15 +265,9 @@ def as_text(value: object, *, limit: int = 20_000) -> str:
 
 def _text(value: object) -> str:
     """Return a value as text; may raise."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, (dict, list, tuple, bool, int, float)):
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # a key that JSON does not allow, or a cycle
             return json.dumps(value, ensure_ascii=False, default=str)
-        except Exception:  # a cycle, or a key that JSON does not allow
-            return str(value)
-    return str(value)
+    return "" if value is None else str(value)
