@@ -81,10 +81,9 @@ def vllm_scorer(
 
     Each completion is one request with its prompt, for vLLM's `prompt_logprobs`. These are the model's log-probs at
     temperature 1, also under `--logprobs-mode processed_logprobs`. Runs at other temperatures are refused, since a few
-    log-probs at temperature 1 do not determine their normalizer.
+    log-probs at temperature 1 do not determine their normalizer. Arguments without a description are as in `vllm`.
 
     Args:
-      base_url: as in `vllm`, like `timeout`, `patience` and `api_key_env`.
       top_k: number of tokens whose log-probs are requested at every position, `distillation_topk` of a run with
         `distillation_mode="topk_logits"`; more than 20 need `--max-logprobs`. If None, only the drawn tokens' log-probs
         are requested, for "sampled_token".
@@ -93,16 +92,6 @@ def vllm_scorer(
         prompt_logprobs of two texts in one batch.
       tokenizer: the teacher's, such as `AutoTokenizer.from_pretrained(MODEL)`, to compare with the policy's. If None,
         they are assumed to be equal.
-
-    Returns:
-      `EngineScorer`, a `run.teacher.Scorer`.
-
-    Raises:
-      ValueError: an argument that makes no sense.
-
-    Example:
-      >>> vllm_scorer("http://127.0.0.1:8000", top_k=16).top_k
-      16
     """
     client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
     return EngineScorer(VLLM(client, model), top_k=top_k, at_once=at_once, tokenizer=tokenizer)

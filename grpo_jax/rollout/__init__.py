@@ -1,4 +1,4 @@
-"""Completions of prompts: `generate` is the loop, `decode` its compiled parts, `layout` says which one stands where."""
+"""Completions of prompts: `generate` is the loop, `decode` has its compiled parts, `ladder` chooses their shapes."""
 
 from grpo_jax.rollout.generate import generate
 

@@ -43,25 +43,15 @@ class Stream(flax.struct.PyTreeNode):
     completion 1   e f · · · · · ·       · · · · · e f   │ u
     completion 2   g h i j k l · ·       · g h i j k l   │ y
     ```
-
-    Attributes:
-      prefix: keys and values, or states, of the B prompts.
-      cache: keys and values, or states, of the completions, in a ring of slots. With one turn and no mesh, axes of size
-        1 are dropped (`_without_ones`).
-      token: [B, G] the last token of each completion, which is not in the cache yet.
-      ended: [B, G] True if the completion or its turn has ended.
-      keys: [B, G] typed keys.
-      start: int32 slot in which completions begin: [B] with one turn, [B, G] with several.
-      stop_state: [B, G] int32 state of the stop strings; None without stop strings.
     """
 
-    prefix: Prefix
-    cache: Cache
-    token: jax.Array
-    ended: jax.Array
-    keys: jax.Array
-    start: jax.Array
-    stop_state: jax.Array | None = None
+    prefix: Prefix  # keys and values, or states, of the B prompts
+    cache: Cache  # of the completions, in a ring of slots; `_without_ones` for one turn on one device
+    token: jax.Array  # [B, G] the last token of each completion, which is not in the cache yet
+    ended: jax.Array  # [B, G] True if the completion or its turn has ended
+    keys: jax.Array  # [B, G] typed keys
+    start: jax.Array  # int32 slot in which completions begin: [B] with one turn, [B, G] with several
+    stop_state: jax.Array | None = None  # [B, G] int32 state of the stop strings
 
 
 Drawn = tuple[jax.Array, jax.Array, jax.Array]

@@ -86,9 +86,7 @@ class _Batch(NamedTuple):
 class Engine:
     """A `run.sampler.Sampler` by a server; `engines.vllm` makes one and describes the arguments.
 
-    Attributes:
-      measured: metrics of the last batch: seconds of writing, loading and sampling, the probe's mean and largest gap,
-        and how often the server was lost.
+    `measured` has metrics of the last batch: seconds of each phase, the probe's gaps, and how often a server was lost.
     """
 
     def __init__(self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None):

@@ -50,29 +50,21 @@ class _Failed(Exception):
 
 
 class Episode:
-    """One completion with its environment.
-
-    Attributes:
-      where: row and completion, for messages.
-      environment: the user's object, or None.
-      opening: text that `reset` adds to the prompt.
-      before: the text that the next turn continues.
-      turn_rewards: the rewards that `respond` returned, by turns.
-      over: True after an error of the environment.
-      turns, messages, counts, lengths: of the record (`Played`), so far.
-    """
+    """One completion with its environment; `where` is its row and number, for messages."""
 
     def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
         self._interaction, self.where, self._texts = interaction, where, texts
         self._is_chat = is_conversation(row["prompt"])
-        self.environment: Any = None
+        self.environment: Any = None  # the user's object
         self.tools: Mapping[str, Tool] = interaction.tools
         self._answers_calls = False
-        self.opening, self.before, self.over = "", PrecedingText([], "", ""), False
-        self.turns: list[tuple[bool, str]] = []
+        self.opening = ""  # text that `reset` adds to the prompt
+        self.before = PrecedingText([], "", "")  # the text that the next turn continues
+        self.over = False  # True after an error of the environment
+        self.turns: list[tuple[bool, str]] = []  # as in `Played`, like `messages`, `lengths` and `counts`
         self.messages: Messages = []
         self.lengths: list[int] = []
-        self.turn_rewards: dict[int, float] = {}
+        self.turn_rewards: dict[int, float] = {}  # rewards that `respond` returned, by turns
         self.counts = EpisodeCounts(cut_short=None if interaction.ends.max_turn_length is None else 0)
 
     def reset(self, row: Row) -> None:
@@ -272,12 +264,8 @@ def _texts(observation: str | Messages) -> list[str]:
 class Episodes:
     """The episodes of one rollout: B rows, G completions of each; a `rollout.turns.Answers`.
 
-    Each of several processes has environments for its own rows, and all call `reset` and `end` together. The context
-    manager ends the threads.
-
-    Attributes:
-      own: range of this process's rows.
-      all: B·G episodes; the ones of other processes stay empty.
+    Each of several processes has environments for its `own` rows, and all call `reset` and `end` together; of `all`
+    episodes, the ones of other processes stay empty. The context manager ends the threads.
     """
 
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):

@@ -192,39 +192,29 @@ def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Com
         rollout.interrupt()
         if watch is not None:
             watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
-        if batch.prompts_wait and batch.has_places:
-            batch.refill()
-        elif batch.empty.all():
-            batch.record(in_flight=0)
-            return table.completions(b)
-        elif not batch.prompts_wait:
-            batch.compact()
+        if not batch.refill():
+            if batch.empty.all():
+                batch.record(in_flight=0)
+                return table.completions(b)
+            if not batch.prompts_wait:
+                batch.compact()
         if not batch.empty.all():  # else all completions that have just begun ended with their first token
             batch.decode()
 
 
 class _OneTurn:
-    """Completions of one turn on the device, between two bursts.
-
-    Attributes:
-      streams: parts of the completions [B', G'] that are decoded at the same time.
-      completions: [B', G'] the table's row of the completion in each place; −1 marks an empty place.
-      drawn: [B'] tokens drawn for each completion of a group.
-      at: index of the layout in the ladder.
-      slot: the next slot, not reduced by the ring's size.
-      slots: number of slots of the cache.
-      next_group: the first prompt that waits.
-      bursts: (completions, drawn tokens of each stream) that are not in the table yet.
-    """
+    """Completions of one turn on the device, between two bursts."""
 
     def __init__(self, rollout: Rollout, groups: int):
         (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
-        self.rollout, self.next_group, self.at, self.slot = rollout, groups, 0, 0
+        self.rollout, self.next_group = rollout, groups  # the first prompt that waits
         length, waits = rollout.table.length, groups < b
         self.ladder = choose_ladder(rollout.model, rollout.params, p, groups, g, length, mesh=rollout.mesh, waits=waits)
-        self.slots = self.ladder.slots[0]
+        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder, and slots of the cache
+        self.slot = 0  # the next slot, not reduced by the ring's size
+        # [B', G'] the table's row of the completion in each place, −1 if empty; [B'] tokens drawn for each of a group
         self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
-        self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()
+        self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # not in the table yet
         self._on_cpu = on_cpu(rollout.params, rollout.mesh)
 
         def begin(part: np.ndarray) -> StreamResult:
@@ -246,19 +236,10 @@ class _OneTurn:
         """Whether some prompts have not been read yet."""
         return self.next_group < len(self.rollout.keys)
 
-    @property
-    def _few(self) -> int:
-        """Number of prompts that enter a stream at a time; for fewer, a call does not pay."""
-        return max(1, len(self.completions) // len(self.streams) // 4)
-
-    @property
-    def has_places(self) -> bool:
-        """Whether a stream has places for waiting prompts."""
-        return any(part.sum() >= self._few for part in np.split(self.empty, len(self.streams)))
-
-    def refill(self) -> None:
-        """Give the places of ended groups to the next prompts, in each stream with enough of these places."""
-        rollout, few, size = self.rollout, self._few, len(self.completions) // len(self.streams)
+    def refill(self) -> bool:
+        """Give the places of ended groups to waiting prompts, in each stream with enough places; return if in any."""
+        rollout, size = self.rollout, len(self.completions) // len(self.streams)
+        few = max(1, size // 4)  # prompts that enter a stream at a time: for fewer, a call does not pay
         self.completions = self.completions.copy()  # `bursts` has the old ones
         entering = []
         for i, empty in enumerate(np.split(self.empty, len(self.streams))):
@@ -277,11 +258,14 @@ class _OneTurn:
             )
             return stream.replace(cache=cache), drawn
 
+        if not entering:
+            return False
         rollout.interrupt()
         refilled, drawn = self._run(enter, entering)
         new = {i: stream for (i, _, _), stream in zip(entering, refilled, strict=True)}
         self.streams = tuple(new.get(i, stream) for i, stream in enumerate(self.streams))
         self._note(self.completions[np.concatenate([i * size + places for i, _, places in entering])], drawn)
+        return True
 
     def compact(self) -> None:
         """Move to the next smaller layout, if it has places for all completions and is enough cheaper."""

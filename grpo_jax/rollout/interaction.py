@@ -27,31 +27,20 @@ _GIVEN = ("environments", "environment_rewards")
 class Interaction:
     """The tools and environments of a run, and how turns are read and answered.
 
-    Attributes:
-      tokenizer: decodes turns and encodes observations.
-      eos_token_ids: ids that end a turn; `ends` are its further ends.
-      config: the settings of the run.
-      factories: value of the column `environment` → makes an environment; the key None is for all rows. {} for a run
-        with only tools.
-      kinds: the class of each factory's environments.
-      own_tools: the tools of each such class, its public methods.
-      tools: the run's own functions that the policy may call.
-      format: of tool calls in the chat template; None without tools.
-      thinking: True if the generation prompt opens a thought, so that a turn begins inside it.
-      hidden: special tokens to leave out of the text that is parsed (`calls.hidden_ids`).
+    The tables of environments have the values of the column `environment` as keys, or None for all rows.
     """
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: GRPOConfig
-    ends: TurnEnds
-    factories: Mapping[Hashable, EnvironmentFactory]
-    kinds: Mapping[Hashable, type]
-    own_tools: Mapping[Hashable, Mapping[str, Tool]]
-    tools: Mapping[str, Tool]
-    format: Format | None
-    thinking: bool
-    hidden: tuple[int, ...] | None = None
+    ends: TurnEnds  # of a turn, besides EOS
+    factories: Mapping[Hashable, EnvironmentFactory]  # {} for a run with only tools
+    kinds: Mapping[Hashable, type]  # classes of environments
+    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # their public methods
+    tools: Mapping[str, Tool]  # functions of the run
+    format: Format | None  # of tool calls in the chat template
+    thinking: bool  # whether the generation prompt opens a thought, so that a turn begins inside it
+    hidden: tuple[int, ...] | None = None  # special tokens to leave out of the text that is parsed
 
     def name_of(self, row: Row) -> Hashable:
         """Return the key of a row's factory."""
@@ -101,9 +90,12 @@ def make_interaction(
     """
     if not tools and environment_factory is None:
         return None
-    functions = read_tools(tools) if tools else {}
-    factories = _factories(environment_factory)
-    made = {name: _made(name, factory) for name, factory in factories.items()}
+    functions, factories = read_tools(tools) if tools else {}, dict[Hashable, EnvironmentFactory]()
+    if isinstance(environment_factory, Mapping):
+        factories.update(environment_factory.items())
+    elif environment_factory is not None:
+        factories[None] = environment_factory
+    made = _made(factories)
     own = {name: environment_tools(environment) for name, environment in made.items()}
     problems = _row_problems(rows, factories) + [
         f"the dataset has a column {name!r}, which the trainer itself passes: rename it"
@@ -183,33 +175,21 @@ def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> l
     return [*columns, *(() if interaction is None else _GIVEN)]
 
 
-def _factories(given: Environments | None) -> dict[Hashable, EnvironmentFactory]:
-    """Return `environment_factory` as a table; a single factory has the key None."""
-    if given is None:
-        return {}
-    table: dict[Hashable, EnvironmentFactory] = dict(given.items()) if isinstance(given, Mapping) else {None: given}
-    for name, factory in table.items():
+def _made(factories: Mapping[Hashable, EnvironmentFactory]) -> dict[Hashable, object]:
+    """Return an environment of each factory, for checks."""
+    made = dict[Hashable, object]()
+    for name, factory in factories.items():
+        where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
         if not callable(factory):
+            raise ValueError(f"{where} is {show(factory)}: give a class, or a function that makes an environment")
+        try:
+            made[name] = factory()
+        except Exception as error:
             raise ValueError(
-                f"{_where(name)} is {show(factory)}: give a class, or a function that makes an environment"
-            )
-    return table
-
-
-def _where(name: Hashable) -> str:
-    """Return a factory's name in messages."""
-    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
-
-
-def _made(name: Hashable, factory: EnvironmentFactory) -> object:
-    """Return an environment of a factory, for checks."""
-    try:
-        return factory()
-    except Exception as error:
-        raise ValueError(
-            f"{_where(name)} raised {type(error).__name__}: {error}: it is called without arguments, once for each"
-            " completion (pass what differs between rows by its method reset)"
-        ) from error
+                f"{where} raised {type(error).__name__}: {error}: it is called without arguments, once for each"
+                " completion (pass what differs between rows by its method reset)"
+            ) from error
+    return made
 
 
 def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentFactory]) -> list[str]:
@@ -256,41 +236,25 @@ def _environment_problems(
 
 @dataclasses.dataclass
 class EpisodeCounts:
-    """Counts of one episode.
+    """Counts of one episode."""
 
-    Attributes:
-      turns: of the policy.
-      calls: of tools; `failures` of them failed.
-      errors: of the environment.
-      seconds: spent in tools and environment.
-      clipped: 1 if the last turn called a tool after the limit of calls.
-      cut_short: turns that were cut at `max_turn_length`; None without that limit.
-    """
-
-    turns: int = 0
-    calls: int = 0
-    failures: int = 0
-    errors: int = 0
-    seconds: float = 0.0
-    clipped: int = 0
-    cut_short: int | None = None
+    turns: int = 0  # of the policy
+    calls: int = 0  # of tools
+    failures: int = 0  # of these calls
+    errors: int = 0  # of the environment
+    seconds: float = 0.0  # in tools and environment
+    clipped: int = 0  # 1 if the last turn called a tool after the limit of calls
+    cut_short: int | None = None  # turns that were cut at `max_turn_length`; None without that limit
 
 
 class Played(NamedTuple):
-    """The record of an episode, which JSON can hold.
+    """The record of an episode, which JSON can hold."""
 
-    Attributes:
-      turns: (True if the policy wrote it, text) of each turn and observation.
-      messages: turns and observations as messages, if the prompt is a conversation.
-      reward: of `get_reward` and `respond`, or a list with one for each turn; None for "not scored".
-      lengths: tokens of each turn of the policy; () in records of older versions.
-    """
-
-    turns: list[tuple[bool, str]]
-    messages: Messages
-    reward: float | list[float] | str | None
+    turns: list[tuple[bool, str]]  # (True if the policy wrote it, text) of each turn and observation
+    messages: Messages  # turns and observations, if the prompt is a conversation
+    reward: float | list[float] | str | None  # of the episode, or of each turn; None for "not scored"
     counts: EpisodeCounts
-    lengths: Sequence[int] = ()
+    lengths: Sequence[int] = ()  # tokens of each turn of the policy; () in records of older versions
 
     def to_json(self) -> list[object]:
         """Return the record as lists and dicts."""

@@ -62,23 +62,14 @@ def whole_cache(length: int, *, fixed: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The layouts of a rollout.
+    """The layouts of a rollout. The n-th has only sizes of the cache from the n-th on, since it is reached late."""
 
-    Attributes:
-      shapes: (groups, width) of each layout; the first holds all completions.
-      slots: sizes of the cache, which grows. The n-th layout has only sizes from the n-th on, since it is reached late.
-      steps: of a burst.
-      fixed: whether every burst runs all its steps, on devices where a loop that may end early waits for the host.
-      step: cost of a step with all slots.
-      shards: devices that share the groups. On several, no group leaves its device.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    slots: tuple[int, ...]
-    steps: int
-    fixed: bool
-    step: DecodeStep
-    shards: int = 1
+    shapes: tuple[tuple[int, int], ...]  # (groups, width) of each layout; the first holds all completions
+    slots: tuple[int, ...]  # sizes of the cache, which grows
+    steps: int  # of a burst
+    fixed: bool  # every burst runs all its steps, since a loop that may end early would wait for the host
+    step: DecodeStep  # cost of a step with all slots
+    shards: int = 1  # devices that share the groups; no group leaves its device
 
     @classmethod
     def of(

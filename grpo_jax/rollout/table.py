@@ -17,24 +17,15 @@ from grpo_jax.types import CachedModel, Completions, Params, Prompts
 
 
 class Table:
-    """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 marks an empty place on the device.
-
-    Attributes:
-      tokens: [B·G, T] drawn or observed tokens; the pad id after the end.
-      mask: [B·G, T] True on drawn tokens.
-      log_probs: [B·G, T] log-probs of the drawn tokens, 0 elsewhere.
-      lengths: [B·G] number of drawn and observed tokens so far.
-      ended: [B·G] True for completions that were not cut at T.
-      stop_state: [B·G] state of the stop strings after the last token of the current turn.
-    """
+    """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 marks an empty place on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
-        self.tokens = np.full((count, length), pad_token_id, np.int32)
-        self.log_probs = np.zeros((count, length), np.float32)
-        self.mask = np.zeros((count, length), bool)
-        self.lengths = np.zeros(count, int)
-        self.ended = np.zeros(count, bool)
-        self.stop_state = np.zeros(count, np.int32)
+        self.tokens = np.full((count, length), pad_token_id, np.int32)  # drawn or observed
+        self.log_probs = np.zeros((count, length), np.float32)  # 0 except for drawn tokens
+        self.mask = np.zeros((count, length), bool)  # True on drawn tokens
+        self.lengths = np.zeros(count, int)  # drawn and observed tokens so far
+        self.ended = np.zeros(count, bool)  # True for completions that were not cut at T
+        self.stop_state = np.zeros(count, np.int32)  # of the stop strings after the last token of the current turn
 
     @property
     def length(self) -> int:

@@ -1,11 +1,4 @@
-"""Tools: functions that the policy may call, described by their signatures and docstrings.
-
-```
-functions, an environment's methods ── read_tools, environment_tools ──► Tool(name, function, schema)
-arguments of a parsed call          ── bind_arguments ──► keywords, or an error for the policy
-result of the function              ── as_text ──► an observation
-```
-"""
+"""Tools: functions that the policy may call, described by their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -54,38 +47,26 @@ class Tool:
     schema: Json
 
 
-def read_tools(tools: Sequence[Function], *, argument: str = "tools") -> dict[str, Tool]:
+def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
     """Return functions as tools, by their names.
 
     The functions or bound methods may be sync or async. Each parameter needs a type hint, and a description in the
-    docstring's "Args:" section, as in TRL; transformers' `get_json_schema` makes the schema of them. A `ValueError`
-    names `argument` and has a line for each function that cannot be a tool.
-
-    Example:
-      >>> def add(a: int, b: int = 1) -> int:
-      ...     '''Add two numbers.
-      ...
-      ...     Args:
-      ...         a: the first
-      ...         b: the second
-      ...     '''
-      ...     return a + b
-      >>> read_tools([add])["add"].schema["function"]["parameters"]["required"]
-      ['a']
+    docstring's "Args:" section, as in TRL; transformers' `get_json_schema` makes the schema of them. A `ValueError` has
+    a line for each function that cannot be a tool.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
-        raise ValueError(f"{argument} is {show(tools)}: give a list of functions")
+        raise ValueError(f"tools is {show(tools)}: give a list of functions")
     read: dict[str, Tool] = {}
     problems: list[str] = []
     for index, function in enumerate(tools):
-        tool = _read(function, f"{argument}[{index}]")
+        tool = _read(function, f"tools[{index}]")
         if isinstance(tool, str):
             problems.append(tool)
         elif tool.name in read:
-            problems.append(f"{argument}[{index}]: there is another tool {tool.name!r}: rename one of them")
+            problems.append(f"tools[{index}]: there is another tool {tool.name!r}: rename one of them")
         else:
             read[tool.name] = tool
-    raise_all(argument, problems)
+    raise_all("tools", problems)
     return read
 
 

@@ -74,30 +74,20 @@ class _OtherFailed(Exception):
 
 
 class _Turns:
-    """Completions of one stream, from their prompts to their ends.
-
-    Attributes:
-      completions: [B', G'] the table's row of the completion in each place; −1 marks an empty place.
-      starts: [B', G'] the slot in which each completion begins, as in `Stream.start`.
-      turn_starts: [B·G] tokens of each completion before its current turn.
-      waiting: the answers to turns that have ended, by rows.
-      at: index of the layout in the ladder.
-      slot: the next slot of the completions that draw.
-      slots: number of slots of the ring.
-      bursts_waited: bursts drawn since enough completions wait.
-    """
+    """Completions of one stream, from their prompts to their ends."""
 
     def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray, max_turn_length: int):
         self.rollout, self.table, self.answers, self.max_turn_length = rollout, rollout.table, answers, max_turn_length
-        self.completions = rollout.rows(groups)
+        self.completions = rollout.rows(groups)  # [B', G'] the table's row of each place, −1 if empty
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
-        self.at, self.slots, self.slot = 0, self._ring_size(min(length, 4 * BURST)), LEAD
-        self.starts = np.full(self.completions.shape, LEAD)
-        self.turn_starts = np.zeros(len(rollout.table.lengths), int)
-        self.waiting: dict[int, Promise | None] = {}
-        self.bursts_waited = 0
+        self.at, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout, and slots of the ring
+        self.slot = LEAD  # the next slot of the completions that draw
+        self.starts = np.full(self.completions.shape, LEAD)  # [B', G'] as in `Stream.start`
+        self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # tokens before the current turn, by rows
+        self.waiting: dict[int, Promise | None] = {}  # answers to turns that have ended, by rows
+        self.bursts_waited = 0  # since enough completions wait
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
