@@ -91,6 +91,8 @@ def generate(
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
+    Arguments that are not listed here have the meaning of the fields of `GRPOConfig`.
+
     Args:
       model: a model of this package, or any `types.Model` with `apply` (then without a cache, and slow).
       params: its parameters.
@@ -99,11 +101,10 @@ def generate(
       num_generations: G ≥ 1.
       max_completion_length: T ≥ 1, in tokens; a completion without an EOS by then is truncated. Observations count: if
         an observation leaves no space for another token, the completion is truncated there.
-      temperature: ≥ 0; 0 is greedy. `top_k`, `top_p` and `min_p` are as in `sampling.Sampling`.
+      temperature: ≥ 0; 0 is greedy.
       eos_token_ids: token ids that end a turn. The EOS that was drawn belongs to the turn.
       stop: texts that end a turn. They are found in the text of the turn, across tokens, but not in prompts or
         observations. The token that completes a text belongs to the turn. Needs `tokenizer`.
-      stop_token_ids: further ids, as `eos_token_ids`.
       max_turn_length: tokens after which a turn is cut, and then answered; T for completions of one turn. If None,
         `max_completion_length`.
       tokenizer: of the model, for `stop`.
