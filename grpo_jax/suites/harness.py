@@ -173,7 +173,7 @@ def policy_agent(
         trace.agent.name, conversation.trace = name, trace
 
     async def install(_: Foreign) -> None:
-        """Do nothing: there is no program."""
+        """Do nothing, since the chat needs no program."""
 
     async def open_chat(*arguments: Foreign, tool_interception_url: str | None = None) -> ToolChat:
         _, trace, _, endpoint, secret, mcp_urls, data = arguments
@@ -225,7 +225,7 @@ class ToolChat:
         if self._conversation.schemas is None:
             self._conversation.schemas = self._tools
         elif self._conversation.schemas != self._tools:
-            raise ValueError("the tools of this task differ from those of the first task, which all prompts show")
+            raise ValueError("the tools of this task differ from the first task's, which all prompts show")
         if system is not None:
             self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):

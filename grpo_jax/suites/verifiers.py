@@ -73,7 +73,7 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
     if len(configs) != 1:
         raise ValueError(f"{name}: its environment has the agents {', '.join(configs)}; only one is supported")
     if not tasks:
-        raise ValueError(f"{name} has no tasks")
+        raise ValueError(f"{name} is empty")
     (config,) = configs.values()
     limits = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limited := [limit for limit in limits if getattr(config, limit) is not None]:

@@ -58,7 +58,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """Length of the longest common prefix of all examples that has no loss."""
+        """Length of the longest common prefix of all examples without a loss."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -106,7 +106,7 @@ def load_examples(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset for SFT. Arguments and errors are those of `load_rows`."""
+    """Read a dataset for SFT. Arguments and errors are as in `load_rows`."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
@@ -272,7 +272,7 @@ class _Encoder:
                 mask = self.assistant_mask(messages, ids, ids_of, where)
             if not any(mask):
                 raise ValueError(
-                    f"assistant_only_loss=True: {where} has no assistant tokens; add an assistant message that the chat"
+                    f"assistant_only_loss=True: {where} contains no assistant tokens; add an assistant message that the chat"
                     " template renders"
                 )
         if len(columns) == 2 and self.config.completion_only_loss is not False:
@@ -295,7 +295,7 @@ class _Encoder:
                 closed = closed[:shared]  # Phi-3 writes an EOS only after the last turn
             if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
                 raise ValueError(
-                    "assistant_only_loss=True: the chat template has no generation tags, and it renders"
+                    "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
                     f" {where} up to message {i} differently than in the whole conversation (many templates omit"
                     " earlier thoughts). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
                     " template, or split each turn into a row with 'prompt' and 'completion'"

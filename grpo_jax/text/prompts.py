@@ -163,7 +163,7 @@ def encode_prompts(
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
-    """Call `apply_chat_template`. Raises ValueError if there is no template or it rejects the messages."""
+    """Call `apply_chat_template`. Raises ValueError without a template, or if it rejects the messages."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in keywords:
         raise ValueError(
             f"{where} consists of messages, but the tokenizer has no chat template; set tokenizer.chat_template, use an"

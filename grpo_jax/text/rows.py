@@ -75,7 +75,7 @@ def _row_fault(row: object, first: Json) -> str:
     if not isinstance(row, Mapping):
         return f"must be a dict with a 'prompt'; got {show(row)}"
     if "prompt" not in row:
-        return f"has no 'prompt'; rename one of its columns {sorted(map(str, row))} or add it"
+        return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add it"
     if fault := messages_fault(row["prompt"], "prompt") or content_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):

@@ -36,7 +36,7 @@ Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
 
 
 def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
-    """Return the rows of a dataset without validation. The arguments are those of `load_rows`."""
+    """Return the rows of a dataset without validation. The arguments are as in `load_rows`."""
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):

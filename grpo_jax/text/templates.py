@@ -205,7 +205,7 @@ class ChatTemplate:
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
         if not ends:
-            raise ValueError("the tokenizer has no EOS; set tokenizer.eos_token or pass eos_token_ids")
+            raise ValueError("the tokenizer lacks an EOS; set tokenizer.eos_token or pass eos_token_ids")
         special = sorted(special_tokens(self.tokenizer).values())
         found, opens = _first(common, ends), False
         if found is None:

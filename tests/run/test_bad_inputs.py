@@ -79,7 +79,7 @@ BAD = [
     (dict(dataset=Frame()), "dataset must be a list of dicts; reading its rows failed (KeyError: 0)"),
     (dict(dataset=["a"]), "dataset row 0 must be a dict with a 'prompt'; got 'a'"),
     (dict(dataset=[{"question": "a"}]),
-        "dataset row 0 has no 'prompt'; rename one of its columns ['question'] or add it"),
+        "dataset row 0 lacks a 'prompt'; rename one of its columns ['question'] or add it"),
     (dict(dataset=[{"q": 1}, {"q": 2}, {"prompt": "a"}]), "or add it (2 more of the 3 rows are invalid)"),
     (dict(dataset=[*ROWS, {"prompt": "a"}]),
         "row 2 and row 0 have different columns (missing: ['answer'], extra"),

@@ -99,7 +99,7 @@ def test_what_is_learned_of_messages():
 def test_what_the_template_or_the_rows_do_not_allow_is_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently than in the whole .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
-    with pytest.raises(ValueError, match="dataset row 0 has no assistant tokens"):
+    with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
     with pytest.raises(ValueError, match="assistant_only_loss=True needs messages in dataset row 0"):
         learned([{"text": "a"}], assistant_only_loss=True)

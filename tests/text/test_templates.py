@@ -161,7 +161,7 @@ def test_templates_are_asked_for_what_is_needed_of_them():
     ChatTemplate(tokenizer_of(chat("<|eot_id|>")), eos_token_ids=ends).check(("user",))
     with pytest.raises(ValueError, match="has 2 errors"):
         ChatTemplate(tokenizer_of(chat(""))).check(("tool", "user"))
-    with pytest.raises(ValueError, match="the tokenizer has no EOS"):
+    with pytest.raises(ValueError, match="the tokenizer lacks an EOS"):
         ChatTemplate(tokenizer_of(PLAIN, eos=None)).check(("user",))
 
 
