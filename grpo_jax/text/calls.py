@@ -172,9 +172,8 @@ def assistant_message(parsed: Parsed) -> Message:
     """Return a parsed turn as a message, in the format of chat templates and TRL."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls
-        ]
+        functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     return message
 
 

@@ -111,10 +111,8 @@ def _read_described(source: Json, argument: str) -> list[object]:
     """Read a dataset described by a mapping: `path`, or `name` with `config` and `split`, and optionally `rows`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
-        raise ValueError(
-            f"{argument} must be a list of dicts; got a dict with keys {keys} (of a DatasetDict, select a split:"
-            " dataset['train'])"
-        )
+        advice = "of a DatasetDict, select a split: dataset['train']"
+        raise ValueError(f"{argument} must be a list of dicts; got a dict with keys {keys} ({advice})")
     if unknown := [name for name in keys if name not in _KEYS]:
         raise ValueError(f"{argument}.{unknown[0]}: no such key; {argument} has {', '.join(_KEYS)}")
     if ("path" in source) == ("name" in source):
