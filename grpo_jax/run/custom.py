@@ -12,9 +12,9 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import Surrogate, Tokens
-from grpo_jax.messages import nearest, one_line, show
+from grpo_jax.messages import one_line, show
 from grpo_jax.rewards.calls import Rewards
-from grpo_jax.rewards.contract import arguments_of, function_name, parameters_of, takes_everything
+from grpo_jax.rewards.contract import arguments_of, function_name, takes_everything
 from grpo_jax.rewards.outcomes import place_rewards
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import AdvantageFn, Batch
@@ -27,24 +27,20 @@ Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct |
 
 @dataclasses.dataclass(frozen=True)
 class CheckedAdvantageFn:
-    """An `AdvantageFn`, the config and the keywords that it takes, and whether it returns [B, G, T]."""
+    """An `AdvantageFn`, the config and the keywords it takes, and whether it returns [B, G, T]."""
 
     function: AdvantageFn
     config: GRPOConfig
     keywords: frozenset[str]
     per_token: bool = False
 
-    def call(self, rewards: jax.Array, mask: jax.Array, context: Context) -> jax.Array:
-        """Call the function with the keywords that it takes; jit-safe."""
-        config = {"config": self.config} if "config" in self.keywords else {}
-        return self.function(rewards, mask, **(context | config))
-
     @functools.cached_property
-    def program(self) -> Callable[[np.ndarray, jax.Array, Context], jax.Array]:
-        """The compiled function."""
-        return jax.jit(self.call)
+    def program(self) -> Callable[..., jax.Array]:
+        """The compiled function of rewards, mask and the context that it takes."""
+        bound = {"config": self.config} if "config" in self.keywords else {}
+        return jax.jit(lambda rewards, mask, context: self.function(rewards, mask, **(context | bound)))
 
-    def chosen(self, context: Context) -> Context:
+    def select(self, context: Context) -> Context:
         """The part of a context that the function takes."""
         return {name: value for name, value in context.items() if name in self.keywords}
 
@@ -70,7 +66,7 @@ class CheckedAdvantageFn:
             "step": np.int32(state.step),
             "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
         }
-        found = np.asarray(self.program(rewards.values, batch.mask, self.chosen(context)), np.float32)
+        found = np.asarray(self.program(rewards.values, batch.mask, self.select(context)), np.float32)
         trained = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
         return np.where(trained, found, np.float32(0))
 
@@ -78,8 +74,8 @@ class CheckedAdvantageFn:
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
     """Trace a caller's function on the shapes of a batch with K = `functions`; None passes.
 
-    Raises a `ValueError` if it is not a function, names an unknown keyword, fails, or does not return floats [B, G] or
-    [B, G, T].
+    Raises a `ValueError` if it is not a function, fails (as with an unknown keyword), or does not return floats [B, G]
+    or [B, G, T].
     """
     if function is None:
         return None
@@ -93,22 +89,17 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     name, g, t = function_name(function), config.num_generations, config.max_completion_length
     b = g + 1  # not G, so that a function that confuses the axes fails
     context = _context_shapes(b, g, t, functions, reference=config.beta > 0)
-    known, wanted = [*context, "config"], _keywords(function)
-    unknown = [key for key, required in wanted.items() if required and key not in known]
-    if unknown:
-        near = nearest(unknown[0], known)
-        raise ValueError(
-            f"advantage_fn {name!r} needs the argument {unknown[0]!r}, which is not available (available: rewards,"
-            f" mask, {', '.join(known)})" + (f"; did you mean {near!r}?" if near else "")
-        )
-    keywords = frozenset(key for key in known if key in wanted or takes_everything(function))
-    checked = CheckedAdvantageFn(function, config, keywords)
+    known, named = {*context, "config"}, arguments_of(function).keys()
+    checked = CheckedAdvantageFn(function, config, frozenset(known if takes_everything(function) else known & named))
     rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
     given = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
     try:
-        found = jax.eval_shape(checked.call, rewards, mask, checked.chosen(context))
+        found = jax.eval_shape(checked.program, rewards, mask, checked.select(context))
     except Exception as error:
-        raise ValueError(f"advantage_fn {name!r} fails on {given}: {one_line(error)}") from error
+        keywords = ", ".join([*context, "config"])
+        raise ValueError(
+            f"advantage_fn {name!r} fails on {given}: {one_line(error)}; its keywords may be {keywords}"
+        ) from error
     _check_result(found, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, given)
     return dataclasses.replace(checked, per_token=found.ndim == 3)
 
@@ -128,12 +119,6 @@ def _context_shapes(b: int, g: int, t: int, functions: int, *, reference: bool) 
         "step": shape((), np.int32),
         "key": jax.eval_shape(lambda: jax.random.key(0)),
     }
-
-
-def _keywords(function: AdvantageFn) -> dict[str, bool]:
-    """The arguments after rewards and mask, and whether each is required."""
-    positional = [x.name for x in parameters_of(function) if x.kind is not x.KEYWORD_ONLY]
-    return {name: required for name, required in arguments_of(function).items() if name not in positional[:2]}
 
 
 def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:

@@ -92,21 +92,14 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
     untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
-        raise ValueError(
-            f"sampler does not take {' and '.join(untaken)}: give one with all arguments that end a turn, such as"
-            " engines.vllm, or None"
-        )
-    if interaction is None:
-        return
-    if "answers" not in named:
+        raise ValueError(f"sampler does not take {' and '.join(untaken)}: give one that does, or None")
+    if interaction is not None and "answers" not in named:
         raise ValueError(
             "tools and environment_factory: sampler makes completions of one turn; give one that takes `answers`, such"
             " as engines.vllm, or None"
         )
-    if jax.process_count() > 1:
-        raise ValueError(
-            "tools and environment_factory: with several processes completions are by generate; leave out sampler"
-        )
+    if interaction is not None and jax.process_count() > 1:
+        raise ValueError("tools and environment_factory: sampler works with one process only; leave it out")
 
 
 def generate_by(
@@ -122,9 +115,8 @@ def generate_by(
     **settings: Any,
 ) -> Completions:
     """`generate` by an engine: its completions, validated and on the host. All processes return the first one's."""
-    eos_token_ids = (*policy.eos_token_ids, *settings["stop_token_ids"])
     every = {"model": model, "params": params, "prompts": prompts, "key": key, "answers": answers, "policy": policy}
-    every |= settings | {"eos_token_ids": eos_token_ids}
+    every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if takes_everything(sampler) else set())
     returned = sampler(**{name: value for name, value in every.items() if name in named})
     completions = read_completions(

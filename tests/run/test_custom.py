@@ -118,7 +118,7 @@ UNFIT = [
         r"advantage_fn 'lambda' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
         r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
     ({"advantage_fn": lambda rewards, mask, lenghts: 0},
-        "needs the argument 'lenghts', which is not available .*; did you mean 'lengths'?"),
+        "fails on rewards .*missing 1 required .* 'lenghts'; its keywords may be weights, lengths, "),
     ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
         r"advantage_fn 'lambda' fails on rewards .* \(5, 4, 8\): \w+Error: "),
     ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
