@@ -1,7 +1,7 @@
 """One iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` gets completions from a source of rollouts. The default source, `LocalRollouts`, samples them when they are
-requested; `run.sources` has the sources that prefetch.
+`collect` gets completions from a source of rollouts. The default source, `LocalRollouts`, samples them on request;
+`run.sources` has the sources that prefetch.
 
 While the reward functions run on the host, the device computes the log-probs under the reference (with
 `dynamic_sampling` afterwards, because rewards choose the groups), and then, if completions are prefetched, samples the
@@ -53,7 +53,7 @@ _jit_advantages = jax.jit(
 
 
 class LocalRollouts:
-    """The default source of rollouts: samples completions when they are requested, from the present policy.
+    """The default source of rollouts: samples completions on request, from the present policy.
 
     The n-th prompt of a run is the n-th entry of the shuffled epochs, and the keys of its samples are made from n, so
     one integer is the position of a run in its dataset. `cursor` counts the prompts of completed iterations,
@@ -170,7 +170,7 @@ def collect(
 def _next_rollout(
     run: Run, state: TrainState, source: LocalRollouts, timed: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
-    """The next rollout, its rewards and metrics, and its batch with log-probs (None with `dynamic_sampling`)."""
+    """The next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)
     with timed("rollout"):
         rollout = source.next(state)
@@ -178,6 +178,7 @@ def _next_rollout(
     if not config.dynamic_sampling:
         with timed("reference"):  # the device may still be computing when this returns
             batch = _make_batch(run, state, rollout)
+    # Prefetching that takes longer than the rewards counts as "rollout".
     with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
         process_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
@@ -191,7 +192,7 @@ def _next_rollout(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """The `Batch` of a rollout with reference log-probs, which the device may still be computing; advantages are 0.
+    """The `Batch` of a rollout, with advantages of 0. The device may still be computing its reference log-probs.
 
     `counted` [B] bool is False for groups that only fill the batch; None: all count.
     """
@@ -338,7 +339,7 @@ def call_reward_fns(
     on_error: str,
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
-    """Call the reward functions for this process's rows, which are none if there are more processes than rows.
+    """Call the reward functions for this process's rows, of which there may be none.
 
     `gather_rewards` joins the results of all processes.
     """

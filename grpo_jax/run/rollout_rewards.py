@@ -26,24 +26,18 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """The rewards of all rows; each process calls this with the rewards of its rows.
+    """The rewards of all rows, gathered from the processes. Each process calls this with the rewards of its rows.
 
-    Statistics are computed over all completions; faults are summed, and the seconds are the slowest process's.
+    Statistics are recomputed over all completions. Faults are summed, and the seconds are the slowest process's.
     """
     if jax.process_count() == 1:
         return process_rewards
-    values = process_rewards.values
-    shape = (-1, *values.shape[1:])
-    sent = [Rewards._make(one) for one in gather_objects([*process_rewards._replace(values=values.tolist())])]
-    joined = join_rewards(
-        [
-            one._replace(
-                values=np.asarray(one.values, np.float32).reshape(shape), parts=list(map(RewardParts._make, one.parts))
-            )
-            for one in sent
-        ]
-    )
-    names = reward_names(reward_fns)
+    names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
+    gathered = gather_objects([*process_rewards._replace(values=process_rewards.values.tolist())])
+    sent = [Rewards._make(one) for one in gathered]
+    values = [np.asarray(one.values, np.float32).reshape(-1, g, k) for one in sent]
+    parts = [[RewardParts._make(part) for part in one.parts] for one in sent]
+    joined = join_rewards([one._replace(values=x, parts=p) for one, x, p in zip(sent, values, parts, strict=True)])
     stats = reward_stats(names, joined.values.reshape(-1, len(names)))
     for name in dict.fromkeys(name for one in sent for name in one.stats):
         numbers = [one.stats[name] for one in sent if name in one.stats]

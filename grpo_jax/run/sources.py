@@ -16,7 +16,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
@@ -36,8 +35,7 @@ from grpo_jax.watch.monitor import Progress
 class PrefetchedRollouts(LocalRollouts):
     """Samples the next completions while the reward functions run, from the policy that sampled the present ones.
 
-    Attributes:
-      waiting: completions of the prompts from `cursor` on, which checkpoints store.
+    Checkpoints store `waiting`, the completions of the prompts from `cursor` on.
     """
 
     waiting: RolloutResult | None = None
@@ -54,16 +52,17 @@ class PrefetchedRollouts(LocalRollouts):
         # A checkpoint does not store environments: reward functions get none, in the first iteration either.
         return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
 
-    def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Return a context that samples the next completions in a thread, and waits for them at its end."""
-        return self._in_thread(state, batch) if self._continues_after(state) else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _in_thread(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
+    def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
+        """Sample the next completions in a thread, and wait for them at the end of the context."""
+
         def sample_next() -> RolloutResult:
             jax.block_until_ready(batch)  # the devices of a mesh must receive all programs in the same order
             return self.sample_from(state, self.next_cursor)._replace(environments=None)
 
+        if not self._continues_after(state):
+            yield
+            return
         with in_background(sample_next) as coming:
             yield
             self._next = coming.result()
@@ -73,10 +72,9 @@ class PrefetchedRollouts(LocalRollouts):
         self.cursor, self.waiting = self.next_cursor, self._next
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `waiting` as the arrays of a checkpoint.
+        """Return `waiting` as arrays, with a transcript of several turns: JSON as bytes [n] uint8.
 
-        A transcript accompanies completions of several turns: JSON as bytes [n] uint8, with the episodes and the
-        prompts to which environments added text.
+        The transcript has the episodes, and the prompts to which environments added text.
         """
         if self.waiting is None:
             return None, None
@@ -140,11 +138,12 @@ class EngineRollouts(PrefetchedRollouts):
             self._next = self._result(state)
         return super().next(state)
 
-    def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
         """Let the engine begin; it continues after the context."""
         if self._continues_after(state):
             self.begin(state)
-        return contextlib.nullcontext()
+        yield
 
     def commit(self) -> None:
         """End the iteration; checkpoints record whether the engine is sampling."""
