@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_rewards
-from grpo_jax.rewards.combine import clipped, gated
 from grpo_jax.rewards.contract import RewardError, TrainerState, copy_containers, reward_names
 
 pytestmark = pytest.mark.quick
@@ -95,7 +94,7 @@ def test_methods_partials_and_objects_are_functions_too():
 
 
 def test_functions_and_completions_do_not_share_objects():
-    """The objects of a row are shared by its group and all epochs; functions get copies, also behind a gate."""
+    """The objects of a row are shared by its group and all epochs; functions get copies."""
     prompt, info = [{"role": "user", "content": "Sort."}], {"limits": {"seconds": 1}}
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
     inputs = {"prompts": [prompt] * 4, "completion_ids": [[1]] * 4, "columns": {"info": [info] * 4}}
@@ -113,9 +112,6 @@ def test_functions_and_completions_do_not_share_objects():
     for _ in range(2):
         rewards = compute_rewards([edits, said], completions=completions, num_generations=4, **inputs)
         np.testing.assert_array_equal(rewards.values[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
-    takes_all = lambda completions, tests: [float(len([one.pop() for _ in list(one)])) for one in tests]
-    columns = {"tests": [[1, 2], [1, 2], [1, 2], [], [1], [1]]}
-    assert score(gated(takes_all, clipped(takes_all)), columns=columns)[0].ravel().tolist() == [2, 2, 2, 0, 1, 1]
 
 
 def test_a_copy_shares_no_mutable_object():
@@ -181,10 +177,7 @@ def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
 
 
 class Promise:
-    """An array whose computation fails only when it is looked at."""
-
-    def tolist(self):
-        raise ArithmeticError("too late")
+    tolist = lambda self: 1 // 0
 
 
 WHOLE = {
@@ -194,7 +187,7 @@ WHOLE = {
     "endless": (returns(iter(int, 1)), "must return one value for each of 6 completions; got more than 6"),
     "scalar": (returns(np.float32(0.5)), "must return a list with a float or None for each of 6 completions; got 0.5"),
     "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "must return a list .*; got {0"),
-    "broken array": (returns(Promise()), "raised ArithmeticError: too late"),
+    "broken array": (returns(Promise()), "raised ZeroDivisionError: "),
 }
 
 ELEMENTS = {
@@ -266,25 +259,18 @@ def test_async_functions_run_together_and_keep_their_order():
 
 
 def test_async_objects_keep_clients_bound_to_their_loop():
+    loops = set()
+
     class Judge:
-        lock = None
-
         async def __call__(self, completions):
-            # As a session of an HTTP client does, this remembers the loop of the first call.
-            loop = asyncio.get_running_loop()
-            self.lock = self.lock or (loop, asyncio.Lock())
-            assert self.lock[0] is loop
-            async with self.lock[1]:
-                return [1.0] * len(completions)
-
-    judge = Judge()
-    for _ in range(2):
-        assert score(judge)[0].sum() == N
+            loops.add(asyncio.get_running_loop())
+            return [1.0] * len(completions)
 
     async def cell():  # of a notebook, whose thread has a running loop
-        return score(judge)[0]
+        return score(Judge())[0]
 
-    assert asyncio.run(cell()).sum() == N
+    assert score(Judge())[0].sum() == asyncio.run(cell()).sum() == N
+    assert len(loops) == 1
 
 
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])

@@ -164,18 +164,15 @@ def test_combinators_of_async_functions_are_async():
         assert asyncio.run(reward(completions=texts)) == expected
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_factories_refuse():
+    for make, message in (
         (lambda: clipped(length, 2, 1), "low=2 must not exceed high=1"),
         (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..10; got 11"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size must be at least 1; got 0"),
-    ],
-)
-def test_factories_refuse(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_accuracy_compares_the_extracted_answer_with_the_column():

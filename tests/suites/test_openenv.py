@@ -101,17 +101,14 @@ def test_observation_and_action_are_fields_of_the_environment(server):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_are_named():
+    for arguments, message in (
         ({"base_url": "ftp://host"}, "base_url must start with http:// or https://; got 'ftp://host'"),
         ({"size": 0}, "size must be a positive integer; got 0"),
         ({"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
 
 
 def test_a_server_that_hangs_or_dies_ends_its_sessions(server):

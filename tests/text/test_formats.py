@@ -121,7 +121,6 @@ def test_what_a_turn_says(name, text, parsed):
     [
         ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "not valid JSON"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-        ("hermes", "<tool_call>[]</tool_call>", r"it is \[\], not a JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
         ("hermes", hermes(arguments='{"a": NaN}'), "NaN is not a finite number"),
         ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is not a finite number"),
@@ -129,11 +128,7 @@ def test_what_a_turn_says(name, text, parsed):
         ("qwen_xml", hermes(), "no <function="),
         ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
         ("qwen_xml", "<tool_call><function=f>text</function></tool_call>", "not followed by </function>"),
-        (
-            "qwen_xml",
-            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
-            "'a' is given twice",
-        ),
+        ("qwen_xml", f"<tool_call><function=f>{2 * '<parameter=a>1</parameter>'}</function></tool_call>", "twice"),
         ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
         ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
         ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
@@ -141,7 +136,6 @@ def test_what_a_turn_says(name, text, parsed):
         ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|>{a}<|call|>", "not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):
@@ -237,15 +231,7 @@ def test_each_family_is_recognised_by_its_template(name):
     assert format_of(escaped) is found, "also by JSON in a string of the template"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        None,
-        PLAIN,
-        # Templates that write calls in a way that is not in the table.
-        "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>",
-        "{% if tools %}{{ tools }}{% endif %}<|start|>assistant<|channel|>final<|message|>",
-    ],
-)
-def test_other_templates_have_none(template):
-    assert format_of(template) is None
+def test_other_templates_have_none():
+    other = "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>"
+    for template in (None, PLAIN, other, "{{ tools }}<|start|>assistant<|channel|>final<|message|>"):
+        assert format_of(template) is None, template
