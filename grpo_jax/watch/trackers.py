@@ -11,7 +11,6 @@ with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import io
 import json
@@ -20,9 +19,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from grpo_jax.config.sft import Config
+from grpo_jax.messages import import_extra
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
@@ -55,7 +54,7 @@ def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergenc
     """Return a tracker that redraws the panels of `plots.draw_report` whose titles are in `only` in a notebook cell."""
     from grpo_jax.watch.plots import draw_report, save_figure
 
-    display = _import_package("IPython.display", "notebook")
+    display = import_extra("IPython.display", "ipython")
     handle = display.DisplayHandle()
     handle.display(display.Pretty("waiting for the first logged step"))
     lines: list[dict[str, float]] = []
@@ -79,19 +78,16 @@ def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergenc
 def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return the names of the trackers in `report_to`; "all" stands for all that are installed.
 
-    Raises ImportError if a package is not installed, and ValueError if TensorBoard has no directory for its files.
+    Raises ValueError if a package is not installed, or if TensorBoard has no directory for its files.
     """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
     if names == ["all"]:
         names = [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)]
     names = [name for name in names if name != "none"]
     for name in names:
-        _import_package(_PACKAGES[name], name)
-    if "tensorboard" in names and run_dir is None and "TENSORBOARD_LOGGING_DIR" not in os.environ:
-        raise ValueError(
-            f"report_to = {config.report_to!r} needs a directory for TensorBoard's files; pass run_dir or set the"
-            " environment variable TENSORBOARD_LOGGING_DIR"
-        )
+        import_extra(_PACKAGES[name], _PACKAGES[name])
+    if "tensorboard" in names and run_dir is None:
+        raise ValueError(f"report_to = {config.report_to!r} needs a directory for TensorBoard's files; pass run_dir")
     return names
 
 
@@ -113,9 +109,9 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
 
 def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
     """Write TensorBoard's files without TensorFlow. Entries after `step` of an interrupted run are dropped."""
-    directory = os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(run_dir or ".") / "tensorboard"
-    package = _import_package("tensorboardX", "tensorboard")
-    writer = package.SummaryWriter(logdir=str(Path(directory).expanduser()), purge_step=step + 1 if step else 0)
+    directory = Path(run_dir or ".") / "tensorboard"
+    package = import_extra("tensorboardX", "tensorboardX")
+    writer = package.SummaryWriter(logdir=str(directory.expanduser()), purge_step=step + 1 if step else 0)
 
     def log(step: int, metrics: dict[str, float]) -> None:
         for metric, value in metrics.items():
@@ -127,7 +123,7 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
 
 def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
     """Open a run of wandb or trackio. `runs` maps their names to the run to continue, and is updated."""
-    package = _import_package(name, name)
+    package = import_extra(name, name)
     settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
     if name == "trackio":  # trackio identifies a run by its name
         settings["name"] = runs.get(name, config.run_name)
@@ -139,11 +135,3 @@ def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
     run = package.init(**settings)
     runs[name] = run.name if name == "trackio" else run.id
     return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
-
-
-def _import_package(name: str, extra: str) -> ModuleType:
-    """Import a package. Raises an ImportError that names its extra if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{name} cannot be imported ({error}); pip install 'grpo_jax[{extra}]'") from error

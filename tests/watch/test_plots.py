@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.watch.plots import draw_report, find_panels, save_figure
+from grpo_jax.watch.summary import held_out, held_out_scores
 
 
 def run(steps=40):
@@ -108,3 +109,13 @@ def test_any_name_of_a_reward_function_is_drawn():
     figure = draw_report(lines, title=" ".join(names), only=["Reward"])
     assert png(figure).startswith(b"\x89PNG")
     assert len(figure.axes[0].get_legend().get_texts()) == 1 + len(names)
+
+
+@pytest.mark.quick
+def test_held_out_scores():
+    scores = {"eval/accuracy": "accuracy", "eval/length_reward": "length_reward", "eval/greedy/format": "greedy/format"}
+    assert {name: held_out(name) for name in scores} == scores
+    assert not any(held_out(f"eval/{name}") for name in ("mean_length", "clipped_ratio", "rewards/a/std", "seconds"))
+    assert held_out_scores(["kl", *scores, "eval/reward"]) == scores | {"eval/reward": "reward"}
+    assert held_out_scores(["eval/accuracy", "eval/reward"]) == {"eval/accuracy": "accuracy"}, "the same value twice"
+    assert held_out_scores(["eval/reward"]) == {"eval/reward": "reward"}
