@@ -144,10 +144,8 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    return (
-        steps,
-        "all completions are shown" if kept == total else f"completions.jsonl has all {total:,} of {len(at):,} steps",
-    )
+    others = f"{total:,} completions of {len(at):,} steps" if kept < total else "no others"
+    return steps, f"completions.jsonl has {others}"
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:

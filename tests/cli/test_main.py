@@ -89,12 +89,11 @@ def test_keys_may_have_hyphens_and_negative_values():
     argv = ["train", "a.yaml", "--learning-rate", "-1", "--max_steps=3", "--run-dir", "x", "--dry-run"]
     arguments = parse(argv)
     assert arguments.keys == {"learning_rate": "-1", "max_steps": "3", "run_dir": "x"}
-    assert (arguments.dry_run, arguments.resume, arguments.num_processes) == (True, "auto", None)
+    assert (arguments.dry_run, arguments.resume) == (True, "auto")
     arguments = parse(["chat", "runs/x", "--model", "y", "--say", "a", "--say", "b"])
     assert (arguments.model, arguments.keys) == ("runs/x", {"model": "y"})
     assert (arguments.say, arguments.checkpoint) == (["a", "b"], None)
     assert parse(["train", "--max_steps", "3", "a.yaml"]).run == "a.yaml"
-    assert (parse(["plan"]).run, parse(["plan", "a.yaml", "--memory", "16"]).memory) == (None, 16.0)
 
 
 def test_every_key_has_a_group():

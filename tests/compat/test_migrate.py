@@ -68,21 +68,17 @@ def test_the_page_holds_the_table_and_its_functions_are_there():
         ({"bf16": True, "use_vllm": True, "optim": "adamw_torch"}, {"compute_dtype": "bfloat16"}),
         ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
         ({"save_strategy": "no"}, {"save_steps": None}),
-        # Evaluations: without steps of their own they come with the lines of the log.
         ({"eval_strategy": "steps"}, {"eval_steps": 10}),
         ({"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": 3, "logging_steps": 3}),
         ({"eval_strategy": "no", "eval_steps": 3}, {"eval_steps": None}),
-        # Arguments of sampling override the fields.
         (
             {"generation_kwargs": {"stop_strings": ["</a>"], "top_p": 0.9, "do_sample": True, "max_new_tokens": 64}}
             | {"top_p": 0.5, "top_k": 7},
             {"stop": ["</a>"], "top_p": 0.9, "top_k": 7, "max_completion_length": 64},
         ),
         ({"generation_kwargs": {"stop": ".", "stop_token_ids": [3]}}, {"stop": ".", "stop_token_ids": [3]}),
-        # The correction for vLLM.
         ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
         ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
-        ({VLLM + "clip_max": None}, {"sampler_correction_max": None}),
         ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
     ],
     ids=str,
