@@ -13,17 +13,11 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 foreign_names: list[Callable[[], Mapping[str, str]]] = []
-"""Functions that return a table of another library's names and advice, registered by the package. They are called only
-when a name is unknown."""
+"""Functions that return another library's names with advice, registered by the package and called for unknown names."""
 
 
 def show(value: object, limit: int = 100) -> str:
-    """Return the repr of a value, shortened for a message.
-
-    Example:
-      >>> show("a" * 10, limit=8)
-      "'aaaaaaa…"
-    """
+    """Return the repr of a value, shortened to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
@@ -34,23 +28,13 @@ def one_line(error: BaseException, limit: int | None = 200) -> str:
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
-    """Return the first few items of a list, and the number of further ones.
-
-    Example:
-      >>> some(["a", "b", "c"], most=2)
-      'a, b and 1 more'
-    """
+    """Return the first few items of a list and the number of the rest, such as "a, b and 1 more"."""
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is nearest to a mistyped one; None if none is near.
-
-    Example:
-      >>> nearest("learning_rat", ["learning_rate", "loss_type"]), nearest("x", ["learning_rate"])
-      ('learning_rate', None)
-    """
+    """Return the known name that is nearest to a mistyped one; None if none is near."""
     found = difflib.get_close_matches(str(name)[:100], sorted(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
@@ -75,36 +59,23 @@ def raise_all(what: str, problems: Sequence[str]) -> None:
 
 
 def _flat(problem: str) -> list[str]:
-    """Return the lines of a problem that may be a message of `raise_all`."""
+    """Return the lines of a problem that may be a message of `raise_all`, each after its heading."""
     heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
     return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 
 
 def problems_of(error: BaseException) -> list[str]:
-    """Return the lines of an error that may come from `raise_all`, without its heading.
-
-    Example:
-      >>> problems_of(ValueError("config has 2 errors:\\n  a\\n  b")), problems_of(ValueError("c"))
-      (['a', 'b'], ['c'])
-    """
+    """Return the lines of an error that may come from `raise_all`, without its heading."""
     return str(error).split("\n  ")[1:] or [str(error)]
 
 
 class Faults(list[Exception]):
-    """Errors of several checks, which are raised together.
-
-    Example:
-      >>> faults = Faults()
-      >>> faults.of(int, "7"), faults.of(int, "seven")
-      (7, None)
-      >>> len(faults)
-      1
-    """
+    """Errors of several checks, which are raised together."""
 
     def of(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **keywords: _Arguments.kwargs
     ) -> _Result | None:
-        """Return the result of the function; if it raises, keep the error and return None."""
+        """Return the result of a check; if it raises, keep the error and return None."""
         try:
             return function(*args, **keywords)
         except (ValueError, OSError) as error:
@@ -119,16 +90,7 @@ class Faults(list[Exception]):
 
 
 def import_extra(module: str, package: str) -> ModuleType:
-    """Import a module of an optional dependency.
-
-    Raises:
-      ValueError: it is not installed, or cannot be imported.
-
-    Example:
-      >>> import_extra("no_such_package", "no-such-package")
-      Traceback (most recent call last):
-      ValueError: no-such-package is needed and cannot be imported (ModuleNotFoundError: ...): pip install ...
-    """
+    """Import a module of an optional dependency, or raise a `ValueError` with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

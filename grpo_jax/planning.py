@@ -1,24 +1,25 @@
-"""The programs of a run before there are weights or devices: their memory and FLOPs, by the compiler of the devices.
+"""Memory and FLOPs of a run before there are weights or devices, by the compiler of the devices.
 
-They are lowered for abstract shapes: no weight is read. Absent devices have a process of their own (`models.devices`).
+The programs are lowered for abstract arrays, so no weight is read. For devices that are not here (`models.devices`), a
+process of its own compiles them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -33,18 +34,14 @@ from grpo_jax.rollout.programs import copies
 from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
-from grpo_jax.run.run import BaseRun, Run
+from grpo_jax.run.run import BaseRun
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Batch, Json, Params
-from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
-
-_NO_ROWS = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
-_NO_EXAMPLES = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,25 +82,24 @@ class Plan:
     def __str__(self) -> str:
         row = "{:<10} {:>10} {:>12} {:>10} {:>10} {:>12} {:>9}".format
         size = functools.partial(short_number, unit="B")
-        held = " · ".join(f"{name} {size(x)}" for name, x in self.held.items())
         lines = [
             f"{self.devices} × {self.device}, activations {'recomputed' if self.recomputes else 'kept'}",
-            f"held on each device: {held}",
+            "held on each device: " + " · ".join(f"{name} {size(x)}" for name, x in self.held.items()),
             row("program", "arguments", "temporaries", "results", "peak", "FLOP a call", "compiled"),
         ]
         for name, x in self.programs.items():
             flops = "?" if math.isnan(x.flops) else short_number(x.flops, "")
-            sizes = map(size, (x.arguments, x.temporaries, x.results, x.peak))
-            lines.append(row(name, *sizes, flops, f"{x.seconds:.0f} s"))
+            held = size(x.arguments), size(x.temporaries), size(x.results), size(x.peak)
+            lines.append(row(name, *held, flops, f"{x.seconds:.0f} s"))
         for name, x in self.programs.items():
             if x.collectives:
-                told = " · ".join(f"{kind} {size(n)}" for kind, n in x.collectives.items())
-                lines.append(f"between devices, {name}: {told}")
+                sent = " · ".join(f"{kind} {size(n)}" for kind, n in x.collectives.items())
+                lines.append(f"between devices, {name}: {sent}")
             if x.kernels:
                 lines.append(f"kernels, {name}: " + " · ".join(f"{kind} × {n}" for kind, n in x.kernels.items()))
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {size(self.memory)} a device")
-        return "\n".join([*([self.note] if self.note else []), *lines])
+        return "\n".join([self.note, *lines] if self.note else lines)
 
 
 def programs(
@@ -113,13 +109,11 @@ def programs(
     prompt_length: int | None = None,
     devices: Sequence[jax.Device],
     param_dtype: str = "float32",
-    lora: int | Json | None = None,
-    quantize: str | None = None,
 ) -> dict[str, jax.stages.Lowered]:
-    """Lower the largest program of each phase that `train` would run on some devices.
+    """Lower the largest program of each phase that `train` or `sft` would run on some devices.
 
-    Devices without hardware will do (`models.devices`, `jax.experimental.topologies`): `compile()` then gives that
-    machine's program, with its memory (`memory_analysis`) and its kernels (`as_text`). No weight is read.
+    The devices may be absent (`models.devices`, `jax.experimental.topologies`): `compile()` then returns that machine's
+    program, with its memory (`memory_analysis`) and its kernels (`as_text`). No weight is read.
 
     Args:
       model: name of a model on the hub, a directory, a config.json, or its content.
@@ -127,8 +121,6 @@ def programs(
       prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
       devices: of one platform.
       param_dtype: "float32" or "bfloat16", of the loaded params.
-      lora: as in `hub.weights.Loading`; None trains all params.
-      quantize: of the base, or None.
 
     Returns:
       "rollout", a burst of the decode (not of `sft`); "update", one packed sequence; with `beta` also "reference". All
@@ -147,8 +139,7 @@ def programs(
       >>> found["update"].compile().memory_analysis().temp_size_in_bytes > 0
       True
     """
-    loading = Loading(param_dtype, lora, quantize)
-    return AbstractRun.of(read_model(model), config, prompt_length, loading, devices).lowered()
+    return AbstractRun.of(devices, read_model(model), config, prompt_length, Loading(param_dtype)).lowered()
 
 
 def plan(
@@ -166,15 +157,12 @@ def plan(
     """Compile a run's programs and return the memory and FLOPs that they take.
 
     Args:
-      model: as in `planning.programs`, as all arguments but the next three.
-      config: of `train` or of `sft`.
-      prompt_length: P, tokens.
+      model: as in `planning.programs`, like `config`, `prompt_length` and `param_dtype`.
       device: "H100", "H100-8", "v5e-8", … (`models.devices`), by a compiler that needs no hardware; None: the devices
         of this machine.
       memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
-      param_dtype: "float32" or "bfloat16".
       lora: rank of adapters, or `rank` and `targets`; None trains all params.
-      quantize: "nf4", "int8" or None.
+      quantize: of the base under adapters: "nf4", "int8" or None.
       donate: as in `train`, which then does not hold the caller's params. `grpo-jax train` donates.
 
     Returns:
@@ -199,87 +187,77 @@ def plan(
                 f"config.mesh = {config.mesh} takes {needed} devices and {jax.device_count()} are here: name others"
                 " with device, such as 'H100-8' or 'v5e-8'"
             )
-        return _plan_on(jax.devices(), raw, config, prompt_length, loading, memory, donate=donate)
+        memory = memory_of(jax.devices()[0]) if memory is None else memory
+        run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory)
+        return run.plan(jax.devices()[0].device_kind, donate=donate)
     target = Target.read(device)
     if needed > target.count:
         raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {needed} of them")
     if target.missing:
         raise ValueError(f"device is {device!r}: its compiler is not installed; pip install {target.missing}")
-    request: Json = {"model": raw, "config": config.to_dict(), "prompt_length": prompt_length, "device": device}
-    request = {**request, "loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
-    command, env = [sys.executable, "-m", "grpo_jax.planning"], os.environ | ENVIRONMENT
-    done = subprocess.run(command, input=json.dumps(request), env=env, capture_output=True, text=True, check=False)
+    code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((target, memory, raw, config, prompt_length, loading, donate)).hex(),
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         ended = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
         raise ValueError(f"the run could not be planned{ended}: {_last_error(done.stderr)}")
-    fields = json.loads(done.stdout.splitlines()[-1])
-    fields["programs"] = {phase: ProgramCost(*values) for phase, values in fields["programs"].items()}
-    return Plan(**fields)
+    found: Plan = pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1]))
+    return found
 
 
-def _answer(text: str) -> str:
-    """The plan that a request of `plan` asks for, both as JSON."""
-    fields = json.loads(text)
-    target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
-    found = _plan_on(
-        target.devices(),
-        fields["model"],
-        config,
-        fields["prompt_length"],
-        Loading(**fields["loading"]),
-        target.memory if fields["memory"] is None else fields["memory"],
-        donate=fields["donate"],
-        kind=target.kind,
-    )
-    return json.dumps({**vars(found), "programs": {phase: [*cost] for phase, cost in found.programs.items()}})
+def answer(request: str) -> str:
+    """Return a plan for absent devices, in a process that compiles for them; both are pickled, in hexadecimal."""
+    target, memory, raw, config, prompt_length, loading, donate = pickle.loads(bytes.fromhex(request))
+    memory = target.memory if memory is None else memory
+    run = AbstractRun.of(target.devices(), raw, config, prompt_length, loading, memory)
+    return pickle.dumps(run.plan(target.kind, donate=donate)).hex()
 
 
 def _last_error(stderr: str) -> str:
-    """The line of a traceback that says what went wrong; a compiler's message has many more lines."""
+    """Return the line of a traceback that names the error; a compiler's message has many more lines."""
     lines = stderr.strip().splitlines() or ["no message on standard error"]
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
 
 def _check(raw: Json, config: Config, loading: Loading) -> None:
     """Raise a `ValueError` for a model or settings that `train` would refuse on the devices of the mesh."""
-    devices = math.prod((config.mesh or {}).values())
-    raise_all("this plan", list(config.device_problems(devices)))
+    raise_all("this plan", list(config.device_problems(math.prod((config.mesh or {}).values()))))
     loading.check(raw)
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """A run by the shapes of its arrays, each with its sharding on the mesh.
+    """A run of `train` or `sft` by the shapes of its arrays, each with its sharding on the mesh.
 
-    Attributes:
-      run: as `prepare` derives it, or `prepare_sft`.
-      mesh: of one device or several.
-      state: at the first step.
-      base: frozen params under adapters; None where all params are trained.
-      batch: of one update.
+    `memory` is in bytes of a device, None if unknown; `base` are the frozen params under adapters; `batch` is an
+    update's; `rollout` is the largest call of the decode, None for `sft`.
     """
 
     run: BaseRun
     mesh: jax.sharding.Mesh
+    memory: float | None
     state: TrainState
     base: Params | None
     batch: Batch
+    rollout: functools.partial[object] | None
 
     @classmethod
     def of(
         cls,
+        devices: Sequence[jax.Device],
         raw: Json,
         config: Config,
         prompt_length: int | None,
         loading: Loading,
-        devices: Sequence[jax.Device],
         memory: float | None = None,
     ) -> AbstractRun:
-        """The run of a config.json and a config on the first of some devices.
-
-        Args:
-          memory: bytes of a device, which decide about `gradient_checkpointing=None`; None: activations are recomputed.
-        """
+        """Derive the run of a config.json and a config on the first of some devices."""
         _check(raw, config, loading)
         mesh = make_mesh(config.mesh or {}, devices)
         on = list(mesh.devices.flat)
@@ -288,39 +266,33 @@ class AbstractRun:
         params, base = loading.params(decoder.config)
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
-        policy, optimizer = Policy(model, params, config=raw), make_optimizer(config, 1000)
-        run: BaseRun
-        if isinstance(config, SFTConfig):
-            if config.max_length is None:
-                raise ValueError(
-                    "max_length = None: give the tokens of the longest example, by which the run is planned."
-                )
-            context = decoder.config.max_position_embeddings
-            run = derive_sft(
-                *(policy, config, _NO_EXAMPLES),
-                mesh=mesh,
-                longest=config.max_length,
-                context=context,
-                optimizer=optimizer,
-            )
-        elif prompt_length is None:
-            raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
-        else:
-            made = derive_run(*(policy, config, _NO_ROWS), prompt_length=prompt_length, mesh=mesh, optimizer=optimizer)
-            run = decide_checkpointing(made, memory)
-
+        run, rollout = _DERIVE[type(config)](Policy(model, params, config=raw), config, mesh, prompt_length, memory)
         state, batch = abstract_arrays(run)
-        return cls(run, mesh, state, base, batch)
+        return cls(run, mesh, memory, state, base, batch, rollout)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """The largest program of each phase."""
+        """Lower the largest program of each phase."""
         calls = update_calls(self.run.updater, self.state, self.batch)
-        rollout = rollout_call(self.run, self.state.params) if isinstance(self.run, Run) else None
-        found = {"rollout": rollout, "update": calls.update, "reference": calls.score if self.run.config.beta else None}
+        reference = calls.score if self.run.config.beta else None
+        found = {"rollout": self.rollout, "update": calls.update, "reference": reference}
         return {phase: lower_call(call) for phase, call in found.items() if call is not None}
 
+    def plan(self, device: str, *, donate: bool) -> Plan:
+        """Compile the programs; `device` is the name of their kind."""
+        config, held, costs = self.run.config, self.held(donate=donate), dict[str, ProgramCost]()
+        own = device_bytes((self.state.params, self.base), self.mesh)
+        for phase, lowered in self.lowered().items():
+            cost = compile_program(lowered, own)
+            costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
+        note = (
+            f"distillation_coef = {config.distillation_coef}: the teacher's params and forward passes are not counted"
+        )
+        recomputes = bool(config.gradient_checkpointing)
+        note = note if config.distillation_coef else ""
+        return Plan(device, self.mesh.size, self.memory, held, costs, recomputes, note)
+
     def held(self, *, donate: bool) -> dict[str, int]:
-        """Bytes that stay on each device, by part."""
+        """Return the bytes that stay on each device, by part."""
         state = self.state
         parts = {
             "base": self.base,
@@ -335,48 +307,42 @@ class AbstractRun:
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.mesh))}
 
     def added(self, phase: str, cost: ProgramCost) -> int:
-        """Bytes that a phase adds on each device to those that stay."""
-        own = device_bytes((self.state.params, self.base), self.mesh)
+        """Return the bytes that a phase adds on each device to those that stay."""
         if phase == "reference":
             return cost.temporaries
-        if phase == "rollout":  # the decode is given rounded copies of some params, which stay
-            kept, given = (_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
-            return max(given, cost.arguments - own + kept) + cost.temporaries
-        return added_bytes(self.run, self.state, self.batch, cost)
+        if phase == "update":
+            return added_bytes(self.run, self.state, self.batch, cost)
+        # The decode is given rounded copies of some params, which stay.
+        own = device_bytes((self.state.params, self.base), self.mesh)
+        kept, given = (_shard_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
+        return max(given, cost.arguments - own + kept) + cost.temporaries
 
 
-def _bytes(tree: Any) -> int:
-    """Bytes on each device of shapes, by their shardings."""
+def _shard_bytes(tree: Params) -> int:
+    """Return the bytes of some shapes on each device, by their own shardings."""
     shapes = [(x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x) for x in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in shapes)
 
 
-def _plan_on(
-    devices: Sequence[jax.Device],
-    raw: Json,
-    config: Config,
-    prompt_length: int | None,
-    loading: Loading,
-    memory: float | None,
-    *,
-    donate: bool,
-    kind: str | None = None,
-) -> Plan:
-    """The plan of a run on devices for which this process can compile."""
-    memory = memory_of(devices[0]) if memory is None else memory
-    run = AbstractRun.of(raw, config, prompt_length, loading, devices, memory)
-    held, found = run.held(donate=donate), {}
-    own = device_bytes((run.state.params, run.base), run.mesh)
-    for phase, lowered in run.lowered().items():
-        cost = compile_program(lowered, own)
-        found[phase] = cost._replace(peak=sum(held.values()) + run.added(phase, cost))
-    coef = run.run.config.distillation_coef
-    note = (
-        "" if not coef else (f"distillation_coef = {coef}: the teacher's params and its forward passes are not counted")
-    )
-    recomputes = bool(run.run.config.gradient_checkpointing)
-    return Plan(kind or devices[0].device_kind, run.mesh.size, memory, held, found, recomputes, note)
+def _grpo_run(
+    policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, prompt_length: int | None, memory: float | None
+) -> tuple[BaseRun, functools.partial[object] | None]:
+    if prompt_length is None:
+        raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
+    rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
+    run = decide_checkpointing(derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh), memory)
+    return run, rollout_call(run, policy.params)
 
 
-if __name__ == "__main__":
-    print(_answer(sys.stdin.read()))
+def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh, *_: object) -> tuple[BaseRun, None]:
+    if config.max_length is None:
+        raise ValueError("max_length = None: give the tokens of the longest example, by which the run is planned.")
+    examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
+    context = policy.model.config.max_position_embeddings
+    return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context), None
+
+
+_DERIVE: dict[type, Callable[..., tuple[BaseRun, functools.partial[object] | None]]] = {
+    GRPOConfig: _grpo_run,
+    SFTConfig: _sft_run,
+}

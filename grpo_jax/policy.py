@@ -15,13 +15,7 @@ from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
 
 
 class Donated(dict[str, Any]):
-    """The params of a policy that `train(..., donate=True)` has taken; using them raises a `ValueError`.
-
-    Example:
-      >>> Donated()["embed_tokens"]
-      Traceback (most recent call last):
-      ValueError: policy is empty: train(..., donate=True) took its params, and changed them in place. ...
-    """
+    """The params of a policy after `train(..., donate=True)` has taken them; any use raises a `ValueError`."""
 
     def refuse(self, *_: Any) -> Any:
         """Raise the error."""
@@ -42,34 +36,20 @@ class Donated(dict[str, Any]):
 jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 
 
-def describe_params(params: Params) -> str:
-    """Return the number of parameters of a tree, and their dtypes, for a repr.
-
-    Example:
-      >>> describe_params({"w": np.zeros((3, 4), np.float32)})
-      '12 parameters float32'
-    """
-    if isinstance(params, Donated):
-        return "params were donated"
-    leaves = jax.tree.leaves(params)
-    kinds = sorted({str(leaf.dtype) for leaf in leaves})
-    return f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters {'/'.join(kinds)}"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """A language model with everything that goes into its checkpoint.
 
     Attributes:
-      model: `Transformer`; `model.config` is the shape of the decoder.
+      model: a `Transformer`, whose `config` is the shape of the decoder; or any `types.Model`.
       params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
-      tokenizer: of transformers, or None where the checkpoint has none.
-      config: the content of config.json, unchanged.
-      generation_config: the content of generation_config.json, {} where there is none.
+      tokenizer: of transformers; None if the checkpoint has none.
+      config: content of config.json, unchanged.
+      generation_config: content of generation_config.json; {} if there is none.
       files: the tokenizer's files, name to bytes, unchanged; written unless `tokenizer` was replaced or changed.
-      extra_tensors: tensors of the checkpoint outside of the language model, such as a vision tower, by name;
+      extra_tensors: tensors of the checkpoint outside the language model, such as a vision tower, by name;
         memory-mapped, and written unchanged.
-      stacked_experts: the checkpoint has the experts of a layer in one tensor of each kind, and they are written so.
+      stacked_experts: whether the checkpoint stores the experts of a layer in one tensor of each kind.
       loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
     """
 
@@ -85,26 +65,31 @@ class Policy:
 
     def __repr__(self) -> str:
         names = (self.config.get("architectures") or [type(self.model).__name__])[:1]
-        return f"Policy({names[0]}, {describe_params(self.params)}, {type(self.tokenizer).__name__})"
+        params = "params were donated"
+        if not isinstance(self.params, Donated):
+            leaves = jax.tree.leaves(self.params)
+            dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+            params = f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters {dtypes}"
+        return f"Policy({names[0]}, {params}, {type(self.tokenizer).__name__})"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: of generation_config.json, else of config.json, else of the tokenizer."""
-        for ids in self._said("eos_token_id"):
+        """Ids that end a completion, from generation_config.json, else config.json, else the tokenizer."""
+        for ids in self._values_of("eos_token_id"):
             if ids is not None and ids != []:
                 return (ids,) if isinstance(ids, int) else tuple(ids)
         return ()
 
     @property
     def pad_token_id(self) -> int:
-        """The id to pad with: the first one given, as for `eos_token_ids`, else the first EOS, else 0."""
-        for token in self._said("pad_token_id"):
+        """The id to pad with, from the same places as `eos_token_ids`; else the first EOS, else 0."""
+        for token in self._values_of("pad_token_id"):
             if token is not None and token >= 0:
                 return token
         return (*self.eos_token_ids, 0)[0]
 
-    def _said(self, name: str) -> list[Any]:
-        """The values of a name in the files and then in the tokenizer, None where it is not given."""
+    def _values_of(self, name: str) -> list[Any]:
+        """Return the values of a setting in the files and then in the tokenizer; None where it is missing."""
         files = (self.generation_config, self.config, self.config.get("text_config") or {})
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
@@ -113,14 +98,14 @@ class Policy:
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:
-        """Raise a `ValueError` if there is none."""
+        """Raise a `ValueError` if there is no tokenizer."""
         if self.tokenizer is None:
             raise ValueError(
                 "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
             )
 
     def check_model(self) -> None:
-        """Raise a `ValueError` unless the model has the `apply` of `types.Model`; a user's own model is traced."""
+        """Raise a `ValueError` unless the model has the `apply` of `types.Model`, by tracing a user's own model."""
         model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
         if is_cached(model):
             return
@@ -132,10 +117,10 @@ class Policy:
             raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]; {MODEL_CALL}.")
 
     def check_held(self) -> None:
-        """Raise a `ValueError` if a run has taken the params, of this policy or of another one with the same arrays."""
+        """Raise a `ValueError` if a run has taken the params, also by another policy with the same arrays."""
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
             Donated().refuse()
 
     def replace(self, **changes: Any) -> Policy:
-        """This policy with other fields, as `policy.replace(params=state.params)`."""
+        """Return a policy with some other fields, as in `policy.replace(params=state.params)`."""
         return dataclasses.replace(self, **changes)

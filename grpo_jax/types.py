@@ -1,4 +1,4 @@
-"""The axes, and the frozen pytrees that travel along them.
+"""The axes, and the frozen pytrees and protocols that the package shares.
 
 Axis letters, used in every docstring of this package:
 
@@ -67,11 +67,10 @@ class Completions(flax.struct.PyTreeNode):
     ```
 
     Attributes:
-      tokens: [B, G, T] int32: sampled tokens and, with several turns, the observations in between; the pad id after the
-        last.
+      tokens: [B, G, T] int32 sampled tokens and, with several turns, the observations in between; then the pad id.
       mask: [B, G, T] bool; True on sampled tokens: with one turn up to and including the first EOS, with several turns
         in every turn, but not on observations.
-      log_probs: [B, G, T] float32; of the distribution the token was sampled from; 0 where `mask` is False.
+      log_probs: [B, G, T] float32 under the distribution that the token was sampled from; 0 where `mask` is False.
       ended: [B, G] bool; False if the completion was cut off at T, from the sampler's own record.
       present: [B, G, T] bool; True on all tokens of a completion of several turns, observations included. None: `mask`.
       old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
@@ -87,11 +86,11 @@ class Completions(flax.struct.PyTreeNode):
 
 
 class TeacherLogProbs(NamedTuple):
-    """Log-probs from an external teacher (`run.teacher.Scorer`), NumPy's arrays.
+    """Log-probs from an external teacher (`run.teacher.Scorer`), as NumPy arrays.
 
     Attributes:
       log_probs: [B, G, T] floats ≤ 0, nats, of the sampled tokens; ignored where the mask is False.
-      top_ids: [B, G, T, k] integers, k different tokens, usually the most probable ones; None: only sampled tokens.
+      top_ids: [B, G, T, k] integers, k different tokens, usually the most probable ones; None for sampled tokens only.
       top_log_probs: [B, G, T, k] floats ≤ 0, nats, of these tokens.
     """
 
@@ -101,25 +100,24 @@ class TeacherLogProbs(NamedTuple):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """The completions of an iteration, or a minibatch of them: everything that a gradient depends on except params.
+    """The completions of an iteration, or a minibatch of them: all inputs of a gradient except the params.
 
     Attributes:
       prompts: `Prompts`, tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; the tokens that count in the loss.
       advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
-      sampling_log_probs: [B, G, T] float32, `Completions.log_probs`: the built-in sampler computes them when it samples
-        a token (`rollout.draw`), in every turn. They are the old log-probs of the ratio, unless there are
-        `old_log_probs` (`update.objective`). If `GRPOConfig.on_policy` (a single update by the policy that sampled),
-        neither is read: the ratio is exp(l − sg(l)).
-      ref_log_probs: [B, G, T] float32 under the reference, computed once by `run.collect` before the first update
+      sampling_log_probs: [B, G, T] float32, `Completions.log_probs`: the old log-probs of the ratio, unless there are
+        `old_log_probs`. If `GRPOConfig.on_policy` (a single update by the policy that sampled), neither is read: the
+        ratio is exp(l − sg(l)). The built-in sampler computes them as it samples (`rollout.draw`), in every turn.
+      ref_log_probs: [B, G, T] float32 under the reference, computed by `run.collect` before the first update
         (`Updater.score`); None if beta is 0.
       initial_log_probs: [B, G, T] float32 under the initial policy; None if the reference is that policy.
       counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
       old_log_probs: [B, G, T] float32 under the policy that sampled, if an engine samples; None: `sampling_log_probs`.
       teacher_log_probs: [B, G, T] float32 of the sampled tokens under a teacher; None unless the update reads them.
-      teacher_top_ids: [B, G, T, k] int32, tokens with a teacher's log-probs; None unless the update reads them.
-      teacher_top_log_probs: [B, G, T, k] float32 nats, these log-probs.
+      teacher_top_ids: [B, G, T, k] int32 tokens with log-probs of a teacher; None unless the update reads them.
+      teacher_top_log_probs: [B, G, T, k] float32 log-probs of these tokens, nats.
     """
 
     prompts: Prompts
@@ -147,14 +145,10 @@ class Model(Protocol):
 
 
 class CachedModel(Model, Protocol):
-    """A model of this package: it reads a prompt once for all of its completions, and decodes with a cache.
+    """A model of this package, which reads a prompt once for all of its completions and decodes with a cache.
 
-    Besides the whole forward pass, `apply(..., method=name)` runs parts of it: `prefill`, `hidden`, `unembed` and
-    `unembed_columns`, as `models.transformer.Transformer` documents them. Other models read all tokens again.
-
-    Attributes:
-      config: its `TransformerConfig`.
-      prefill: the method, by which such a model is known (`is_cached`); it is called by `apply`.
+    `apply(..., method=name)` runs `prefill`, `hidden`, `unembed` and `unembed_columns` of
+    `models.transformer.Transformer`. For other models, all tokens are read again at every step.
     """
 
     @property
@@ -165,20 +159,14 @@ class CachedModel(Model, Protocol):
 
 
 def is_cached(model: Model) -> TypeGuard[CachedModel]:
-    """Return whether a model is a `CachedModel`; adapters and `as_argument` are if the model under them is.
-
-    Example:
-      >>> from flax import linen
-      >>> is_cached(linen.Dense(1))
-      False
-    """
+    """Return whether a model is a `CachedModel`; adapters and `as_argument` are if their model is."""
     return hasattr(model, "prefill")
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A model without arrays as a pytree without leaves, which `jit` compares by hash and equality."""
+    """A pytree without leaves around a model without arrays; `jit` compares it by hash and equality."""
 
     model: Any
 
@@ -196,10 +184,10 @@ MODEL_CALL = (
 
 
 def as_argument(model: Model) -> Any:
-    """The model as an argument of a compiled function.
+    """Return the model as an argument of a compiled function.
 
-    A model that is a pytree (`LoraModel` with its frozen base) passes its arrays along; as a static argument or in a
-    closure they would be constants that every compiled function holds a copy of. Any other model becomes static.
+    A model that is a pytree (`LoraModel` with its frozen base) passes its arrays as arguments. In a closure they would
+    be constants, with a copy in every compiled function. Any other model becomes static.
 
     Args:
       model: any `Model`.
@@ -272,14 +260,14 @@ class RewardFn(Protocol):
     """A reward function, with TRL's contract.
 
     It is called once per batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other
-    column of the dataset under its own name; only those are passed that its signature takes. Each is a list with one
-    entry per completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets
-    and arrays in them are copies, which the function may change; other objects are shared with the dataset. It returns
-    one float or None per completion; None means "not scored" and is not a zero. Instead of a float it may return a list
-    with one for each turn, or an array with one for each token of the completion: the reward is their sum, and
-    `turn_credit` decides where in the completion they count. It may be `async`. A function that cannot score every row
-    may have a method `check_rows(rows, argument="the dataset")`, which a run calls before it samples, and which raises
-    a ValueError.
+    column of the dataset under its own name, as far as its signature takes them. Each is a list with one entry per
+    completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays
+    in them are copies, which the function may change; other objects are shared with the dataset.
+
+    It returns one float or None per completion; None means "not scored" and is not a zero. Instead of a float it may
+    return a list with a reward for each turn, or an array with one for each token of the completion: the reward is
+    their sum, and `turn_credit` decides where in the completion they count. It may be `async`. If it cannot score every
+    row, its method `check_rows(rows, argument="the dataset")` raises a ValueError, before a run samples anything.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
@@ -319,20 +307,20 @@ completions without a score an advantage of 0.
 
 
 class Environment(Protocol):
-    """Answers the policy in completions of several turns: an object for each, with any of these methods.
+    """Answers the policy during one completion of several turns. Each method is optional and may be `async`.
 
-    All may be `async`. Every other public method is a tool: the policy calls it in the form of its chat template, with
-    a docstring that describes the arguments. The object keeps its state from call to call.
+    Every other public method is a tool, which the policy calls in the format of its chat template and whose docstring
+    describes the arguments. The object keeps its state from call to call.
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Begin, given a copy of the dataset's row; text that is returned is added to the prompt, equal in a group."""
+        """Begin with a copy of the dataset's row, and return text to add to the prompt, equal within a group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
-        """Return the text that the policy sees after a turn without calls of tools; None ends the completion.
+        """Return the text that the policy sees after a turn without tool calls; None ends the completion.
 
-        `(text, reward)` rewards the turn; such an environment has `get_reward`, whose number is added to the last turn.
+        `(text, reward)` rewards the turn; then `get_reward` is required, whose number is added to the last turn.
         """
         ...
 
@@ -342,7 +330,7 @@ class Environment(Protocol):
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Prompt and completion as one right-padded row: [B·G, P+T] tokens, and where each completion starts [B·G]."""
+    """Return prompt and completion as right-padded rows [B·G, P+T], and the start of each completion [B·G]."""
     b, g, t = tokens.shape
     p = prompts.tokens.shape[1]
     position = jnp.arange(p + t)[None]

@@ -155,7 +155,7 @@ class Settings:
     project: str = setting("huggingface", resume="free")
     """Project in trackio, and in Weights & Biases if the variable WANDB_PROJECT is not set."""
     push_to_hub: bool = setting(False, resume="free")
-    """Push the policy to the hub in the background at every checkpoint of `save_steps`, and at the end."""
+    """Push the policy to the hub at every checkpoint of `save_steps`, and at the end."""
     hub_model_id: str | None = setting(None, resume="free")
     """Repository, "name" or "owner/name"; None: the name of the run directory."""
     hub_private_repo: bool | None = setting(None, resume="free")

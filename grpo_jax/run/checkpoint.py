@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one atomic directory each, with all that decides the rest of the run.
+"""Checkpoints of a run: one directory per checkpoint, with everything that decides the rest of the run.
 
 ```
 checkpoints/40/   params   what is exported
@@ -13,8 +13,8 @@ A frozen base of adapters and a teacher are not stored, but compared on resume. 
 of `save_steps` and after the last step. Others (a stop, an error, `save_minutes`) are only for resuming: which is best,
 and which are kept in the end, does not depend on where a run was interrupted.
 
-Orbax writes in the background, under a temporary name, and renames at the end; what a killed process leaves is ignored.
-The arrays are copied when `save` is called: the next update may donate them at once.
+Orbax writes in the background, under a temporary name, and renames at the end, so a killed process leaves no partial
+checkpoint. The arrays are copied when `save` is called: the next update may donate them at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import shutil
 import time
@@ -36,7 +37,7 @@ import numpy as np
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line, raise_all
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
-from grpo_jax.run.resume import changed_functions, differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.run.resume import changed_functions, differences, warn_of_changes
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
@@ -50,8 +51,8 @@ _PAUSE = 20  # the clock waits at least 20 times as long as the last save blocke
 
 
 class Restored(NamedTuple):
-    """The moment that a run resumes from: state, counters (None for a new run), unfinished batch, completions sampled
-    ahead, and their transcript as the bytes of a JSON text.
+    """What a run resumes from: state, counters (None for a new run), unfinished batch, prefetched completions and their
+    transcript.
     """
 
     state: TrainState
@@ -64,19 +65,18 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of a run directory; without a directory, nothing is written or found.
 
-    A context manager: leaving it waits for a save in progress. `about` is from `resume.describe`. `save`, `wait` and
-    leaving raise an `OSError` if a checkpoint could not be written, such as on a full disk. All processes of a run call
-    the methods together.
+    A context manager, whose exit waits for a save in progress. `about` is from `resume.describe`. A failed save raises
+    an `OSError` in `save`, `wait` or the exit. All processes of a run call the methods together.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
         self._config, self._about = config, about
         self._last_step = None if about is None else about["total_steps"]
-        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save
+        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, as of the last save
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
         self._saved_at, self._blocked_for = time.monotonic(), 0.0
         self._checkpointer = None
-        self._pending: tuple[int, Any] | None = None  # step, and orbax's response, of what is being written
+        self._pending: tuple[int, Any] | None = None  # step and orbax's response, while a checkpoint is written
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
 
@@ -100,7 +100,7 @@ class Checkpoints:
                 raise
             error.add_note(str(failed))  # the first error is the one to be seen
         finally:
-            with contextlib.suppress(Exception):  # the error that wait has raised
+            with contextlib.suppress(Exception):  # raised by `wait` already
                 self._checkpointer.close()
 
     @property
@@ -109,17 +109,17 @@ class Checkpoints:
         return self._checkpointer is not None
 
     def scheduled(self, step: int) -> bool:
-        """Whether an undisturbed run has a checkpoint of this step, without `save_minutes`."""
+        """Whether `save_steps` or the end of the run asks for a checkpoint of this step."""
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
     def due(self, step: int) -> bool:
-        """Whether the run is to be saved after this step."""
+        """Whether to save the run after this step."""
         minutes = self._config.save_minutes
         if self.scheduled(step) or minutes is None or self._checkpointer is None:
             return self.scheduled(step)
         pause = max(60 * minutes, _PAUSE * self._blocked_for)
-        # The clock of process 0 decides: one that decided by itself would wait for the others.
+        # The clock of process 0 decides for all, since they write together.
         return bool(gather_objects(time.monotonic() - self._saved_at >= pause)[0])
 
     def save(
@@ -130,7 +130,7 @@ class Checkpoints:
         ahead: Completions | None = None,
         transcript: np.ndarray | None = None,
     ) -> None:
-        """Begin to write a checkpoint of this moment, unless its step has one. Waits for the one before it."""
+        """Begin to write a checkpoint, unless its step has one, after waiting for the one before it."""
         if self._checkpointer is None:
             return
         steps = self.steps()
@@ -156,7 +156,7 @@ class Checkpoints:
         self._blocked_for = self._saved_at - began
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is whole."""
+        """Wait until the last checkpoint is written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             step, response = pending
@@ -164,14 +164,14 @@ class Checkpoints:
                 response.result()  # not the checkpointer's wait, which leaves an event loop behind
 
     def steps(self) -> list[int]:
-        """The steps that have checkpoints, in order."""
+        """Return the steps that have checkpoints, in order."""
         own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
         return gather_objects(own)[0]
 
     def measured(self, progress: Progress) -> None:
         """Record the `metric_for_best_model` of a scheduled step, if it was measured.
 
-        The checkpoint of the step may be written already: by a stop, before the resumed run evaluates.
+        A stop may have written the checkpoint before the resumed run evaluates.
         """
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.scheduled(step):
@@ -179,28 +179,29 @@ class Checkpoints:
         if progress.metric is None:
             warnings.warn(
                 f"metric_for_best_model = {name!r} has not been measured up to step {step}, so its checkpoint cannot"
-                " become the best: look for the right name in metrics.jsonl",
+                " become the best, and without a best the last policy is returned: look for the right name in"
+                " metrics.jsonl",
                 stacklevel=3,
             )
         elif not name.startswith("eval/") or progress.evaluated == step:
             progress.metrics[str(step)] = progress.metric
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
-        """Step and metric of the best checkpoint; None if none was measured."""
+        """Return step and metric of the best checkpoint; None if none was measured."""
         return self.best_of(self.steps(), progress.metrics)
 
     def best_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
-        """Step and metric of the best scheduled step, the later of two equal ones; None if none was measured."""
+        """Return the best scheduled step with its metric, the later of two equal ones; None if none was measured."""
         sign = 1 if self._config.best_is_greatest else -1
         measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
     def kept_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
-        """The steps whose checkpoints are kept.
+        """Return the steps whose checkpoints are kept.
 
-        These are the newest `save_total_limit` scheduled ones (None: all), the best, and of those after the last
-        scheduled one as many again (None: one). Without `save_steps` a limit applies to all.
+        The newest `save_total_limit` scheduled ones (None: all), the best, and of those after the last scheduled one as
+        many again (None: one). Without `save_steps` a limit applies to all.
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
@@ -210,51 +211,37 @@ class Checkpoints:
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Whether orbax keeps each of some checkpoints: its protocol of a preservation policy."""
+        """Return whether to keep each checkpoint: orbax's protocol of a preservation policy."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = self.kept_of(steps, self._metrics)
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """With `load_best_model_at_end` the state of the best checkpoint, else `state`.
+        """Return the state of the best checkpoint if `load_best_model_at_end`, else `state`.
 
         The arrays of `state` are deleted before others are read, so that only one state is in memory.
         """
         if not self._config.load_best_model_at_end:
             return state
         best = self.best(progress)
-        if best is None:
-            warnings.warn(
-                f"load_best_model_at_end: no checkpoint has a measured {self._config.metric_for_best_model!r}, so the"
-                " policy of the last step is returned: look for the right name in metrics.jsonl",
-                RuntimeWarning,
-                stacklevel=4,
-            )
         if best is None or best[0] == int(state.step):
             return state
         like = jax.tree.map(as_target, state)
         _delete(state)
-        return self._load(best[0], like, {**self._stored_json(best[0]), **dict.fromkeys(_PENDING)}).state
+        return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
-        """The newest checkpoint that can be read; for a new run `state` alone.
+        """Return the newest checkpoint that can be read, with the shapes and devices of `state`; for a new run `state`.
 
-        Args:
-          state: the state at step 0, whose shapes and devices the arrays get. It is deleted before a checkpoint's
-            arrays are read, so that only one state is in memory.
-          resume: "auto", "must" (there has to be a checkpoint), "never" (there must not be a run) or "changed" (the
-            sources of reward functions, tools and environments may differ).
-          keep_params: do not delete `state.params`, which are the caller's until a checkpoint has been read (`donate`).
-
-        Raises:
-          ValueError: other settings, data or models (all differences listed), no readable checkpoint, or against
-            `resume`.
+        `state` is deleted before arrays are read, so that only one state is in memory; with `keep_params` its params
+        are not, which are the caller's until a checkpoint has been read (`donate`). `resume` is as in `train`. Raises a
+        `ValueError` for another run (all differences listed), or if there is no readable checkpoint.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
         like, unreadable = jax.tree.map(as_target, state), dict[int, str]()
         for step in reversed(steps):
-            stored, unreadable[step] = tried_by_all(self._stored_json, step)
+            stored, unreadable[step] = tried_by_all(functools.partial(self._stored_json, step))
             if stored is None:
                 continue
             if self._about is not None:
@@ -262,18 +249,15 @@ class Checkpoints:
                 changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
                 raise_all(what, [*differences(stored["run"], self._about, step), *changed])
             _delete(state.replace(params=None) if keep_params else state)
-            found, unreadable[step] = tried_by_all(self._load, step, like, stored)
+            found, unreadable[step] = tried_by_all(functools.partial(self._load, step, like, stored))
             if found is None:
                 continue
             del unreadable[step]
             self._set_aside(unreadable, step)
-            assert found.progress is not None
             if self._about is not None:
                 warn_of_changes(stored["run"], self._about)
-                if self._config.rollout_ahead and found.ahead is None and not found.progress.asked:
-                    warn_of_no_rollout(stored["run"], self._about)
-                metric = self._config.metric_for_best_model
-                if stored["run"]["config"].get("metric_for_best_model") != metric:
+                if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
+                    assert found.progress is not None
                     found.progress.metric, found.progress.metrics = None, {}  # values of another metric
             return found
         if unreadable:
@@ -285,7 +269,7 @@ class Checkpoints:
         return Restored(state)
 
     def _check_mode(self, steps: Sequence[int], resume: str) -> None:
-        """Raise a `ValueError` if there is a run against `resume`, or none."""
+        """Raise a `ValueError` if there is a run and `resume` forbids one, or there is none and it requires one."""
         if resume == "must" and not steps:
             raise ValueError(
                 f'{self._where} holds no checkpoint to resume from (resume="must"). If the run ended before its'
@@ -300,8 +284,7 @@ class Checkpoints:
     def _stored_json(self, step: int) -> Json:
         """Read the JSON of a checkpoint from orbax's file.
 
-        Not by `checkpointables_metadata`: it also reads the metadata of the arrays, and sometimes never returns if
-        these are torn (orbax 0.12.8, two processes).
+        `checkpointables_metadata` also reads the arrays' metadata, and may hang if they are torn (orbax 0.12.8).
         """
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
@@ -310,26 +293,23 @@ class Checkpoints:
         return json.loads(metadata["about"])
 
     def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
-        """Read one checkpoint, shaped and placed like `like`; no process waits for another, since one may fail."""
+        """Read one checkpoint, placed like `like`; no process waits for the others, since one may fail."""
         from orbax.checkpoint import v1 as ocp
 
         context, own = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = own, {own}
-        context.pytree.loading.partial_load = True  # leaves out fields that only earlier versions had
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if stored.get(name) is not None:
                 wanted[name] = abstract_of(kind, stored[name], like.step.sharding)
         with context:
-            loaded = ocp.load_checkpointables(self._directory / str(step), wanted)
-        return Restored(
-            loaded["rest"].replace(params=loaded["params"]),
-            Progress(**stored["progress"]),
-            *(fetch(loaded.get(name)) for name in _PENDING),
-        )
+            found = ocp.load_checkpointables(self._directory / str(step), wanted)
+        state = found["rest"].replace(params=found["params"])
+        batch, ahead, transcript = (fetch(found.get(name)) for name in _PENDING)
+        return Restored(state, Progress(**stored["progress"]), batch, ahead, transcript)
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        """Rename checkpoints that cannot be read, with a warning: the run will write these steps again."""
+        """Rename unreadable checkpoints, with a warning, because the run will write their steps again."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
@@ -344,12 +324,12 @@ class Checkpoints:
                 stacklevel=5,
             )
         if unreadable:
-            gather_objects(None)  # so that no process looks before they are renamed
+            gather_objects(None)  # a barrier: all are renamed
             self._checkpointer.reload()
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Turn an error in saving into an `OSError` that says what is lost and what to do."""
+        """Raise an error in saving as an `OSError` that names the last whole checkpoint and the fix."""
         try:
             yield
         except Exception as error:
@@ -362,7 +342,7 @@ class Checkpoints:
 
 
 def _delete(state: TrainState) -> None:
-    """Free the memory of a state's arrays, whatever refers to them."""
+    """Free the memory of a state's arrays."""
     for leaf in jax.tree.leaves(state):
         leaf.delete()
 
@@ -370,7 +350,7 @@ def _delete(state: TrainState) -> None:
 def _remove_unfinished(directory: Path) -> None:
     """Remove what an interrupted save has left, on which orbax's first save would fail.
 
-    Another thread of this process may still be writing there, and makes a directory again: repeat for 10 seconds.
+    Another thread of this process may still be writing there and make a directory again, so repeat for 10 seconds.
     """
     deadline = time.monotonic() + 10
     while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
@@ -382,6 +362,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _trim_heap() -> None:
-    """Return free memory to the system: glibc keeps what compilations and the threads of each save have freed."""
+    """Return free memory to the system; glibc keeps what compilations and the threads of each save have freed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Several processes as one run: starts `jax.distributed` from flags, and ends all processes soon after one fails.
+"""Several processes as one run: start `jax.distributed` from flags, and end all processes soon after one fails.
 
 ```
 my_run.py --distributed auto                                              on Slurm, TPU pods, Kubernetes, MPI
@@ -21,18 +21,11 @@ import jax
 SILENCE = 30
 """Seconds without a heartbeat after which a process counts as dead (JAX's default is 100)."""
 
-_statuses: list[int] = []  # exit statuses of the errors that end this process
+_statuses: list[int] = []  # exit status of the error that ends this process
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `start` reads to a script's parser.
-
-    Example:
-      >>> parser = argparse.ArgumentParser()
-      >>> add_flags(parser)
-      >>> parser.parse_args("--coordinator host0:8476 --num-processes 2 --process-id 1".split()).process_id
-      1
-    """
+    """Add the flags that `start` reads to a script's parser."""
     group = parser.add_argument_group("several processes as one run")
     group.add_argument("--distributed", choices=["auto"], help="detected from Slurm, TPU pod, Kubernetes or MPI")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; the same in all processes")
@@ -41,14 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Call `initialize` by the flags of `add_flags`; without any of them nothing happens.
-
-    Args:
-      arguments: what the parser returned.
-
-    Raises:
-      SystemExit: flags that exclude each other, or no cluster was found.
-    """
+    """Call `initialize` by the flags of `add_flags`, or do nothing if none is given; errors raise a `SystemExit`."""
     given = arguments.coordinator, arguments.num_processes, arguments.process_id
     if arguments.distributed is None and given == (None, None, None):
         return
@@ -63,23 +49,13 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Make this process one of several of a run; call it before anything else of JAX, in each of them.
+    """Make this process one of several of a run; each of them calls this before any other function of JAX.
+
+    `coordinator` is the "host:port" where process 0 listens. Arguments of None come from Slurm, a TPU pod, Kubernetes
+    or MPI. Raises a `ValueError` if only some are given, or if there is no cluster.
 
     An uncaught exception ends its process at once. The others end too: on CPUs when they next communicate with it,
     elsewhere after `SILENCE` seconds without its heartbeat.
-
-    Args:
-      coordinator: "host:port" where process 0 listens. None: all three come from Slurm, TPU pod, Kubernetes or MPI.
-      num_processes: number of processes.
-      process_id: of this process, 0 … num_processes − 1.
-
-    Raises:
-      ValueError: some of the three without the others, or none of them and no cluster.
-
-    Example:
-      >>> initialize("host0:8476", num_processes=2)
-      Traceback (most recent call last):
-      ValueError: process_id is missing: coordinator, num_processes and process_id are given together, or none of them
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -107,16 +83,13 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
 
 def end_by_error(status: int = 1) -> None:
-    """Let this process exit without waiting for the others, which an error would make it do for five minutes.
-
-    JAX's exit waits for all processes. After an error the others may be waiting for this one.
-    """
+    """Let this process exit without waiting for the others, as JAX's exit does for five minutes."""
     if jax.distributed.is_initialized():
         _statuses.append(status)
 
 
 def _leave() -> None:
-    """Exit at once if an error ends this process; exit functions that were registered later have run."""
+    """Exit at once if an error ends this process. Exit functions that were registered later have run."""
     if not _statuses:
         return
     with contextlib.suppress(OSError, ValueError):  # a stream may be closed
@@ -127,7 +100,7 @@ def _leave() -> None:
 
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print an error as Python does, and that it may come from another process: a collective fails first."""
+    """Print an error as Python does, with the advice to look for its cause in the other processes."""
     end_by_error(130 if issubclass(kind, KeyboardInterrupt) else 1)
     sys.__excepthook__(kind, error, traceback)
     print(

@@ -192,67 +192,56 @@ def evaluate_encoded(
 
     `interrupt` is called between batches and every few tokens; what it raises ends the evaluation.
     """
+    key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
+    most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()
-    for name, part in data.by_part().items():
-        found, completions = _evaluate_part(
-            policy, part, reward_fns, config, params, interaction, sampler, trainer_state, interrupt
-        )
-        metrics |= {f"{name}/{metric}" if name else metric: value for metric, value in found.items()}
-        rows += completions
+    for dataset, part in data.by_part().items():
+        count, longest, scored, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
+        batch_size = -(-count // -(-count // most))  # batches of equal size, except that the last one may be shorter
+        for start in range(0, count, batch_size):
+            # The last batch repeats its last prompt, so that it has the shape of the others and needs no compilation.
+            at = [min(i, count - 1) for i in range(start, start + batch_size)]
+            sampled = sample(
+                policy,
+                params,
+                part,
+                at,
+                key,
+                config,
+                prompt_indices=np.array(at),
+                prompt_length=-(-longest // config.padding) * config.padding,
+                evaluation=True,
+                interaction=interaction,
+                sampler=sampler,
+                interrupt=interrupt,
+            ).head(min(batch_size, count - start))
+            interrupt()
+            own = call_reward_fns(
+                policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
+            )
+            scored.append(gather_rewards(own, reward_fns))
+            lengths.append(sampled.present.sum(-1).reshape(-1))
+            ended.append(np.asarray(sampled.completions.ended).reshape(-1))
+            rows += completion_rows(scored[-1], names, sampled)
+        found = _means(scored, names, config.reward_weights)
+        found["mean_length"] = float(np.concatenate(lengths).mean())
+        found["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
+        metrics |= {f"{dataset}/{name}" if dataset else name: value for name, value in found.items()}
     return metrics, rows
 
 
-def _evaluate_part(
-    policy: Policy,
-    data: EncodedPrompts,
-    reward_fns: Sequence[RewardFn],
-    config: GRPOConfig,
-    params: Params,
-    interaction: Interaction | None,
-    sampler: Sampler | None,
-    trainer_state: TrainerState | None,
-    interrupt: Callable[[], None],
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`evaluate_encoded` of one dataset."""
-    count, longest = len(data.rows), max(map(len, data.token_ids))
-    key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
-    scored, lengths, ended, rows = list[Rewards](), [], [], list[dict[str, Any]]()
-    most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
-    batch_size = -(-count // -(-count // most))  # batches of equal size; the last one may be filled up by less
-    for start in range(0, count, batch_size):
-        # The last batch repeats its last prompt, so that it has the shape of the others and needs no compilation.
-        at = [min(i, count - 1) for i in range(start, start + batch_size)]
-        sampled = sample(
-            *(policy, params, data, at, key, config),
-            prompt_indices=np.array(at),
-            prompt_length=-(-longest // config.padding) * config.padding,
-            evaluation=True,
-            interaction=interaction,
-            sampler=sampler,
-            interrupt=interrupt,
-        )
-        interrupt()
-        sampled = sampled.head(len(data.rows[start : start + batch_size]))
-        own = call_reward_fns(
-            policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
-        )
-        scored.append(gather_rewards(own, reward_fns))
-        lengths.append(sampled.present.sum(-1).reshape(-1))
-        ended.append(np.asarray(sampled.completions.ended).reshape(-1))
-        rows += completion_rows(scored[-1], names, sampled)
-    scores = np.concatenate([some.values.reshape(-1, len(names)) for some in scored])
-    metrics = {
-        "reward": mean_of_scored(total_rewards(scores, config.reward_weights)),
-        "mean_length": float(np.concatenate(lengths).mean()),
-        "clipped_ratio": float(1 - np.concatenate(ended).mean()),
-    }
-    keys = [f"rewards/{name}/mean" if name in metrics else name for name in names]
-    metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True)) | metrics
+def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
+    """Return the mean reward, the mean score of each function, and the means of the metrics that they logged."""
+    scores = np.concatenate([some.values.reshape(-1, len(names)) for some in batches])
+    taken = {"reward", "mean_length", "clipped_ratio"}
+    keys = [f"rewards/{name}/mean" if name in taken else name for name in names]
+    metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True))
+    metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
     logged: dict[str, list[float]] = {}
-    for name, values in (item for some in scored for item in some.metrics.items()):
+    for name, values in (item for some in batches for item in some.metrics.items()):
         logged.setdefault(name, []).extend(values)
-    check_metrics(logged, metrics)
-    return means_of(logged) | metrics, rows
+    check_metrics(logged, metrics.keys() | taken)
+    return means_of(logged) | metrics
 
 
 def pass_at_k(right: npt.ArrayLike, k: int) -> float:

@@ -1,4 +1,4 @@
-"""Hashes of the source of the caller's functions, by which a resumed run finds out whether they have changed."""
+"""Hashes of the caller's functions and of frozen arrays, by which a resumed run detects changes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,28 @@ import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from grpo_jax.models.sharding import fetch
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.types import RewardFn
+from grpo_jax.types import Params, RewardFn
 
 if TYPE_CHECKING:
     from grpo_jax.rollout.interaction import Interaction
 
 
+def fingerprint(tree: Params) -> str:
+    """Return a hash of the first numbers of every array."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
+    return digest.hexdigest()
+
+
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
     """Return argument of `train` → name → hash of the source, for the functions that decide the rewards."""
-    found = {
-        "reward_fns": {name: sources_of(fn) for name, fn in zip(reward_names(reward_fns), reward_fns, strict=True)}
-    }
+    names = reward_names(reward_fns)
+    found = {"reward_fns": {name: sources_of(fn) for name, fn in zip(names, reward_fns, strict=True)}}
     if interaction is not None:
         found["tools"] = {name: sources_of(tool.function) for name, tool in interaction.tools.items()}
         found["environment_factory"] = {
@@ -39,7 +49,7 @@ def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | No
 def source_of(function: Callable[..., object]) -> dict[str, str | None]:
     """Return the name of a function and the hash of its source without comments (None if the source is unavailable).
 
-    Bound arguments of a partial and fields of a dataclass count as their reprs; closures and globals are not followed.
+    Bound arguments of a partial and fields of a dataclass are hashed by their reprs; closures and globals are not.
     """
     bound = ""
     while isinstance(function, functools.partial):
@@ -60,9 +70,8 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 def sources_of(function: Any, seen: set[int] | None = None) -> str:
     """Return a hash of the source of a reward function, tool or environment, and of the functions that it uses.
 
-    Such functions are found in a partial, in attributes, in the closure and among the globals of its module. Values and
-    base classes are not compared. Functions of this package count by name and settings, since their source changes with
-    the version.
+    These are found in a partial, in attributes, in the closure and among the globals of its module. Values and base
+    classes are not hashed. Functions of this package are hashed by name and settings: versions change their source.
     """
     seen = set() if seen is None else seen
     seen.add(id(function))

@@ -1,4 +1,4 @@
-"""Compiled programs, kept in the user's cache from one run to the next, by JAX's persistent compilation cache."""
+"""JAX's persistent compilation cache in the user's cache directory, so that the next run compiles nothing again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 
 MOST_BYTES = 2 * 2**30
-"""Of the programs that are kept, those that were used last; JAX deletes the others."""
+"""Limit of the cache; JAX deletes the programs that were not used for longest."""
 
 _said: set[Path] = set()
 
 
 def user_cache() -> Path:
-    """The directory of this package in the user's cache, where the platform has that; XDG_CACHE_HOME says otherwise."""
+    """Return this package's directory in the user's cache, by XDG_CACHE_HOME or the platform's convention."""
     if home := os.environ.get("XDG_CACHE_HOME"):
         return Path(home) / "grpo_jax"
     if sys.platform == "darwin":
@@ -29,22 +29,21 @@ def user_cache() -> Path:
 
 
 def keep_programs() -> Path | None:
-    """Let JAX store the programs that it compiles from here on, and return the directory; None if it is not ours.
+    """Let JAX store the programs that it compiles from here on, and return the directory; None if it stores none there.
 
-    A CPU's programs use the instructions of its processor, which is in the name of the directory, since machines may
-    share a home. JAX's own settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`) take precedence.
-    Nothing is stored for runs of several processes: on GPUs, a process that compiles would wait for one that has found
-    its program.
+    A CPU's programs use the instructions of its processor, whose hash names the directory, since machines may share a
+    home. JAX's own settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`) take precedence. Several
+    processes store nothing: on GPUs, a process that compiles would wait for one that has found its program.
     """
     directory = user_cache() / "programs" / _processor()
-    told = _setting("jax_compilation_cache_dir")
-    if told == str(directory):
+    current = _setting("jax_compilation_cache_dir")
+    if current == str(directory):
         return directory
-    if told is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    if current is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return None
     if not _setting("jax_enable_compilation_cache") or jax.process_count() > 1 or not _prepared(directory):
         return None
-    # Programs that compile in less are many, and as many files to look through.
+    # Faster compilations are many, and each file makes a look-up slower.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
@@ -53,7 +52,7 @@ def keep_programs() -> Path | None:
 
 
 def where_kept(directory: Path) -> str | None:
-    """Where programs are kept, as a sentence, the first time that a process asks; the user's home is `~` in it."""
+    """Return a sentence about the directory, on the first call of a process; the user's home is `~` in it."""
     if directory in _said:
         return None
     _said.add(directory)
@@ -63,12 +62,12 @@ def where_kept(directory: Path) -> str | None:
 
 
 def _setting(name: str) -> object:
-    """A setting of JAX, whose names are added at run time."""
+    """Return a setting of JAX; type checkers do not know their names."""
     return getattr(jax.config, name)
 
 
 def _processor() -> str:
-    """A name for processors with the same instructions."""
+    """Return a name for processors with the same instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     able = sorted({line for line in lines if line.startswith(("flags", "Features"))})
@@ -77,10 +76,10 @@ def _processor() -> str:
 
 
 def _prepared(directory: Path) -> bool:
-    """Whether programs can be kept there; what a process that was killed has left half written is gone.
+    """Whether programs can be stored there; removes those that a killed process has left incomplete.
 
-    JAX writes a program first and then when it was used. Without the second, the first may be a part of it, which JAX
-    would read, refuse and leave where it is, and all further programs would not be written.
+    JAX writes a program and then its time of use. A program without a time may be cut off: JAX would fail to read it,
+    and would then write no further programs.
     """
     from filelock import FileLock, Timeout  # it comes with transformers
 

@@ -1,14 +1,13 @@
-"""The dry run: all that a run does, once, on one group of completions, and what looks wrong about it.
+"""The dry run: load and tokenize, sample one group, call each reward function, make one update, and report doubts.
 
-It loads and tokenizes, samples one group, calls each reward function and makes one update. Memory is XLA's analysis of
-the largest programs, compiled for the sizes of the run.
+Memory is XLA's analysis of the largest programs, compiled for the sizes of the run.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.collect import LocalRollouts, collect
 from grpo_jax.run.memory import rollout_call
 from grpo_jax.run.prepare import prepare
@@ -42,8 +40,8 @@ class DryRun:
 
     Attributes:
       sizes: the sizes of the run, in words.
-      memory: bytes of the training state, and of each program with its arguments, results, temporaries, and the arrays
-        that are kept while it runs.
+      memory: bytes of the training state, of the caller's policy, and of each program with its arguments, results and
+        temporaries.
       seconds: of each phase, with compilation.
       suspicious: what looks wrong, a sentence each; empty if nothing does.
       rows: the sampled group, as in `completions.jsonl`.
@@ -58,13 +56,12 @@ class DryRun:
     metrics: dict[str, float]
 
     def __str__(self) -> str:
-        lines = ["dry run: one group of completions, one update, nothing written", self.sizes]
-        held = [f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size]
-        lines += [f"memory: {' · '.join(held)}"]
+        held = " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size)
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
-        lines += [f"time, compilation included: {seconds}"]
-        lines += ["suspicious:", *(f"  - {line}" for line in self.suspicious)] if self.suspicious else []
-        return "\n".join(lines if self.suspicious else [*lines, "nothing suspicious"])
+        doubts = ["suspicious:", *(f"  - {line}" for line in self.suspicious)]
+        lines = ["dry run: one group of completions, one update, nothing written", self.sizes, f"memory: {held}"]
+        lines += [f"time, compilation included: {seconds}", *(doubts if self.suspicious else ["nothing suspicious"])]
+        return "\n".join(lines)
 
 
 def rehearse(
@@ -76,9 +73,7 @@ def rehearse(
     donate: bool = False,
     **arguments: Any,
 ) -> DryRun:
-    """Try all that `train` does once, on one group of completions, and print the findings.
-
-    Nothing is written, and without `donate` all works on copies.
+    """Run every phase of `train` once, on one group of completions, and print the findings. Nothing is written.
 
     Args:
       policy: as in `train`.
@@ -142,31 +137,26 @@ def rehearse(
     with phase("update"):
         after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
-    suspicious = [*_of_the_data(run), *_of_the_group(run, batch, rollout, rows, metrics)]
+    suspicious = [*_doubts_of_data(run), *_doubts_of_group(run, batch, rollout, rows, metrics)]
     if metrics["update_skipped"]:
         cause = name_not_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
+    held = {
+        "training state": _bytes(after),
+        "policy": _bytes((as_argument(policy.model), () if donate else policy.params)),
+    }
     with phase("memory analysis"):
-        memory = {
-            "training state": _bytes(after),
-            "policy": _bytes((as_argument(policy.model), () if donate else policy.params)),
-            **_programs(run, after),
-        }
-    suspicious += _of_the_memory(memory)
-    report = DryRun(sizes, memory, phase.take(), tuple(suspicious), rows, rollout | metrics)
-    print(report)
-    return report
-
-
-def _of_the_memory(memory: Mapping[str, int]) -> Iterator[str]:
-    """Yield a sentence if the device may have too little memory."""
+        programs = _programs(run, after)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    most = memory["training state"] + memory["policy"] + max([*memory.values()][2:], default=0)
+    most = sum(held.values()) + max(programs.values(), default=0)
     if limit is not None and most > limit:
-        yield (
+        suspicious.append(
             f"up to {most / 1e9:.1f} GB may be needed and the device has {limit / 1e9:.1f} GB: make "
             "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
         )
+    report = DryRun(sizes, held | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
+    print(report)
+    return report
 
 
 def _bytes(tree: Any) -> int:
@@ -174,11 +164,11 @@ def _bytes(tree: Any) -> int:
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Bytes of the largest programs with all that is kept while they run, by XLA's analysis."""
+    """Return the bytes of the largest programs with their arguments, by XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
-    programs = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
+    calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     memory = {}
-    for name, call in programs.items():
+    for name, call in calls.items():
         stats = None if call is None else lower_call(call).compile().memory_analysis()
         if stats is not None:
             held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -186,28 +176,20 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     return memory
 
 
-def _of_the_data(run: Run) -> Iterator[str]:
+def _doubts_of_data(run: Run) -> Iterator[str]:
     """Yield a sentence for each doubt about data and settings."""
     data, config, sizes = run.data, run.config, run.sizes
-    if data.dropped:
-        total = len(data.rows) + len(data.dropped)
-        yield (
-            f"{len(data.dropped)} of {total} prompts are dropped, being longer than max_prompt_length ="
-            f" {config.max_prompt_length}"
-        )
+    if dropped := len(data.dropped):
+        total, most = len(data.rows) + dropped, config.max_prompt_length
+        yield f"{dropped} of {total} prompts are dropped, being longer than max_prompt_length = {most}"
     copies = sum(n - 1 for n in collections.Counter(tuple(ids) for ids in data.token_ids).values())
     if copies:
         yield f"{copies} of {len(data.rows)} rows repeat the prompt of another row"
     if sizes.prompts > len(data.rows):
         yield f"an iteration takes {sizes.prompts} prompts and the dataset has {len(data.rows)}: it wraps around"
-    if config.learning_rate == 0:
-        yield "learning_rate is 0: nothing will be learnt"
-    for name, weight in zip(reward_names(run.reward_fns), config.reward_weights or (), strict=False):
-        if weight == 0:
-            yield f"reward function {name!r} has the weight 0 in reward_weights: it is called and counts nowhere"
 
 
-def _of_the_group(
+def _doubts_of_group(
     run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
 ) -> Iterator[str]:
     """Yield a sentence for each doubt about completions, rewards and the update."""
@@ -222,7 +204,7 @@ def _of_the_group(
         yield f"all {g} completions are empty: they end with their first token"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
-    yield from _of_the_rewards(run, rollout, rows)
+    yield from _doubts_of_rewards(run, rollout, rows)
     if not np.any(batch.advantages) and run.teaching is None:
         yield "all advantages are 0: such a group teaches nothing"
     elif metrics["tokens"] == 0:
@@ -238,7 +220,7 @@ def _of_the_group(
         )
 
 
-def _of_the_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
+def _doubts_of_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each reward function with equal scores, or that fails or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:

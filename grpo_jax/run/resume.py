@@ -17,17 +17,17 @@ import jax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.sft import SFTConfig, config_class
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.sharding import fetch
 from grpo_jax.models.streams import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
-from grpo_jax.run.function_sources import reward_sources, source_of
+from grpo_jax.run.function_sources import fingerprint, reward_sources, source_of
+from grpo_jax.run.run import BaseRun
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, Row, as_argument
+from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
 
@@ -36,72 +36,63 @@ if TYPE_CHECKING:
 
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
+_DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
+"""Fields of a `TransformerConfig` that follow from the settings and the devices."""
+
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
 def describe(
-    config: Config,
-    *,
-    data: EncodedPrompts,
-    reward_fns: Sequence[RewardFn],
-    model: Model,
+    run: BaseRun,
     state: TrainState,
-    total_steps: int,
+    *,
+    reward_fns: Sequence[RewardFn] = (),
     eos_token_ids: Sequence[int] = (),
     eval_data: EncodedPrompts | None = None,
     interaction: Interaction | None = None,
-    own_optimizer: bool = False,
     own_sampler: bool = False,
     own_functions: Mapping[str, AdvantageFn | Surrogate | None] = MappingProxyType({}),
     teacher: Json | None = None,
 ) -> dict[str, Any]:
-    """Describe all that decides the numbers of a run, as the JSON object that every checkpoint stores.
+    """Return everything that decides the numbers of a run, as the JSON object that each checkpoint stores.
 
-    Data are hashed by column, frozen arrays by their first numbers, and functions of the caller by their source.
-    `own_optimizer` and `own_sampler`: whether the caller gave one. `teacher`: its identity (`run.teacher`).
+    Data are hashed by column, frozen arrays by their first numbers, and the caller's functions by their source.
+    `own_sampler`: whether the caller gave one. `teacher`: its identity (`run.teacher`).
     """
-    sizes = config.sizes()
+    config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
+    own_optimizer = run.schedule is None
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": _prompts(data),
-        "columns": {} if data.masks is not None else _columns(data.rows),
+        "columns": _columns(data),
         "evaluation": {
             **({} if eval_data is None else _prompts(eval_data)),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "eval_columns": {} if eval_data is None or eval_data.masks is not None else _columns(eval_data.rows),
+        "eval_columns": {} if eval_data is None else _columns(eval_data),
         **_turns(interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(reward_fns),
         "sources": reward_sources(reward_fns, interaction),
         "frozen": fingerprint(as_argument(model)),
         "optimizer": "the caller's" if own_optimizer else "the config's",
-        "not_decayed": "norms and biases",
         "sampler": "the caller's" if own_sampler else "generate",
         "functions": {name: source_of(function) for name, function in own_functions.items() if function is not None},
         "teacher": teacher,
         "state": _leaves(state),
-        "total_steps": total_steps,
+        "total_steps": run.total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "versions": package_versions(),
         "machine": _machine(state),
     }
 
 
-def fingerprint(tree: Params) -> str:
-    """Return a hash of the first numbers of every array."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
-    return digest.hexdigest()
-
-
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
-    """The config, with `gradient_checkpointing=None` replaced by what the run of the directory has chosen."""
-    # `prepare` refuses anything but a config.
+    """Replace `gradient_checkpointing=None` by the choice of the run in the directory, if there is a run."""
+    # The default is for an argument that is not a config, which `prepare` refuses.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
     with contextlib.suppress(OSError):  # writing to the directory reports the error
@@ -111,20 +102,18 @@ def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
 
 
 def differences(saved: Json, present: Json, step: int) -> list[str]:
-    """Return a line for each reason why a run cannot resume from its checkpoint of `step`.
-
-    `saved` and `present` are from `describe`.
-    """
+    """Return a line for each reason why a run cannot resume from a checkpoint of `step`; arguments from `describe`."""
     kinds = [config_class(which["config"]).__name__ for which in (present, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: a {kinds[0]}, the run has a {kinds[1]}"]
-    lines = [*_of_config(saved, present, step), *(turns := list(_of_turns(saved, present)))]
+    turns = list(_turn_differences(saved, present))
+    lines = [*_config_differences(saved, present, step), *turns]
     rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
     if rows != now:
         lines.append(f"dataset: {now} rows, the run has {rows}")
     elif saved["dataset"] != present["dataset"] and not turns:  # prompts show the tools
         lines.append(f"dataset: its {now} prompts, or their order, differ from the run's")
-    lines += _of_evaluation(saved, present)
+    lines += _evaluation_differences(saved, present)
     if saved["reward_fns"] != present["reward_fns"]:
         lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
     if saved["frozen"] != present["frozen"]:
@@ -137,12 +126,12 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
             lines.append(f"{name}: {present[name]}, the run has {saved[name]}")
     old, new = saved["functions"], present["functions"]
     for name in _changed(old, new):
-        ours, theirs = (some_of[name]["name"] if name in some_of else "None" for some_of in (new, old))
+        ours, theirs = (functions[name]["name"] if name in functions else "None" for functions in (new, old))
         source = "; its source or what it is bound to has changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, the run has {theirs}{source}")
-    lines += _of_teacher(saved["teacher"], present["teacher"])
+    lines += _teacher_differences(saved["teacher"] or {}, present["teacher"] or {})
     # The arrays of the state follow from the above, so they are compared only if nothing else differs.
-    return lines or list(_of_state(saved["state"], present["state"]))
+    return lines or _state_differences(saved["state"], present["state"])
 
 
 def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> list[str]:
@@ -160,7 +149,7 @@ def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> li
 
 
 def warn_of_changes(saved: Json, present: Json) -> None:
-    """Warn of what may change the numbers from here on: columns that rewards read, versions, machine, other batches."""
+    """Warn of changes that may change the numbers of a resumed run: columns, versions, machine, batch sizes."""
     for argument, prompts, columns in (
         ("dataset", "dataset", "columns"),
         ("eval_dataset", "evaluation", "eval_columns"),
@@ -172,16 +161,13 @@ def warn_of_changes(saved: Json, present: Json) -> None:
                 " them may change from here on",
                 stacklevel=2,
             )
-    cuts = [name for name, rule in _RULES.items() if rule == "rounding"]
+    rounding = [name for name, rule in _RULES.items() if rule == "rounding"]
     old, new = (
-        which["versions"] | which["machine"] | {name: which["config"].get(name) for name in cuts}
+        which["versions"] | which["machine"] | {name: which["config"].get(name) for name in rounding}
         for which in (saved, present)
     )
-
-    def shown(value: object) -> str:
-        return value if isinstance(value, str) else show(value)
-
-    lines = [f"{name} {shown(old.get(name))} → {shown(new.get(name))}" for name in _changed(old, new)]
+    texts = {name: [x if isinstance(x, str) else show(x) for x in (old.get(name), new.get(name))] for name in old | new}
+    lines = [f"{name} {' → '.join(texts[name])}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
             f"the run resumes under other conditions ({', '.join(lines)}): from here on its numbers may differ in the"
@@ -190,41 +176,24 @@ def warn_of_changes(saved: Json, present: Json) -> None:
         )
 
 
-def warn_of_no_rollout(saved: Json, present: Json) -> None:
-    """Warn that a run with `rollout_ahead` whose last iteration sampled nothing for a next one is to be longer."""
-    if saved["total_steps"] < present["total_steps"]:
-        warnings.warn(
-            f"rollout_ahead: the run was to end after step {saved['total_steps']} and has sampled nothing ahead: its"
-            " next completions come from the present policy; in a run that was longer from the start they come from the"
-            " one before",
-            stacklevel=2,
-        )
-
-
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ, or are in one of the two only."""
+    """Return the names whose values differ, or that only one of the two has."""
     return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
-def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
-    """Yield a line for each setting that differs and may not."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config_class(present["config"]))}
-    old, new = ({**defaults, **which["config"]} for which in (saved, present))
-    for name in sorted({*old, *new}):
-        if name not in new:
-            yield f"{name}: this version lacks the setting, and the run has {show(old[name])}"
-            continue
-        rule = _RULES.get(name)
-        if old.get(name) == new.get(name) or rule == "free" or (rule == "to none" and new[name] == "none"):
+def _config_differences(saved: Json, present: Json, step: int) -> Iterator[str]:
+    """Yield a line for each setting that differs and may not; a setting of another version is not compared."""
+    old, new = saved["config"], present["config"]
+    same_steps = saved["total_steps"] == present["total_steps"]
+    for name in (name for name in _changed(old, new) if name in old and name in new):
+        rule, line = _RULES.get(name), f"{name} = {show(new[name])}: the run has {show(old[name])}"
+        if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
         if rule == "rounding" and saved["sizes"] == present["sizes"]:
             continue
-        line = f"{name} = {show(new.get(name))}: the run has {show(old.get(name))}"
         if rule != "length":
             yield line
-        elif saved["total_steps"] != present["total_steps"] and not (
-            saved["length_is_free"] and present["length_is_free"]
-        ):
+        elif not same_steps and not (saved["length_is_free"] and present["length_is_free"]):
             yield (
                 f"{line}, and the learning rate of every step depends on the number of steps"
                 f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); one that is constant from the start does not"
@@ -233,20 +202,17 @@ def _of_config(saved: Json, present: Json, step: int) -> Iterator[str]:
             yield f"{line}, and is at step {step} already"
 
 
-def _of_teacher(old: Json | None, new: Json | None) -> Iterator[str]:
-    """Yield a line for each difference of the teacher."""
-    if old is None or new is None or old["kind"] != new["kind"]:
-        kinds = [None if one is None else one["kind"] for one in (new, old)]
-        if kinds[0] != kinds[1]:
-            yield f"teacher: {show(kinds[0])}, the run has {show(kinds[1])}"
-        return
-    if old.get("scorer") != new.get("scorer"):
-        yield f"teacher: {show(new.get('scorer'))}, the run has {show(old.get('scorer'))}"
+def _teacher_differences(old: Json, new: Json) -> Iterator[str]:
+    """Yield a line for the first difference of the teachers' identities, which are empty without a teacher."""
+    for name in ("kind", "scorer"):
+        if old.get(name) != new.get(name):
+            yield f"teacher: {show(new.get(name))}, the run has {show(old.get(name))}"
+            return
     if old.get("params") != new.get("params"):
         yield "teacher: its params differ from the run's"
 
 
-def _of_turns(saved: Json, present: Json) -> Iterator[str]:
+def _turn_differences(saved: Json, present: Json) -> Iterator[str]:
     """Yield a line for each kind of tools and environments that differs."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
         old, new = saved[kind], present[kind]
@@ -256,7 +222,7 @@ def _of_turns(saved: Json, present: Json) -> Iterator[str]:
             yield f"{argument}: the schema of {', '.join(names)} differs from the run's"
 
 
-def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
+def _evaluation_differences(saved: Json, present: Json) -> Iterator[str]:
     """Yield a line for each difference of the evaluations by which the best checkpoint is chosen."""
     name = present["config"]["metric_for_best_model"]
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
@@ -272,8 +238,8 @@ def _of_evaluation(saved: Json, present: Json) -> Iterator[str]:
         yield f"eval_dataset: its {new['rows']} prompts differ from the run's, {compared}"
 
 
-def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for the first part of the state whose arrays differ, with some of them."""
+def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return a line for the first part of the state whose arrays differ, with some of them."""
     parts = {
         ".params": "policy: its params differ",
         ".opt_state": "optimizer: its state differs",
@@ -283,12 +249,12 @@ def _of_state(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
         paths = [path for path in _changed(old, new) if path.startswith(prefix)]
         if paths:
             arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
-            yield f"{part} from the run's: {some(arrays, 3)}"
-            return
+            return [f"{part} from the run's: {some(arrays, 3)}"]
+    return []
 
 
 def _prompts(data: EncodedPrompts) -> Json:
-    """The number of prompts, and the hash of their tokens."""
+    """Return the number of prompts, and the hash of their tokens."""
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
@@ -300,40 +266,42 @@ def _prompts(data: EncodedPrompts) -> Json:
 
 
 def _turns(interaction: Interaction | None) -> dict[str, Json]:
-    """Tools, environments and their methods by name, each with the schema that the policy is told."""
+    """Return the schemas of tools and of environments' methods by name, and the names of the environments."""
     if interaction is None:
         return {"tools": {}, "environments": {}, "methods": {}}
-    told = {
+    kinds = interaction.kinds
+    schemas = {
         "tools": {name: tool.schema for name, tool in interaction.tools.items()},
         "environments": {
-            kind.__name__ if name is None else f"{name}: {kind.__name__}": None
-            for name, kind in interaction.kinds.items()
+            kind.__name__ if name is None else f"{name}: {kind.__name__}": None for name, kind in kinds.items()
         },
         "methods": {
-            f"{interaction.kinds[name].__name__}.{method}": tool.schema
+            f"{kinds[name].__name__}.{method}": tool.schema
             for name, methods in interaction.own_tools.items()
             for method, tool in methods.items()
         },
     }
-    return json.loads(json.dumps(told, default=str))
+    return json.loads(json.dumps(schemas, default=str))
 
 
 def _machine(state: TrainState) -> Json:
-    """The kind of device, and the cores that share the work of a single CPU: the last bits may depend on them."""
-    kinds = {device.device_kind: device.platform for device in devices_of(state)}
-    name = ", ".join(sorted(kinds))
-    alone = len(devices_of(state)) == 1 and set(kinds.values()) == {"cpu"}
-    return {"device": name, "cores": count_cores() if alone else None}
+    """Return the kind of device, and the cores that share the work of a single CPU: both may change the last bits."""
+    devices = devices_of(state)
+    name = ", ".join(sorted({device.device_kind for device in devices}))
+    return {"device": name, "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None}
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, str]:
-    """Column → hash of its values; a value that is neither JSON nor an array counts by its type."""
+def _columns(data: EncodedPrompts) -> dict[str, str]:
+    """Return column → hash of its values; a value that is neither JSON nor an array counts by its type.
+
+    Examples have no columns that a function reads.
+    """
     hashes: dict[str, hashlib._Hash] = {}
 
     def plain(value: object) -> object:
         return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
-    for i, row in enumerate(rows):
+    for i, row in enumerate(data.rows if data.masks is None else ()):
         for name in row.keys() - {"prompt"}:
             text = json.dumps([i, row[name]], default=plain, skipkeys=True)
             hashes.setdefault(name, hashlib.sha256()).update(text.encode())
@@ -341,19 +309,16 @@ def _columns(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _settings(model: Model) -> Json:
-    """The settings of a model of this library, but for those that follow from the config and the devices."""
+    """Return the settings of a model of this library, except `_DERIVED`; {} for another model."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
-    recomputing = ("remat", "remat_on_cpu")
-    for name in ("dtype", *recomputing, "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"):
-        del shape[name]
-    return json.loads(json.dumps({**shape, **lora}))
+    return json.loads(json.dumps({name: x for name, x in shape.items() if name not in _DERIVED} | lora))
 
 
 def _leaves(tree: Params) -> dict[str, str]:
-    """Path → shape and dtype of each array."""
+    """Return path → shape and dtype of each array."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

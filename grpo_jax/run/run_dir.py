@@ -1,4 +1,4 @@
-"""A run directory: its lock, a check that all processes share it, and the policy's files besides the params."""
+"""A run directory: its lock, a check that all processes share it, and the files of its policy without params."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ POLICY = "policy"
 
 
 def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write what `grpo-jax chat`, `evaluate` and `export` need to make a policy of a checkpoint's params.
+    """Write the files with which `grpo-jax chat`, `evaluate` and `export` make a policy of a checkpoint's params.
 
-    Nothing is written if a `run.yaml` says it, without a directory, and for the caller's own model, adapters or towers.
+    A `run.yaml` names the model already. Nothing is written for the caller's own model, adapters or vision towers.
     """
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
@@ -48,7 +48,7 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
 def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     """Raise a `ValueError` in all processes unless each of them can write to the run directory of process 0.
 
-    Every process writes its part of a checkpoint and waits for the others; in separate directories it waits forever.
+    The processes write each checkpoint together; in separate directories they would wait for each other forever.
     """
     if jax.process_count() == 1:
         return
@@ -76,7 +76,7 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _write_fault(path: Path) -> str:
-    """Create an empty file; return why it cannot be created, or ""."""
+    """Create an empty file, and return "" or the error."""
     try:
         with reject_unwritable(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _write_fault(path: Path) -> str:
 
 
 def _appears(path: Path, seconds: float = 10) -> bool:
-    """Whether a file of another process exists; a network file system may show it late."""
+    """Whether a file of another process exists, or appears soon on a network file system."""
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -98,8 +98,8 @@ def _appears(path: Path, seconds: float = 10) -> bool:
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     """Make a run directory and hold its lock (`flock` on `.lock`, which the kernel frees when the process ends).
 
-    On Windows and on file systems without locks, nothing is held. Raises a `ValueError` for a directory that cannot be
-    made or written to, and a `RuntimeError` if another run holds it, with its process and machine.
+    On Windows and on file systems without locks, nothing is held. Raises a `ValueError` for a directory that is not
+    writable, and a `RuntimeError` if another run holds the lock, with its process and machine.
     """
     if run_dir is None:
         yield
@@ -121,7 +121,7 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
                     ) from None
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise
-        # Not deleted at the end: a third process would lock a new file while a second one waits for the old.
+        # The file stays at the end: a third process could lock a new one while a second waits for this.
         file.truncate(0)
         file.write(f"by process {os.getpid()} on {socket.gethostname()}")
         file.flush()

@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning, the step before GRPO. Its batches are examples of a dataset instead of rollouts."""
+"""`sft`: supervised fine-tuning, often the step before GRPO. A batch holds examples of a dataset, not a rollout."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def sft(
     """Train a policy on given completions (supervised fine-tuning).
 
     The update and the run directory are the same as in `train`; the loss is `maths.supervised.likelihood_loss`.
-    Examples are laid end to end, and the tokens that all of them begin with (BOS, a system prompt, tools) are read once
-    for a batch. If their first tokens differ, each example is padded to whole blocks of 64 tokens.
+    Examples are packed end to end, and their common beginning (BOS, a system prompt, tools) is read once for a batch.
+    If their first tokens differ, each example is padded to whole blocks of 64 tokens.
 
     Args:
       policy: what `from_pretrained` returns, with adapters (`add_lora`) or without; its params are copied, not changed,
@@ -183,11 +183,11 @@ def derive_sft(
     mesh: jax.sharding.Mesh | None,
     longest: int,
     context: int | None,
-    optimizer: optax.GradientTransformation | None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """The run of checked arguments; params may be shapes. `longest` example and model's `context` are in tokens."""
+    """Return the run of checked arguments; params may be shapes. The `longest` example and `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
-    # A batch can hold the rows of any blocks, in whole micro-batches; across an epoch's end a block may come twice.
+    # The most rows of a batch, in whole micro-batches: any blocks, and across an epoch's end some of them twice.
     often = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
@@ -223,7 +223,7 @@ def derive_sft(
 
 
 def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
-    """The rows of a dataset; of a stream as many as the run takes."""
+    """Read the rows of a dataset; of a stream, as many as the run takes."""
     most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
     if most is None and is_stream(dataset):
         raise ValueError(
@@ -238,7 +238,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
 
 
 def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
-    """The examples of some rows, whose tokens the model has to know."""
+    """Tokenize rows, and check the ids against the model's vocabulary."""
     ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
     data = encode_examples(rows, policy.tokenizer, config, eos_token_ids=ends, packing=packing, argument=argument)
     check_tokens(policy, data)
@@ -246,24 +246,18 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
 
 
 def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
-    """The batch of the next update, the cursor (blocks since the start of the run) after it, and its metrics."""
-    config, count = run.config, run.sizes.prompts
-    entries = prompt_indices(
-        cursor,
-        count,
-        num_rows=len(run.data.blocks),
-        seed=config.seed,
-        shuffle=config.train_sampling_strategy == "random",
-    )
+    """Return the batch of the next update, the cursor after it (blocks since the start of the run), and its metrics."""
+    count, num_blocks, shuffle = run.sizes.prompts, len(run.data.blocks), run.config.train_sampling_strategy == "random"
+    entries = prompt_indices(cursor, count, num_rows=num_blocks, seed=run.config.seed, shuffle=shuffle)
     blocks = [block for _, block in entries]
     batch = _batch(run, run.data, blocks, run.sizes.prompts_per_update)
     return batch, cursor + count, {"num_tokens": float(run.data.count_tokens(blocks))}
 
 
 def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) -> Batch:
-    """The examples of some blocks; those that begin alike as completions of one prompt, on each device of a mesh.
+    """Return the examples of some blocks [rows, 1, T], or grouped [run.num_groups, G, T] if they begin alike.
 
-    So their beginning is read once, and they are laid end to end: a group alone is padded to whole blocks.
+    There is a group for each data-parallel device, whose prompt is the common beginning.
     """
     length, groups = run.updater.config.max_completion_length, run.num_groups
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
@@ -284,44 +278,28 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """`loss` of the held-out examples; of several datasets, the name of each is in front."""
-    return {
-        f"{name}/loss" if name else "loss": _mean_loss(run, params, examples, interrupt)
-        for name, examples in run.eval_data.items()
-    }
-
-
-def _mean_loss(run: SFTRun, params: Params, examples: Examples, interrupt: Callable[[], None]) -> float:
-    """The loss by the config's `loss_type`: the mean over all learned tokens of the examples."""
-    rows = run.config.per_device_eval_batch_size * run.config.data_shards()
-    total = tokens = 0.0
-    for start in range(0, len(examples.blocks), rows):
-        interrupt()
-        batch = _batch(run, examples, range(start, min(start + rows, len(examples.blocks))), rows)
-        scores = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
-        l = np.asarray(scores, np.float64)[batch.mask]
-        total += float(-(l if run.config.loss_type == "nll" else np.exp(l) * l).sum())
-        tokens += l.size
-    return total / tokens
+    """Return the `loss` of the held-out examples, a mean over learned tokens; of several datasets as `<name>/loss`."""
+    rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
+    for name, examples in run.eval_data.items():
+        count, total, tokens = len(examples.blocks), 0.0, 0
+        for start in range(0, count, rows):
+            interrupt()
+            batch = _batch(run, examples, range(start, min(start + rows, count)), rows)
+            scores = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
+            l = np.asarray(scores, np.float64)[batch.mask]
+            total += float(-(l if run.config.loss_type == "nll" else np.exp(l) * l).sum())
+            tokens += l.size
+        losses[f"{name}/loss" if name else "loss"] = total / tokens
+    return losses
 
 
 def _describe(run: SFTRun, state: TrainState) -> Json:
-    """The settings, data and model that decide the run's numbers, as its checkpoints store them."""
-    return describe(
-        run.config,
-        data=run.data,
-        reward_fns=(),
-        model=run.policy.model,
-        state=state,
-        total_steps=run.total_steps,
-        eval_data=join_examples(run.eval_data) if run.eval_data else None,
-        own_optimizer=run.schedule is None,
-        own_functions={"surrogate": run.updater.surrogate},
-    )
+    held_out = join_examples(run.eval_data) if run.eval_data else None
+    return describe(run, state, eval_data=held_out, own_functions={"surrogate": run.updater.surrogate})
 
 
 def join_examples(parts: Mapping[str, Examples]) -> Examples:
-    """Several encoded datasets as one."""
+    """Join several encoded datasets into one."""
     token_ids, masks, blocks = list[list[int]](), list[list[bool]](), list[list[int]]()
     for some in parts.values():
         blocks += [[len(token_ids) + i for i in block] for block in some.blocks]

@@ -20,7 +20,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import raise_all, show, some
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
-from grpo_jax.run.resume import fingerprint
+from grpo_jax.run.function_sources import fingerprint
 from grpo_jax.run.sampler import ROUNDING
 from grpo_jax.types import Batch, Completions, Json, Model, Prompts, TeacherLogProbs, as_argument
 from grpo_jax.update.step import Updater

@@ -229,16 +229,12 @@ def _describe(run: Run, state: TrainState) -> Json:
     """Everything that determines the run's numbers, as stored in checkpoints."""
     own_function = None if run.advantage_fn is None else run.advantage_fn.function
     return describe(
-        run.config,
-        data=run.data,
+        run,
+        state,
         reward_fns=run.reward_fns,
-        model=run.policy.model,
-        state=state,
-        total_steps=run.total_steps,
         eos_token_ids=run.policy.eos_token_ids,
         eval_data=run.eval_data,
         interaction=run.interaction,
-        own_optimizer=run.schedule is None,
         own_sampler=run.sampler is not None,
         own_functions={"advantage_fn": own_function, "surrogate": run.updater.surrogate},
         teacher=None if run.teaching is None else run.teaching.identity,

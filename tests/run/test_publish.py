@@ -1,7 +1,7 @@
 """A policy on the hub: whole checkpoints in the right repository with a card, and faults that lose nothing."""
 
 import dataclasses
-import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -80,25 +80,11 @@ def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_
     with serving(monkeypatch) as hub:
         publisher = opened(CONFIG, tmp_path)
         hub.broken = True
-        publisher.saved(1, params, last=3)
-        with (
-            pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"),
-            pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it is in .*hub\. Call train again"),
-        ):
+        with pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"):
+            publisher.saved(1, params, last=3)
+        with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it is in .*hub\. Call train again"):
             publisher.end(moved(params))
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
-
-
-def test_a_push_that_is_due_while_one_is_under_way_is_left_out(tmp_path, monkeypatch):
-    params = tiny_policy().params
-    with serving(monkeypatch) as hub:
-        publisher, gate, answer = opened(CONFIG, tmp_path), threading.Event(), hub.answer
-        monkeypatch.setattr(hub, "answer", lambda *asked: gate.wait(20) and answer(*asked))
-        for step in (1, 2, 3):
-            publisher.saved(step, params, last=4)
-        gate.set()
-        publisher.end(params)
-    assert [commit[2] for commit in hub.commits] == ["Training in progress, step 1", "End of training"]
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
@@ -123,12 +109,13 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     writer.metrics(0, {"eval/right": 0.0625, "eval/mean_length": 7.0})
     writer.metrics(10, {"reward": 1.0, "rewards/right/mean": 1.0, "num_tokens": 12345, "eval/right": 0.75})
     writer.completions(1, [{"prompt": "a secret", "completion": "a secret", "rewards": {}}])
-    about = {"run_dir": writer.run_dir, "base_model": "some/base", "license": "mit", "picture": "curves.png"}
+    Path(writer.run_dir, "report.png").touch()
+    about = {"run_dir": writer.run_dir, "base_model": "some/base", "license": "mit"}
     card = ModelCard(model_card("me/sums", **about))
     assert (card.data.base_model, card.data.license, card.data.library_name) == ("some/base", "mit", "transformers")
     text = card.text
     assert "\n\nA language model, trained from [some/base](https://huggingface.co/some/base) with" in text
-    assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](curves.png)\n" in text
+    assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](report.png)\n" in text
     rows = text.partition("\n| setting | value |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert sorted(rows) == ["| learning_rate | 0.5 |", "| max_steps | 10 |", '| stop | ["a\\|b"] |']
     assert "secret" not in text

@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
-from grpo_jax.run.rehearse import DryRun, _of_the_group
+from grpo_jax.run.rehearse import DryRun, _doubts_of_group
 from grpo_jax.update import packed
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
@@ -67,9 +67,8 @@ def test_what_looks_wrong_is_said(monkeypatch):
     monkeypatch.setattr(packed, "add_gradients", watched)
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(
-        **SMALL | {"max_completion_length": 1, "learning_rate": 0, "per_device_train_batch_size": 24},
+        **SMALL | {"max_completion_length": 1, "per_device_train_batch_size": 24},
         max_steps=50,
-        reward_weights=[1.0, 0.0, 1.0, 1.0],
         on_reward_error="none",
         max_prompt_length=2,
         on_long_prompt="drop",
@@ -92,8 +91,6 @@ def test_what_looks_wrong_is_said(monkeypatch):
         "1 of 5 prompts are dropped, being longer than max_prompt_length = 2",
         "1 of 4 rows repeat the prompt of another row",
         "an iteration takes 6 prompts and the dataset has 4: it wraps around",
-        "learning_rate is 0: nothing will be learnt",
-        "reward function 'same_2' has the weight 0 in reward_weights: it is called and counts nowhere",
         "all 4 completions were cut off at max_completion_length = 1 tokens, none drew an EOS (1): raise it, or check "
         "the EOS and the template",
         "reward function 'same' gave all 4 completions the same reward, 0.5",
@@ -113,7 +110,7 @@ def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
-    monkeypatch.setattr(module, "_of_the_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
+    monkeypatch.setattr(module, "_doubts_of_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
     config = GRPOConfig(**SMALL, max_steps=50, reward_weights=[1e30])
     report = rehearse(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config)
     assert report.suspicious[0] == "looked"
@@ -126,7 +123,7 @@ def test_numbers_that_look_wrong(monkeypatch):
     slow = {"rewards/lambda/seconds": 20.0, "completions/max_length": 1.0}
     row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
-    assert list(_of_the_group(seen["run"], batch, rollout | slow, rows, metrics)) == [
+    assert list(_doubts_of_group(seen["run"], batch, rollout | slow, rows, metrics)) == [
         "all 4 completions are empty: they end with their first token",
         "all 4 completions are the same: ''; raise temperature",
         "reward function 'lambda' would take about 40 s of each iteration: make it async, or give it workers with "
@@ -136,5 +133,5 @@ def test_numbers_that_look_wrong(monkeypatch):
         "and without a cache",
     ]
     engine = dataclasses.replace(seen["run"], sampler=print)
-    *_, last = _of_the_group(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)
+    *_, last = _doubts_of_group(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)
     assert last.startswith("the mean importance weight of the sampler's completions is 0.2")

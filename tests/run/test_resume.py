@@ -5,11 +5,11 @@ import dataclasses
 import functools
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -28,7 +28,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import collect
-from grpo_jax.run.resume import changed_functions, describe, differences, warn_of_changes, warn_of_no_rollout
+from grpo_jax.run.resume import changed_functions, describe, differences, warn_of_changes
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -67,40 +67,20 @@ def cut_at(step):
     return callback
 
 
-MOMENTS = {
-    "update": """
-from grpo_jax.update.packed import PackedUpdater
-update = PackedUpdater.update
-
-def killed(self, state, batch):
-    if int(state.step) == STEP:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, state, batch)
-
-PackedUpdater.update = killed
-""",
-    "save": """
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
 rename = os.rename
 
 def killed(source, target, **how):  # all arrays are written, and the checkpoint has its temporary name
-    if str(target).endswith(f"checkpoints/{STEP}"):
+    if str(target).endswith("checkpoints/{step}"):
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(source, target, **how)
 
 os.rename = killed
-""",
-}
-"""Code that kills its process at a step, by the part of the loop."""
-
-
-def run_killed(module, run_dir, moment, step, **settings):
-    """Call the `run` of a test module in a process that kills itself at a moment of a step."""
-    paths = [*(path for path in sys.path if "tests" in path), str(Path(__file__).parents[1] / "run")]
-    code = f"import os, signal, sys; sys.path[:0] = {paths!r}; STEP = {step}\n{MOMENTS[moment]}"
-    code += f"\nfrom {module} import run; run(run_dir={str(run_dir)!r}, **{settings!r})"
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+from test_resume import run
+run(run_dir={run_dir!r})
+"""
 
 
 def assert_same_run(one, two, directory_of_one, directory_of_two):
@@ -119,23 +99,28 @@ def whole(tmp_path_factory):
     return run(directory), directory
 
 
-def test_killed_in_the_middle_of_an_iteration_it_ends_in_the_same_bytes(whole, tmp_path):
-    run_killed("test_resume", tmp_path, "update", 9)
+def test_a_run_killed_in_the_middle_of_a_save_and_of_an_iteration_ends_in_the_same_bytes(whole, tmp_path):
+    """The last whole checkpoint is of step 8, and steps 7 to 12 are updates on one batch."""
+    paths = [*(path for path in sys.path if "tests" in path), str(Path(__file__).parent)]
+    code = KILLED_IN_A_SAVE.format(paths=paths, step=10, run_dir=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    names = {path.name.partition(".")[0] for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"6", "8", "10"}
+    assert not (tmp_path / "checkpoints" / "10").exists()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 16, "rew')  # a line that the kill has torn
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
 
 
-def test_killed_in_the_middle_of_a_save_it_ends_in_the_same_bytes(tmp_path):
-    """Of several turns, with a rollout ahead: its completions and their transcript are in the checkpoint."""
+def test_a_run_with_a_rollout_ahead_of_several_turns_resumes_to_the_same_bytes(tmp_path):
+    """The prefetched completions and their transcript are in the checkpoint."""
     settings = {"rollout_ahead": True, "max_steps": 3, "save_steps": 1}
     expected, _ = play(run_dir=tmp_path / "whole", **settings)
-    run_killed("test_stop_run", tmp_path / "killed", "save", 2, **settings)
-    names = {path.name.partition(".")[0] for path in (tmp_path / "killed" / "checkpoints").iterdir()}
-    assert names == {"1", "2"}
-    assert not (tmp_path / "killed" / "checkpoints" / "2").exists()
-    state, _ = play(run_dir=tmp_path / "killed", **settings)
-    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "killed")
+    with pytest.raises(Cut):
+        play(run_dir=tmp_path / "cut", callbacks=[cut_at(2)], **settings)
+    state, _ = play(run_dir=tmp_path / "cut", **settings)
+    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "cut")
 
 
 def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_path, capfd):
@@ -199,10 +184,13 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
 
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
+    run = SimpleNamespace(
+        config=config, data=encoded(token_ids, rows), policy=tiny_policy().replace(model=model or tiny_policy().model),
+        total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1),
+    )
     found = describe(
-        config, data=encoded(token_ids, rows), reward_fns=reward_fns, model=model or tiny_policy().model, state=state,
-        total_steps=steps, eos_token_ids=eos, eval_data=encoded(eval_ids, eval_rows),
-        interaction=answered(tools, environments), own_optimizer=optimizer is not None, own_functions=functions or {},
+        run, state, reward_fns=reward_fns, eos_token_ids=eos, eval_data=encoded(eval_ids, eval_rows),
+        interaction=answered(tools, environments), own_functions=functions or {},
     )
     return json.loads(json.dumps(found))
 
@@ -379,17 +367,6 @@ def test_a_changed_source_of_rewards_and_environments_is_named():
 
 
 @pytest.mark.quick
-def test_settings_that_only_one_version_has_resume_with_their_defaults():
-    saved = about()
-    del saved["config"]["delta"]
-    assert differences(saved, about(), step=4) == []
-    assert differences(saved, about(delta=2.0), step=4) == ["delta = 2.0: the run has None"]
-    saved["config"]["max_kl_old"] = 0.5
-    line = "max_kl_old: this version lacks the setting, and the run has 0.5"
-    assert line in differences(saved, about(), step=4)
-
-
-@pytest.mark.quick
 def test_other_columns_of_the_same_prompts_are_a_warning():
     """Reward functions read them; an object without a value of its own counts by its type."""
     rows = lambda *answers: [{"prompt": "p", "answer": x, "image": object()} for x in answers]
@@ -414,6 +391,3 @@ def test_other_versions_devices_and_weight_decay_are_a_warning():
     for name, value in (("mesh", {"data": 2}), ("gradient_checkpointing", False)):
         with pytest.warns(UserWarning, match=rf"conditions \({name} None → .*\): from here on its numbers may differ"):
             warn_of_changes(about(), about(**{name: value}))
-    with pytest.warns(UserWarning, match="the run was to end after step 10 and has sampled nothing ahead"):
-        warn_of_no_rollout(about(steps=10), about(steps=20))
-    warn_of_no_rollout(about(), about())

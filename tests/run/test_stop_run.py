@@ -29,9 +29,9 @@ class Says(Game):
         return said and f"a{said}"
 
 
-def run(run_dir=None, **settings):
+def run(run_dir=None, callbacks=(), **settings):
     lines, config = [], GRPOConfig(**SMALL | settings)
-    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics)]}
+    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics), *callbacks]}
     return train(POLICY, ROWS, [], config, run_dir=run_dir, **how), lines
 
 

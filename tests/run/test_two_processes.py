@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def start(run_dir, fault):
 
 
 def ended_by_the_second(processes, run_dir, fault):
-    """Wait until the second process ends by its fault, and the first one by that; the standard error of both."""
+    """Wait until the second process ends by its fault, and the first one by that; the standard error of the second."""
     status = processes[1].wait(timeout=300)
     begun = time.monotonic()
     assert processes[0].wait(timeout=60) != 0, "it ended as if all were well"
@@ -62,60 +63,63 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The same run of two processes, and one that an exception in the second process ends."""
+    """The same run of two processes, and once more with an exception in the second process, which ends both."""
     run_dir = tmp_path_factory.mktemp("together")
-    ended = ended_by_the_second(start(run_dir, "raise"), run_dir, "raise")
-    return run_dir, ended
+    status, reason = ended_by_the_second(start(run_dir, "raise"), run_dir, "raise")
+    assert status == 1
+    assert "of one process alone" in reason
+    return run_dir
+
+
+def test_the_loss_of_one_process_ends_the_other(tmp_path):
+    """An exception in one of them, too: fixture `together`."""
+    status, _ = ended_by_the_second(start(tmp_path, "kill"), tmp_path, "kill")
+    assert status == -signal.SIGKILL
 
 
 def test_two_processes_train_what_one_does(alone, together):
     """With a rollout ahead, an evaluation at either end, and environments, of which each process has those of its own
     rows. The complete run, called again, returns its state; two directories are refused.
     """
-    (one, expected, calls), run_dir = alone, together[0]
-    # Five prompts held out are played at either end, in rollouts of 3 and of 2 prompts with one that fills it up.
-    assert calls == {"training": 3 * 32, "evaluation": 2 * 20, "played": 3 * 32 + 2 * 24}
+    (one, expected, calls), run_dir = alone, together
+    # Fifteen held-out prompts are played at either end, in rollouts of 8 prompts, the last of which fills a rollout up.
+    assert calls == {"training": 3 * 32, "evaluation": 2 * 60, "played": 3 * 32 + 2 * 64}
     said = [(run_dir / f"raise-{i}.out").read_text().rpartition("CALLS ")[2] for i in range(2)]
     calls = [json.loads(some) for some in said]
     assert all(some["refused"] for some in calls), "two directories"
     assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
-    # Five prompts × 4 completions in rollouts of 3 and 2 prompts, of which the second process has 2 and 1.
-    assert [some["evaluation"] for some in calls] == [2 * 8, 2 * 12], "and for its own of 20 held-out completions"
-    assert [some["played"] for some in calls] == [3 * 16 + 2 * 8, 3 * 16 + 2 * 16]
+    assert [some["evaluation"] for some in calls] == [2 * 32, 2 * 28], "and for its own of 60 held-out completions"
+    assert [some["played"] for some in calls] == [3 * 16 + 2 * 32] * 2
+    assert [some["drawn"] for some in calls] == [[-0.5, 7]] * 2, "of an engine, the completions of the first process"
     with np.load(run_dir / "turns.npz") as found:
         for name, like in zip(found.files, expected, strict=True):
             np.testing.assert_allclose(found[name], like, atol=1e-6)
-    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (one, run_dir / "turns"))
+    assert_same_files(one, run_dir / "turns")
+
+
+def test_one_process_resumes_the_run_of_two(alone, together):
+    """After its second checkpoint, with the completions that the two had sampled ahead."""
+    run_dir = together / "failing"
+    assert max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()) == 1
+    state = two_processes.play(run_dir)
+    for x, like in zip(jax.tree.leaves({"params": state.params, "ref": state.ref_params}), alone[1], strict=True):
+        np.testing.assert_allclose(x, like, atol=1e-6)
+    assert_same_files(alone[0], run_dir)
+
+
+def assert_same_files(one, other):
+    """Two run directories have the same lines and completions, up to rounding and timings."""
+    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (one, other))
     assert [line["step"] for line in others] == [0, 1, 2, 3, 3], "one process logs"
-    for line, other in zip(lines, others, strict=True):
+    for line, like in zip(lines, others, strict=True):
         names = [name for name in line if re.fullmatch("rewards/.+/(mean|std|missing|errors)|(turns|eval)/.+", name)]
-        assert line.keys() == other.keys()
+        assert line.keys() == like.keys()
         for name in {*names, "completions/observation_tokens", "reward", "loss"} & {*line}:
-            assert line[name] == pytest.approx(other[name], rel=1e-6, abs=1e-6), name
+            assert line[name] == pytest.approx(like[name], rel=1e-6, abs=1e-6), name
     assert max(line.get("turns/mean", 0) for line in lines) > 1.5
-    rows, other_rows = (list(read_lines(where / "completions.jsonl")) for where in (one, run_dir / "turns"))
+    rows, others = (list(read_lines(where / "completions.jsonl")) for where in (one, other))
     assert len(rows) == 3 * 32
-    for row, other in zip(rows, other_rows, strict=True):
+    for row, like in zip(rows, others, strict=True):
         for name in ("prompt", "completion", "turns", "rewards", "ended"):
-            assert row[name] == other[name]
+            assert row[name] == like[name]
     assert all(" so " in row["prompt"] for row in rows)
-
-
-def test_an_exception_in_one_or_its_loss_ends_both_and_one_process_resumes_the_run(together, tmp_path):
-    """With an engine that draws other tokens in each process: the completions of the first one count."""
-    run_dir, (status, reason) = together
-    assert status == 1
-    assert "of one process alone" in reason
-    ended_by_the_second(start(run_dir, "kill"), run_dir, "kill")
-    state = two_processes.learn(run_dir / "engine", 4)
-    two_processes.learn(tmp_path, 4)
-    assert int(state.step) == 4
-    lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (run_dir / "engine", tmp_path))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    for line, other in zip(lines, others, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
-        for name in ("sampler/importance_weight_mean", "sampler/log_prob_difference_mean"):
-            assert line.get(name) == (pytest.approx(other[name], rel=1e-4) if name in other else None)
-    rows, others = (list(read_lines(where / "completions.jsonl")) for where in (run_dir / "engine", tmp_path))
-    assert len(others) == 2 * 32
-    assert [row["completion"] for row in rows] == [row["completion"] for row in others]

@@ -1,6 +1,6 @@
 """One of two processes that train together: `two_processes.py RUN_DIR raise|kill` and the flags of a run of several.
 
-`play` and `learn` are called in one process too, as what the two are compared with.
+`play` is also called in one process, for comparison.
 """
 
 import argparse
@@ -15,44 +15,41 @@ import jax
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, generate, train
-from grpo_jax.models.sharding import fetch
+from grpo_jax.models.sharding import fetch, gather_objects
+from grpo_jax.rollout.ends import BY_EOS
 from grpo_jax.run import distributed
+from grpo_jax.run.sampler import completions_by
 from grpo_jax.watch import monitor
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
-HELD_OUT = [{"prompt": f"held out {i}"} for i in range(5)]
+HELD_OUT = [{"prompt": f"held out {i}"} for i in range(15)]
 SETTINGS = {
-    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-3,
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24, "learning_rate": 1e-3,
     "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "seed": 0, "save_steps": 1,
-    "per_device_eval_batch_size": 4, "mesh": {"data": 2, "fsdp": 2},
+    "per_device_eval_batch_size": 8, "mesh": {"data": 2, "fsdp": 2}, "rollout_ahead": True, "max_steps": 3,
 }  # fmt: skip
 CALLS = collections.Counter()
 """Completions scored and episodes played in this process."""
 
 
-def lower_case(fault):
-    """A reward function with a fault ("raise", "kill" or None) in the second process at its second rewards of a run."""
+def lower_case(fails):
+    """A reward function; if it `fails`, then in the second process at its second rewards of a run."""
     called = []
 
     def lower_case(prompts, completions):
         held_out = prompts[0].startswith("held out")
         CALLS["evaluation" if held_out else "training"] += len(completions)
         called.append(held_out)
-        if jax.process_index() == 1 and called.count(False) == 2:
-            if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "raise":
-                raise KeyError("of one process alone")
+        if fails and jax.process_index() == 1 and called.count(False) == 2:
+            raise KeyError("of one process alone")
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
     return lower_case
 
 
 class Game:
-    """Says something three times; what it was told decides the reward."""
+    """Says something three times; the policy's turns decide the reward."""
 
     def reset(self, prompt, **row):
         CALLS["played"] += 1
@@ -67,25 +64,35 @@ class Game:
         return np.float32(sum(map(len, self.heard)) % 5)
 
 
-def play(run_dir, fault=None):
+def policy():
+    """A quarter of the bytes end a turn, so that most completions have several."""
+    from tiny import tiny_policy
+
+    return tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
+
+
+def play(run_dir, *, fails=False):
     """Three iterations of several turns with a rollout ahead, whose collectives run in a thread during the rewards."""
-    # A quarter of the bytes end a turn, so that most completions have several.
-    policy = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
-    config = GRPOConfig(**SETTINGS | {"max_completion_length": 24}, max_steps=3, rollout_ahead=True)
+    from grpo_jax import GRPOConfig, train
+
     how = {"eval_dataset": HELD_OUT, "run_dir": run_dir, "environment_factory": Game}
-    return train(policy, ROWS, lower_case(fault), config, **how)
+    return train(policy(), ROWS, lower_case(fails), GRPOConfig(**SETTINGS), **how)
 
 
-def learn(run_dir, steps, fault=None):
-    """Iterations of two updates with an engine that draws other tokens in the second process."""
+def drawn_by_an_engine():
+    """The tokens and log-probs of an engine that draws others in each process."""
+    from grpo_jax import Completions, make_prompts
 
-    def engine(**how):
-        made = fetch(generate(**how))
-        tokens = (made.tokens + 7 * jax.process_index()) % 200
-        return made.replace(tokens=tokens, log_probs=made.log_probs - 0.1 - jax.process_index())
+    def engine(prompts, num_generations, max_completion_length):
+        shape = (1, num_generations, max_completion_length)
+        tokens = np.full(shape, 7 + jax.process_index(), np.int32)
+        log_probs = np.full(shape, -0.5 - jax.process_index(), np.float32)
+        return Completions(tokens, np.ones(shape, bool), log_probs, np.zeros(shape[:2], bool))
 
-    config = GRPOConfig(**SETTINGS, num_iterations=2, max_steps=steps)
-    return train(tiny_policy(), ROWS, lower_case(fault), config, run_dir=run_dir, sampler=engine)
+    settings = {"num_generations": 2, "max_completion_length": 3, **BY_EOS._asdict()}
+    key, prompts = jax.random.key(0), make_prompts([[5]])
+    made = completions_by(engine, policy(), policy().params, prompts, key, settings=settings)
+    return sorted({*made.tokens.ravel().tolist(), *made.log_probs.ravel().tolist()})
 
 
 def main():
@@ -96,14 +103,17 @@ def main():
     parser.add_argument("fault", choices=["raise", "kill"])
     distributed.add_flags(parser)
     arguments = parser.parse_args()
-    # The last of a flag counts: the settings of the tests, but for the number of devices.
+    # The last of a flag counts: the settings of the tests, except the number of devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
     if arguments.fault == "kill":
-        learn(arguments.run_dir / "engine", 4, "kill")
+        for n in range(1000):  # the first process waits for the second, which has ended
+            gather_objects(n)
+            if n == 2 and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
     try:
-        learn(arguments.run_dir / f"own-{jax.process_index()}", 2)
+        play(arguments.run_dir / f"own-{jax.process_index()}")
     except ValueError as error:
         CALLS["refused"] = "does not find what process 0 has written" in str(error)
     for _ in range(2):  # called again, the run is complete
@@ -111,8 +121,8 @@ def main():
     whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
     if jax.process_index() == 0:
         np.savez(arguments.run_dir / "turns.npz", *whole)
-    print("CALLS " + json.dumps(CALLS), flush=True)
-    play(arguments.run_dir / "failing", "raise")
+    print("CALLS " + json.dumps({**CALLS, "drawn": drawn_by_an_engine()}), flush=True)
+    play(arguments.run_dir / "failing", fails=True)
 
 
 if __name__ == "__main__":
