@@ -77,12 +77,9 @@ def test_completions_are_stale_by_exactly_one_version():
     assert [order.index(*versions) for versions in of_iteration] == [0, 0, 1, 2]
 
 
-AT_ODDS = {"several turns": {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3}}
-
-
-@pytest.mark.parametrize("how", AT_ODDS.values(), ids=AT_ODDS)
-def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, how):
-    """To the bit: versions, old log-probs and weights are those of `rollout_ahead` without an engine's thread."""
+def test_params_are_equal_to_those_of_a_run_that_waits_for_its_completions(server):
+    """To the bit: versions, old log-probs and weights are equal to those of `rollout_ahead` without a thread."""
+    how = {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3}
     found, lines = run(vllm(server.url), **how)
     expected, others = run(waited_for(vllm(server.url)), **how)
     same(found, expected)
@@ -90,8 +87,8 @@ def test_it_learns_what_it_learns_where_the_completions_are_waited_for(server, h
         for name in ("loss", "reward", "sampler/log_prob_difference_max", "sampler_gap", "ratio_max"):
             assert line.get(name) == other.get(name), name
         gap = line.get("sampler/log_prob_difference_max", 0.0)
-        assert gap < 1e-4, "they are scored by the policy that they were drawn from"
-    assert lines[-1]["ratio_max"] > 1.001, "which is not the one that learns"
+        assert gap < 1e-4, "they are scored by the policy that sampled them"
+    assert lines[-1]["ratio_max"] > 1.001, "the policy has moved since"
 
 
 def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, tmp_path):

@@ -1,4 +1,4 @@
-"""The loop: it learns, repeats itself to the last bit, compiles once, resumes, and refuses what cannot work."""
+"""The loop repeats itself to the last bit, compiles once, and uses samples of the right policy."""
 
 import json
 import sys
@@ -36,14 +36,6 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
     config = GRPOConfig(**SMALL | {"max_steps": 4} | settings)
     how = {"eval_dataset": eval_dataset, "run_dir": run_dir, "callbacks": callbacks}
     return train(policy or tiny_policy(), rows, reward_fns, config, **how)
-
-
-def test_a_policy_learns_what_is_rewarded():
-    """A policy learns what is rewarded."""
-    rewards, note = [], lambda step, metrics: rewards.append(metrics["reward"])
-    run(max_steps=45, per_device_train_batch_size=24, learning_rate=1e-2, callbacks=[note])
-    assert np.mean(rewards[:3]) < 0.2
-    assert np.mean(rewards[-3:]) > 0.8
 
 
 def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_unchanged():

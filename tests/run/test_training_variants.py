@@ -1,13 +1,12 @@
-"""The same loop trains adapters, another flax module, and bfloat16 params."""
+"""The same loop trains adapters and bfloat16 params."""
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, Policy, add_lora, merge_lora, train
+from grpo_jax import GRPOConfig, add_lora, merge_lora, train
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 
@@ -28,8 +27,7 @@ def learn(policy, rows=ROWS, steps=30, **settings):
 def test_adapters_learn_and_the_base_stays():
     policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=0.1)
     before = jax.tree.map(np.array, policy.model.base)
-    # Twice this rate leads, with the samples of one version of JAX, to adapters under which one unit in the last place
-    # of the weights moves a logit by 3e-4: nothing computed in float32 could be compared at the end.
+    # At twice this rate, with one version of JAX, a unit in the last place of the weights moves a logit by 3e-4.
     settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.01, "steps": 70}
     state, rewards = learn(policy, **settings)
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
@@ -46,31 +44,6 @@ def test_adapters_learn_and_the_base_stays():
     one, other = (jax.jit(some.model.apply) for some in (policy, merged))
     logits = one({"params": state.params}, tokens)
     np.testing.assert_allclose(other({"params": merged.params}, tokens), logits, atol=1e-5)
-
-
-class Foreign(nn.Module):
-    """A causal model with nothing of this package: an embedding, a running mean, a head."""
-
-    vocab: int
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(self.vocab, 24)(tokens)
-        count = jnp.arange(1, tokens.shape[1] + 1).reshape(1, -1, 1)
-        x = x + nn.Dense(24)(jnp.cumsum(x, axis=1) / count)
-        return nn.Dense(self.vocab)(nn.gelu(x)).astype(jnp.float32)
-
-
-def test_a_flax_module_of_the_users_own_learns():
-    """An object that only has `apply`: test_teacher.py, and test_sft.py for SFT."""
-    tokenizer = tiny_tokenizer()
-    with jax.numpy_rank_promotion("allow"):  # flax's own layers add a bias by broadcasting
-        model = Foreign(len(tokenizer))
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        policy = Policy(model, params, tokenizer, config={"eos_token_id": tokenizer.eos_token_id})
-        _, rewards = learn(policy, beta=0.01)
-    assert np.mean(rewards[:3]) < 0.4
-    assert np.mean(rewards[-3:]) > 0.8
 
 
 def test_bfloat16_compute_with_params_in_bfloat16():
