@@ -88,13 +88,8 @@ def packed_attention(
     """Return the attention of packed segments, each over its own keys and the keys of its prompt.
 
     Scores are computed for the keys of the query's block and of as many blocks before it as the longest segment may
-    need. A mask removes the keys of other segments.
-
-    Args:
-      q: [A, H_kv, 1, N, R, d]; R query heads share a key head.
-      k, v: [A, H_kv, 1, N, d].
-      prefix: all prompts, B / A for each sequence.
-      scale, window, soft_cap, sinks: as in `group_attention`.
+    need. A mask removes the keys of other segments. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and
+    `prefix` has B / A prompts for each sequence. The other arguments are those in `group_attention`.
     """
     a, h, _, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, 1, n, d))

@@ -35,12 +35,10 @@ class DeltaShape:
 
     @property
     def key_width(self) -> int:
-        """Width of the keys of a token."""
         return self.key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Width of the values of a token."""
         return self.value_heads * self.value_dim
 
     @property
@@ -171,12 +169,11 @@ class TransformerConfig:
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
-        """Number of key and value heads of an attention layer, and the width of a head."""
-        full = self.full_heads is not None and kind.window is None
-        return self.full_heads if full and self.full_heads else (self.num_kv_heads, self.head_dim)
+        """Return the number of key and value heads of an attention layer, and the width of a head."""
+        return self.full_heads if self.full_heads and kind.window is None else (self.num_kv_heads, self.head_dim)
 
     def kv_source(self, i: int) -> int:
-        """The layer whose keys and values layer i uses: i itself, unless it shares those of an earlier layer."""
+        """Return the layer whose keys and values layer i uses: i, or an earlier layer if they are shared."""
         kinds = self.layer_kinds
         if not kinds[i].shared_kv:
             return i
@@ -194,11 +191,6 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     """Return the number of weights in a decoder's matrix products, with or without the output head.
 
     `experts` is the number of experts to count in each layer; None counts the experts of one token.
-
-    Example:
-      >>> shape = TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
-      >>> count_weights(shape)  # 16·16 + 2·16·8 + 16·16 + 3·16·32, and the head's 16·32
-      2816
     """
     c = shape
     sparse = sum(c.expert_layers)
@@ -220,12 +212,6 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
     heads, width = shape.heads_of(kind)
     own = 0 if kind.shared_kv else 1 if shape.values_are_keys and kind.window is None else 2
     return (shape.num_heads * (2 + shape.attention_gate) + own * heads) * width
-
-
-def read_width(shape: TransformerConfig) -> int:
-    """Return the numbers in one token's keys and values, summed over the layers that read them."""
-    attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
-    return sum(2 * heads * width for heads, width in attention)
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
@@ -261,7 +247,8 @@ class DecodeStep:
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
         """Return the step of a decoder; `weight_itemsize` is `itemsize` if None."""
-        token = read_width(shape) * itemsize
+        attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
+        token = itemsize * sum(2 * heads * width for heads, width in attention)  # keys and values that layers read
         return cls(
             weights=count_weights(shape, experts=shape.num_experts) * (weight_itemsize or itemsize),
             prompt=prompt_length * token,

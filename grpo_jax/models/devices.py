@@ -70,14 +70,12 @@ def memory_of(device: jax.Device) -> int | None:
 
 
 CHIPS = {
-    "v4": ("v4", 32e9, "2x2x1"),
-    "v5e": ("v5e", 16e9, "2x2"),
-    "v5p": ("v5p", 95e9, "2x2x1"),
-    "v6e": ("v6e", 32e9, "2x2"),
+    "v4": (32e9, {4: "2x2x1", 8: "2x2x2"}),
+    "v5e": (16e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
+    "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
+    "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: name in a topology, bytes of a chip, and the smallest slice that the compiler knows."""
-
-_SLICES = {8: {"v5e": "2x4", "v6e": "2x4", "v4": "2x2x2", "v5p": "2x2x2"}, 16: {"v5e": "4x4", "v6e": "4x4"}}
+"""TPUs: bytes of a chip, and the topologies of slices. Fewer than four chips are taken from the smallest slice."""
 
 
 class GPU(NamedTuple):
@@ -128,9 +126,7 @@ class Target:
         """Parse a name such as H100 or v5e-8; raise ValueError for an unknown kind or number."""
         found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
         kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
-        counts = (
-            range(1, 9) if kind in GPUS else (1, 2, 4, 8, *(n for n, of in _SLICES.items() if n > 8 and kind in of))
-        )
+        counts = {1, 2, *CHIPS[kind][1]} if kind in CHIPS else range(1, 9)
         if kind not in (*GPUS, *CHIPS) or count not in counts:
             known = ", ".join((*GPUS, *CHIPS))
             raise ValueError(
@@ -142,7 +138,7 @@ class Target:
     @property
     def memory(self) -> float:
         """Bytes of one device."""
-        return CHIPS[self.kind][1] if self.kind in CHIPS else GPUS[self.kind].memory
+        return CHIPS[self.kind][0] if self.kind in CHIPS else GPUS[self.kind].memory
 
     @property
     def missing(self) -> str | None:
@@ -156,9 +152,9 @@ class Target:
             return _gpus(self.kind, self.count)
         from jax.experimental import topologies
 
-        name, _, smallest = CHIPS[self.kind]
-        slices = _SLICES.get(self.count, {}).get(self.kind, smallest)
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{slices}").devices[: self.count]
+        slices = CHIPS[self.kind][1]
+        name = f"{self.kind}:{slices.get(self.count, slices[4])}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[: self.count]
 
 
 def _gpus(kind: str, count: int) -> Sequence[jax.Device]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import chex
 import flax.linen as nn
@@ -66,9 +65,8 @@ class Experts(nn.Module):
     ) -> jax.Array:
         """Return `_expert_sums` of the rows of `groups` groups, computed where the rows or the kernels are."""
         c = self.config
-        kernels = implementation(c.attention)
-        sums = functools.partial(_expert_sums, gated=gate_of(c), implementation=kernels)
-        mesh = c.mesh
+        kernels, mesh = implementation(c.attention), c.mesh
+        sums = functools.partial(_expert_sums, c)
         if mesh is None:
             return sums(x, weights, chosen, experts)
 
@@ -111,28 +109,21 @@ class Experts(nn.Module):
         return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
-def gate_of(config: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the activation of an expert: a function of (gate x, up x)."""
+def gated(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return the activation of an expert, given gate x and up x."""
     if config.expert_swiglu is None:
-        activation = ACTIVATIONS[config.activation]
-        return lambda gate, up: activation(gate) * up
+        return ACTIVATIONS[config.activation](gate) * up
     alpha, limit = config.expert_swiglu
-
-    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
-        gate = jnp.minimum(gate, limit)
-        return (jnp.clip(up, -limit, limit) + 1) * (gate * jax.nn.sigmoid(alpha * gate))
-
-    return clamped
+    gate = jnp.minimum(gate, limit)
+    return (jnp.clip(up, -limit, limit) + 1) * (gate * jax.nn.sigmoid(alpha * gate))
 
 
 def _expert_sums(
+    config: TransformerConfig,
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
     experts: ExpertWeights,
-    *,
-    gated: Callable[[jax.Array, jax.Array], jax.Array],
-    implementation: str,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
     """Return Σ weight · expert(x) over the chosen experts of rows x [N, D], without the last bias.
@@ -140,21 +131,21 @@ def _expert_sums(
     `across` are the mesh axes that cut the D channels of the rows and the kernels.
     """
     gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
+    kernels = implementation(config.attention)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=gate_kernel.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]
     y = jnp.take(x, row, axis=0)
     if across:
-        dots = [ragged_dot(y, w, sizes, implementation, jnp.dtype(jnp.float32)) for w in (gate_kernel, up_kernel)]
+        dots = [ragged_dot(y, w, sizes, kernels, jnp.dtype(jnp.float32)) for w in (gate_kernel, up_kernel)]
         gate, up = (dot.astype(x.dtype) for dot in jax.lax.psum(dots, across))
     else:
-        gate, up = (ragged_dot(y, w, sizes, implementation) for w in (gate_kernel, up_kernel))
+        gate, up = (ragged_dot(y, w, sizes, kernels) for w in (gate_kernel, up_kernel))
     if gate_bias is not None and up_bias is not None:
         expert = jnp.take(chosen.reshape(-1), order)
         gate = gate + jnp.take(gate_bias, expert, axis=0)
         up = up + jnp.take(up_bias, expert, axis=0)
-    y = gated(gate, up)
-    y = ragged_dot(y, down_kernel, sizes, implementation) * jnp.take(weights.reshape(-1), order)[:, None]
+    y = ragged_dot(gated(config, gate, up), down_kernel, sizes, kernels) * jnp.take(weights.reshape(-1), order)[:, None]
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 
@@ -183,10 +174,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """A router with a norm and a scale per channel on its input, and a factor per expert (Gemma 4).
-
-    The factor multiplies weights that sum to one for each token. Logits are sown as in `MixtureOfExperts`.
-    """
+    """A router with a norm and a scale per channel on its input, and a factor per expert on its weights (Gemma 4)."""
 
     config: TransformerConfig
 
@@ -208,10 +196,7 @@ def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) 
 
     f_e is the fraction of tokens sent to expert e, and p_e the mean probability that the router gave it, over the
     masked-in tokens of all sparse layers. The gradient is through p. A uniform router has the smallest loss, k.
-
-    Args:
-      router: the "router" collection, from `model.apply(variables, ..., mutable=["router"])`.
-      mask: [B, T] or [B, G, T], 1 on the tokens that count.
+    `router` is the "router" collection of `model.apply(variables, ..., mutable=["router"])`.
     """
     layers = jax.tree.leaves(router)
     used = wanted = jnp.zeros(layers[0].shape[-1:])

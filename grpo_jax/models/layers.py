@@ -56,10 +56,6 @@ class Quantized:
     block: int = flax.struct.field(pytree_node=False, kw_only=True)  # weights of one scale
     dtype: str = flax.struct.field(pytree_node=False, kw_only=True)  # of the dequantized matrix, for example in a merge
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def rows(self, dtype: DTypeLike) -> jax.Array:
         """Return Wᵀ [..., out, in]: the float32 products of values and scales, rounded to `dtype`."""
         values, scales = _values(self.codes), self.scales
@@ -155,9 +151,8 @@ def _matmul_quantized_jvp(
         return y, jnp.zeros_like(y)
 
     def forwards(w: Quantized, dx: jax.Array) -> jax.Array:
-        if float32_sums:
-            return dot_rounded(dx, rows_for(dx, w), (1, 1)).astype(y.dtype)
-        return (dx @ rows_for(dx, w).T).astype(y.dtype)
+        rows = rows_for(dx, w)
+        return (dot_rounded(dx, rows, (1, 1)) if float32_sums else dx @ rows.T).astype(y.dtype)
 
     def backwards(w: Quantized, g: jax.Array) -> jax.Array:
         g = g.astype(x.dtype)
@@ -168,7 +163,6 @@ def _matmul_quantized_jvp(
 
 UNTRAINED = ("layer_scalar",)
 """Names of params that stay as loaded, without gradient and weight decay."""
-
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import Quantized
@@ -54,7 +54,6 @@ class LoraModel:
 
     @property
     def config(self) -> TransformerConfig:
-        """The shape of the decoder."""
         return self.model.config
 
     @property
@@ -131,7 +130,7 @@ def reference_of(adapters: Params, alpha: float) -> Params:
         a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
         (height, rank), width = a.shape, b.shape[1]
         if rank < min(height, width) <= count * rank:
-            return _as_a_matrix(_matmul(a, b))
+            return _as_a_matrix(jnp.matmul(a, b, precision="highest"))
         more = (count - 1) * rank
         return {"a": jnp.pad(a, ((0, 0), (0, more))), "b": jnp.pad(b, ((0, more), (0, 0)))}
 
@@ -149,7 +148,8 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         a_ref, b_ref, fade = reference["a"], reference["b"], 1 - alpha
         (height, rank), width = a.shape, b.shape[1]
         if rank < min(height, width) == a_ref.shape[1]:
-            return _as_a_matrix(alpha * _matmul(a, b) + fade * (b_ref if height <= width else a_ref))
+            product = jnp.matmul(a, b, precision="highest")
+            return _as_a_matrix(alpha * product + fade * (b_ref if height <= width else a_ref))
         start = (step // every) * rank % a_ref.shape[1]  # of the oldest adapters, which are replaced
         put = jax.lax.dynamic_update_slice_in_dim
         return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
@@ -166,34 +166,21 @@ def _as_a_matrix(x: jax.Array) -> Params:
     return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     """Return the params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept.
 
     A quantized base is dequantized into host memory, since it may not fit on its device.
     """
-    merged = {}
-    for name, node in base.items():
-        extra = adapters.get(name, {})
-        if not isinstance(node, Mapping):
-            merged[name] = np.asarray(_matrix(node, node.dtype)) if isinstance(node, Quantized) else node
-        elif "a" in extra:
-            merged[name] = {**node, "kernel": _merged(node["kernel"], extra, scale)}
-        else:
-            merged[name] = merge_adapters(node, extra, scale)
-    return merged
+    merged, factors = flatten_dict(base), flatten_dict(adapters)
+    for path, leaf in merged.items():
+        quantized, adapted = isinstance(leaf, Quantized), (*path[:-1], "a") in factors and path[-1] == "kernel"
+        matrix = _matrix(leaf, jnp.float32) if quantized else leaf
+        if adapted:
+            a, b = (factors[(*path[:-1], name)].astype(jnp.float32) for name in ("a", "b"))
+            matrix = (matrix.astype(jnp.float32) + scale * (a @ b)).astype(leaf.dtype)
+        merged[path] = np.asarray(matrix.astype(leaf.dtype)) if quantized else matrix
+    return unflatten_dict(merged)
 
 
 # Jitted, since each of its forty operations would be compiled for each shape.
 _matrix = jax.jit(Quantized.matrix, static_argnames="dtype")
-
-
-def _merged(kernel: jax.Array | Quantized, adapter: Params, scale: float) -> jax.Array | np.ndarray:
-    """Return a kernel merged with its adapter; on the host if it was quantized."""
-    delta = scale * (adapter["a"].astype(jnp.float32) @ adapter["b"].astype(jnp.float32))
-    if isinstance(kernel, Quantized):
-        return np.asarray((_matrix(kernel, jnp.float32) + delta).astype(kernel.dtype))
-    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)

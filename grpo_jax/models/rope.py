@@ -106,10 +106,6 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
     """Return the angular frequencies [r/2] float32 of r rotated channels, and the factor on cosines and sines.
 
     Only "dynamic" and "longrope" depend on the length of the sequence.
-
-    Example:
-      >>> rope_frequencies(Rope(theta=100.0, kind="linear", scaling=(("factor", 2.0),)), 4)
-      (array([0.5 , 0.05], dtype=float32), 1.0)
     """
     if rope.kind not in ROPE_KINDS:
         raise ValueError(f"rope kind {rope.kind!r} is not supported; one of {list(ROPE_KINDS)} is.")

@@ -23,7 +23,7 @@ from grpo_jax.models.block import Layer, apply_layer
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
 from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
-from grpo_jax.models.matmul import dot_float32, matmul
+from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.tiles import Kernel, TileMask, implementation
@@ -59,14 +59,6 @@ class Transformer(nn.Module):
     `apply({"params": params}, tokens)` maps [B, T] int32 right-padded tokens to [B, T, V] float32 logits; position t
     sees tokens 0..t. Callers that share a prompt among completions, or need few logits, use the parts `hidden`,
     `prefill` and `unembed`, as `apply(..., method="prefill")`.
-
-    Example:
-      >>> import jax
-      >>> model = Transformer(TransformerConfig(32, 16, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8))
-      >>> tokens = jax.numpy.zeros((2, 5), "int32")
-      >>> params = model.init(jax.random.key(0), tokens)["params"]
-      >>> model.apply({"params": params}, tokens).shape
-      (2, 5, 32)
     """
 
     config: TransformerConfig
@@ -316,10 +308,8 @@ class Transformer(nn.Module):
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Return the logits [V, N] float32 of hidden states [N, D], for a head that is the embedding."""
-        table = self.embed_tokens.embedding.astype(hidden.dtype)
-        if self.config.uses_float32_sums:
-            return self._cap(dot_float32(table, hidden, (1, 1)))
-        return self._cap(jnp.matmul(table, hidden.T, preferred_element_type=jnp.float32))
+        table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.uses_float32_sums
+        return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True))
 
     def _cap(self, logits: jax.Array) -> jax.Array:
         cap, scale = self.config.logit_soft_cap, self.config.logit_scale

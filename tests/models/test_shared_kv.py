@@ -13,7 +13,7 @@ from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
 from experiments.bounds import Work
-from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights, read_width
+from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights
 from grpo_jax.models.context import empty_cache, num_slots, pad_slots
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
@@ -69,9 +69,8 @@ def test_a_layer_over_others_keys_keeps_nothing():
 def test_weights_keys_and_scores_are_counted():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
-    assert read_width(SHAPE) == 2 * (2 * 6 + 2 * 1 * 10)
     step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
-    assert step.own == 100 * 2 * read_width(SHAPE)
+    assert step.own == 100 * 2 * 2 * (2 * 6 + 2 * 1 * 10)
     work = dict(prompts=1, group=1, completion_length=1, itemsize=2)
     longer, shorter = (Work(SHAPE, prompt_length=n, **work).update_operations for n in (101, 100))
     assert longer - shorter == 6 * (kernels + 2 * 4 * (6 + 2 * 10) * 102)
