@@ -212,8 +212,8 @@ def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callabl
     """Return a layer's `apply` that keeps only its arguments for the backward pass: `jax.checkpoint` for CPUs.
 
     XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations, so that
-    nothing is saved. Here the second computation differs from the first: 0 · (the cotangent) is added to x. The result
-    cannot be differentiated forward or twice.
+    nothing is saved. Here the second computation differs from the first: 0 · (cotangents) is added to its arguments. The
+    result cannot be differentiated forward or twice.
     """
 
     @jax.custom_vjp
@@ -224,9 +224,14 @@ def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callabl
         return apply(variables, x, context), (variables, x, context)
 
     def backward(arguments: tuple[Params, jax.Array, Context], cotangents: Result) -> tuple[Params, jax.Array, Context]:
-        variables, x, context = arguments
-        zero = 0 * jax.tree.leaves(cotangents)[0].reshape(-1)[0]
-        return jax.vjp(apply, variables, x + zero.astype(x.dtype), context)[1](cotangents)
+        variables, *others = arguments
+        zero = functools.reduce(jnp.add, [0 * x.reshape(-1)[0] for x in jax.tree.leaves(cotangents)])
+
+        def tied(x: jax.Array) -> jax.Array:
+            return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+        x, context = jax.tree.map(tied, others)
+        return jax.vjp(apply, variables, x, context)[1](cotangents)
 
     call.defvjp(forward, backward)
     return call

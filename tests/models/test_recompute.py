@@ -44,10 +44,10 @@ def test_gradients_are_those_of_the_function_also_if_they_are_not_finite(bad):
 
     def gradients(wrap):
         def function(variables, x, context):
-            return jnp.sin(variables["w"] * x)[context["at"]] * bad, context["at"]
+            return jnp.sin(variables["w"] * x)[context["at"]] * bad
 
         def loss(w, x):
-            return wrap(function)({"w": w}, x, {"at": jnp.array([2, 0]), "none": None})[0].sum()
+            return wrap(function)({"w": w}, x, {"at": jnp.array([2, 0]), "none": None}).sum()
 
         return jax.grad(loss, (0, 1))(jnp.ones(3), jnp.linspace(0.5, 1, 3))
 
