@@ -211,9 +211,8 @@ def apply_layer(
 def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
     """Return a layer's `apply` that keeps only its arguments for the backward pass: `jax.checkpoint` for CPUs.
 
-    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations, so that
-    nothing is saved. Here the second computation differs from the first: 0 · (cotangents) is added to its arguments. The
-    result cannot be differentiated forward or twice.
+    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations. Here the
+    second computation differs: 0 · (cotangents) is added to its arguments. It has no forward-mode or second derivative.
     """
 
     @jax.custom_vjp

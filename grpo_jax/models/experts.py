@@ -109,7 +109,7 @@ class Experts(nn.Module):
         return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
-def gated(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+def expert_activation(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return the activation of an expert, given gate x and up x."""
     if config.expert_swiglu is None:
         return ACTIVATIONS[config.activation](gate) * up
@@ -145,7 +145,10 @@ def _expert_sums(
         expert = jnp.take(chosen.reshape(-1), order)
         gate = gate + jnp.take(gate_bias, expert, axis=0)
         up = up + jnp.take(up_bias, expert, axis=0)
-    y = ragged_dot(gated(config, gate, up), down_kernel, sizes, kernels) * jnp.take(weights.reshape(-1), order)[:, None]
+    y = (
+        ragged_dot(expert_activation(config, gate, up), down_kernel, sizes, kernels)
+        * jnp.take(weights.reshape(-1), order)[:, None]
+    )
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 

@@ -9,8 +9,7 @@ nf4     uint8, two codes a byte    NF4[code], in [−1, 1]         64          f
 int8    int8                       the code, in −127..127        a row       float32
 ```
 
-Nested scales are themselves in 8 bits, levels[code] · (outer scale of 256 scales) + offset. A weight then takes 4.127
-bits.
+Nested scales are stored in 8 bits: levels[code] · (outer scale of 256 scales) + offset, 4.127 bits per weight in all.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ def _state_after(
 
 def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> jax.Array:
     """Return a convolution's kernel [K, C] of a module, initially uniform over ±1/√K."""
-    bound = shape.kernel**-0.5
-    init = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    init = functools.partial(jax.random.uniform, minval=-(shape.kernel**-0.5), maxval=shape.kernel**-0.5)
     return module.param("conv1d", init, (shape.kernel, channels)).astype(jnp.float32)
 
 
