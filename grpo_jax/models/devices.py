@@ -28,10 +28,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of devices of one kind, and the compute capability of NVIDIA GPUs, or 0.
-
-    Without devices, JAX's default device is used.
-    """
+    """Return the platform of devices (default: JAX's default device), and the compute capability of GPUs or 0."""
     settings: Any = jax.config  # its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]

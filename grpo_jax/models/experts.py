@@ -145,10 +145,8 @@ def _expert_sums(
         expert = jnp.take(chosen.reshape(-1), order)
         gate = gate + jnp.take(gate_bias, expert, axis=0)
         up = up + jnp.take(up_bias, expert, axis=0)
-    y = (
-        ragged_dot(expert_activation(config, gate, up), down_kernel, sizes, kernels)
-        * jnp.take(weights.reshape(-1), order)[:, None]
-    )
+    y = ragged_dot(expert_activation(config, gate, up), down_kernel, sizes, kernels)
+    y = y * jnp.take(weights.reshape(-1), order)[:, None]
     return jnp.zeros(x.shape, y.dtype).at[row].add(y)
 
 

@@ -37,8 +37,8 @@ class Embedding(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        init = nn.initializers.normal(c.initializer_range)
-        self.embedding = self.param("embedding", init, (c.vocab_size, c.hidden_size))
+        init, shape = nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
+        self.embedding = self.param("embedding", init, shape)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         c = self.config
