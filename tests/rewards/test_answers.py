@@ -165,6 +165,6 @@ def test_reading_takes_linear_time():
     """Each takes some hundredths of a second, and tens of seconds if it did."""
     for part in LONG:
         started = time.process_time()
-        final_number(part * (60_000 // len(part)))
-        final_number(part * (60_000 // len(part)) + "=")
-        assert time.process_time() - started < 3, part
+        final_number(part * (30_000 // len(part)))
+        final_number(part * (30_000 // len(part)) + "=")
+        assert time.process_time() - started < 1, part
