@@ -6,17 +6,17 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from test_families import write_checkpoint
 from test_lora import ARCHITECTURES, OWN, SHAPE, TOKENS, logits
+from test_quantize import trained
 
 from grpo_jax.hub.families import FAMILIES
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-from grpo_jax.models.lora import TARGETS, LoraModel
+from grpo_jax.models.lora import TARGETS
 
 
 @functools.cache
@@ -28,11 +28,7 @@ def base_policy(kind="plain", **changes):
 
 
 def lora_policy(kind="plain", **options):
-    """With adapters as training would leave them: B is not zero."""
-    base, rng = base_policy(kind), np.random.default_rng(0)
-    fresh = jax.eval_shape(lambda: add_lora(base, jax.random.key(1), rank=3, **options).params)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape).astype(np.float32)), fresh)
-    return base.replace(model=LoraModel(base.params, base.model, scale=2.0), params=params)
+    return trained(base_policy(kind), std=0.2, rank=3, **options)
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))

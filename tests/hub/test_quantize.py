@@ -1,7 +1,9 @@
 """Bases in four and eight bits: quantized while they are read, stored in NF4 or MXFP4, and trained with adapters."""
 
 import base64
+import functools
 import json
+import operator
 import shutil
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, find_plain, read_quantized
 from grpo_jax.hub.tensors import Part
-from grpo_jax.models.layers import NF4, Quantized, is_quantized
-from grpo_jax.models.lora import LoraModel, merge_adapters
+from grpo_jax.models.layers import NF4, Quantized
+from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.run.placement import place_policy
 from grpo_jax.update.state import create_state
@@ -72,10 +74,7 @@ def with_nf4(checkpoint, change=lambda tensors: tensors, **config):
 
 
 def kernel(policy, *path):
-    node = policy.params["layers_0"]
-    for name in path:
-        node = node[name]
-    return node["kernel"]
+    return functools.reduce(operator.getitem, path, policy.params["layers_0"])["kernel"]
 
 
 @pytest.mark.quick
@@ -173,32 +172,9 @@ def test_other_ways_to_store_are_refused_before_a_weight_is_read(
 def test_what_cannot_be_quantized_is_refused(tmp_path):
     with pytest.raises(ValueError, match="quantize is 'int4'; use 'nf4' or 'int8', or None"):
         from_pretrained("nowhere", quantize="int4")
-    with pytest.raises(ValueError, match="dtype is 'float16': gradients below 6e-8 are 0"):
-        from_pretrained("nowhere", dtype="float16")
     write_checkpoint(tmp_path / "odd", {**QWEN3, "intermediate_size": 96})
     with pytest.raises(ValueError, match=r"rows of layers_0/mlp/down_proj/kernel have 96 .* use quantize='int8'"):
         from_pretrained(tmp_path / "odd", quantize="nf4")
-
-
-@pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_adapters_learn_on_a_quantized_base_what_they_learn_on_its_dequantized_weights(checkpoint, method):
-    held = from_pretrained(checkpoint, quantize=method)
-    written_out = held.replace(params=merge_adapters(held.params, {}, 0.0))
-    assert not is_quantized(written_out.params)
-    (loss, grads), wanted = (learned(x.model, x.params) for x in (trained(held), trained(written_out)))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), (loss, grads), wanted)
-    assert max(np.abs(x).max() for x in jax.tree.leaves(grads)) > 1e-3
-
-
-@jax.jit
-def learned(model, params):
-    """Loss and gradients of the adapters."""
-
-    def loss(params):
-        log_probs = jax.nn.log_softmax(model.apply({"params": params}, TOKENS[:, :-1]))
-        return -jnp.take_along_axis(log_probs, TOKENS[:, 1:, None], axis=-1).mean()
-
-    return jax.value_and_grad(loss)(params)
 
 
 @pytest.mark.quick
@@ -213,11 +189,11 @@ def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path
         create_state(policy.params, None, jax.random.key(0))
 
 
-def trained(policy):
+def trained(policy, std=0.1, **options):
     """Return the policy with adapters as after training: B is not zero."""
-    fresh = jax.eval_shape(lambda: add_lora(policy, jax.random.key(1), rank=2).params)
+    fresh = jax.eval_shape(lambda: add_lora(policy, jax.random.key(1), **{"rank": 2, **options}).params)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape).astype(np.float32)), fresh)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, std, x.shape).astype(np.float32)), fresh)
     return policy.replace(model=LoraModel(policy.params, policy.model, scale=2.0), params=params)
 
 
