@@ -116,7 +116,6 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
             ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]))),
         ({"r": None}, "config key 'r' is None, which is out"),
         ({"lora_alpha": "6"}, "config key 'lora_alpha' is '6'"),
-        ({"lora_dropout": 1.0}, "config key 'lora_dropout' is 1.0"),
         ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is \[\]"),
         ({"alpha_pattern": {"(": 2}}, "error: missing \\), unterminated"),
     ],
