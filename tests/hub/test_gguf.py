@@ -183,7 +183,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is cut off or damaged.*PanicException"),
         ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
         ({"split.count": 3}, r"one of 3 parts"),
-        # A fault of a header, whatever the code that reads it raises.
+        # Wrong types in a header: whatever exception they cause, the file is named.
         ({"llama.attention.head_count": "four"}, r"model\.gguf': it is cut off or damaged"),
     ],
 )
