@@ -3,14 +3,13 @@
 import gc
 import threading
 import time
-import warnings
 
 import jax
 import numpy as np
 import pytest
 from stand_in import StandIn
 from test_stops import searched
-from tiny import tiny_policy
+from tiny import scored, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, train
 from grpo_jax.engines import EngineError, vllm
@@ -43,12 +42,10 @@ def rewards(completion_ids):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def run(engine, policy=POLICY, **settings):
+def run(engine, **settings):
     lines, config = [], GRPOConfig(**SMALL | settings)
     keep = [lambda step, metrics: lines.append(metrics | engine.measured)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Waiting for the server")
-        train(policy, ROWS, rewards, config, sampler=engine, callbacks=keep)
+    train(POLICY, ROWS, rewards, config, sampler=engine, callbacks=keep)
     return lines
 
 
@@ -77,30 +74,35 @@ def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **sett
 # Weights follow ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["whole", "lora"])
-def test_the_weights_of_every_step_are_what_it_samples_from(server, policy, tmp_path):
+def test_the_weights_of_every_step_are_what_it_samples_from(server, tmp_path):
     """Two updates: log-probs of the probe and of the completions are the trainer's; the tied head's too."""
     engine = vllm(server.url, directory=str(tmp_path))
-    lines = run(engine, policy, max_steps=2)
+    lines = run(engine, max_steps=2)
     assert len(lines) == 2
     for line in lines:
         assert line["sampler/probe_gap_max"] < 1e-4
         assert line["sampler/log_prob_difference_max"] < 1e-4
         assert line["sampler_gap"] < 1e-4
     assert server.most > 1  # in flight together
-    loads = server.posts("/v1/load_lora_adapter"), server.posts("/collective_rpc")
-    if policy is ADAPTED:
-        names = [body["lora_name"] for body in loads[0]]
-        assert len(set(names)) == len(names) == 2
-        assert len(server.adapters) == 1  # the others are unloaded
-        assert {body["model"] for body in server.posts("/v1/completions")} == {"base", *names} - {"base"}
-    else:
-        assert len(loads[1]) == len(server.posts("/reset_prefix_cache")) == 2
+    assert len(server.posts("/collective_rpc")) == len(server.posts("/reset_prefix_cache")) == 2
     (kept,) = tmp_path.iterdir()
     assert len(list(kept.iterdir())) == 1  # versions before are gone
     del engine
     gc.collect()
     assert not kept.exists()
+
+
+def test_adapters_are_loaded_under_new_names(server):
+    engine, prompts = vllm(server.url), make_prompts([POLICY.tokenizer(text)["input_ids"] for text in ("ab", "c")])
+    for step in range(2):
+        params = jax.tree.map(lambda x, step=step: x + 0.1 * step, ADAPTED.params)
+        found = draws(engine, ADAPTED, params)
+        np.testing.assert_allclose(scored(ADAPTED.model, params, prompts, found), found.log_probs, atol=1e-4)
+        assert engine.measured["sampler/probe_gap_max"] < 1e-4
+    names = [body["lora_name"] for body in server.posts("/v1/load_lora_adapter")]
+    assert len(set(names)) == len(names) == 2
+    assert len(server.adapters) == 1  # the first one is unloaded
+    assert {body["model"] for body in server.posts("/v1/completions")} == set(names)
 
 
 def test_a_head_that_keeps_the_old_weights_ends_the_batch(server):
@@ -220,7 +222,7 @@ def test_a_server_started_again_in_the_middle_of_a_batch_gets_the_weights_again(
     expected, drops = draws(vllm(server.url), policy, params=moved), nth("/v1/completions", "drop", 4)
 
     def fault(path, body, n):
-        if (found := drops(path, body, n)) is not None:
+        if found := drops(path, body, n):
             threading.Thread(target=lambda: (server.stop(), time.sleep(0.2), server.start())).start()
         return found
 
@@ -308,9 +310,8 @@ class Game:
 STOP = [*"acegikmoqsuwy", "d\u00e9", "f "]
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_texts_end_a_turn_with_the_very_token_that_a_search_in_its_bytes_names(server, late):
-    server.late = late
+def test_texts_end_a_turn_with_the_very_token_that_a_search_in_its_bytes_names(server):
+    server.late = 2
     drawn = draws(vllm(server.url), num_generations=8, max_completion_length=24, stop=STOP, eos_token_ids=(1,))
     pieces, by_text = token_bytes(POLICY.tokenizer), 0
     assert server.posts("/v1/completions")[-2]["stop"] == STOP
@@ -326,7 +327,7 @@ def test_texts_end_a_turn_with_the_very_token_that_a_search_in_its_bytes_names(s
 def test_both_engines_keep_the_same_tokens_of_every_turn(server):
     """Greedy, by texts, an id and a length; the environment says some of these texts too.
 
-    Completions of a turn whose server was lost are drawn again, and no environment hears anything twice.
+    A turn whose server was lost is drawn again, and no environment hears anything twice.
     """
 
     class Talks(Game):
@@ -334,18 +335,16 @@ def test_both_engines_keep_the_same_tokens_of_every_turn(server):
             heard.append(text)
             return super().respond(text) and f" {len(text)} a dé: "
 
-    how = {"temperature": 0, "max_completion_length": 60, "batch_size": 4, "environment_factory": Talks}
+    how = {"temperature": 0, "max_completion_length": 40, "environment_factory": Talks}
     how |= {"stop": STOP, "stop_token_ids": 200, "max_turn_length": 7}
     other, heard = jax.tree.map(lambda x: 1.5 * x, POLICY.params), []
     expected = evaluate(POLICY, ROWS, [], params=other, **how)
     ours, heard[:] = sorted(heard), []
     assert len(ours) > 2 * len(ROWS)
-    assert evaluate(POLICY, ROWS, [], params=other, sampler=vllm(server.url), **how) == expected
-    again, heard[:] = sorted(heard), []
     server.fault = nth("/v1/completions", "abort", 11)
     with pytest.warns(UserWarning, match="Waiting for the server"):
         assert evaluate(POLICY, ROWS, [], params=other, sampler=vllm(server.url), **how) == expected
-    assert sorted(heard) == again == ours
+    assert sorted(heard) == ours
 
 
 def test_a_stop_breaks_the_sampling_off(server):

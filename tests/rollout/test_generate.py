@@ -118,13 +118,6 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
     assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3
 
 
-def test_a_model_without_a_cache_gives_the_same_completions():
-    """A model that has nothing but `apply` gives the same completions."""
-    model, params = model_and_params()
-    settings = {"num_generations": 8, "max_completion_length": 70, "eos_token_ids": EOS}
-    assert_same(generate(Bare(model), params, make_prompts(PROMPTS), jax.random.key(7), **settings), sampled())
-
-
 MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
 
 
@@ -183,7 +176,7 @@ def test_greedy_rows_agree_and_follow_the_argmax():
 
 
 def test_the_cost_of_a_step_is_that_of_the_bound():
-    """`bounds.Work` sums what `generate` weighs its layouts by: one account, checked by what the arrays hold."""
+    """`bounds.Work` and the layouts of `generate` use one account, which the sizes of arrays confirm."""
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)

@@ -37,6 +37,7 @@ SHAPE = TransformerConfig(
 )
 MODEL = Transformer(SHAPE)
 PARAMS = random_params(MODEL)
+SMALL, SMALL_PARAMS = tiny_model(vocab=32, layers=1)
 PROMPTS = Prompts(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0], [9, 9, 9, 0], [5, 2, 0, 0]]), jnp.array([4, 2, 3, 2]))
 EOS, PAD = (0, 1, 2), 31
 T = 48
@@ -91,25 +92,25 @@ def turns_of(completions, i):
 
 def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
     completions, script = played()
-    several = 0
+    tokens, mask, present = (
+        np.asarray(x).reshape(-1, T) for x in (completions.tokens, completions.mask, completions.present)
+    )
+    several, ended = 0, np.asarray(completions.ended).ravel()
     for i in range(16):
-        runs, heard = turns_of(completions, i), script.heard.get(i, [])
-        drawn = [tokens for tokens, own in runs if own]
-        assert [turn for turn, _ in heard] == [tokens for tokens in drawn if tokens[-1] in EOS]
+        runs, heard, length = turns_of(completions, i), script.heard.get(i, []), present[i].sum()
+        drawn = [turn for turn, own in runs if own]
+        assert [turn for turn, _ in heard] == [turn for turn in drawn if turn[-1] in EOS]
         number = 0
-        for tokens, own in runs:
+        for run, own in runs:
             number += own
-            assert own or tokens == [10 + i % 7] * ((3 * i + 5 * number) % 11)
+            assert own or run == [10 + i % 7] * ((3 * i + 5 * number) % 11)
         several += len(drawn) > 1
-        there, drawn_at = (np.asarray(x).reshape(-1, T)[i] for x in (completions.present, completions.mask))
-        assert (there == (np.arange(T) < there.sum())).all(), "a completion is one run from its first token on"
-        assert (drawn_at <= there).all()
-        assert (np.asarray(completions.tokens).reshape(-1, T)[i][~there] == PAD).all()
-        ended = bool(np.asarray(completions.ended).reshape(-1)[i])
-        assert ended == (len(heard) == 3), "ended, if the answer was that it is over"
-        if not ended:  # no room for what came next, or for the end of the turn
-            room = T - there.sum()
-            assert room == 0 or (3 * i + 5 * len(heard)) % 11 >= room
+        assert (present[i] == (np.arange(T) < length)).all(), "a completion is one run from its first token on"
+        assert (mask[i] <= present[i]).all()
+        assert (tokens[i, length:] == PAD).all()
+        assert ended[i] == (len(heard) == 3), "ended, if the answer was that it is over"
+        # Otherwise no room was left for the observation, or for the end of the turn.
+        assert ended[i] or length == T or (3 * i + 5 * len(heard)) % 11 >= T - length
     assert several > 8, "most have several turns, or this test sees little"
 
 
@@ -124,9 +125,8 @@ def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch):
     sizes, original = set(), turns.decode
     spy = lambda *args, **how: sizes.add(num_slots(args[2].cache)) or original(*args, **how)
     monkeypatch.setattr(turns, "decode", spy)
-    model, params = tiny_model(vocab=32, layers=1, num_kv_heads=1, attention_sinks=True)
-    completions, _ = play(Script(most=6), model=model, params=params, length=200, eos_token_ids=(0,))
-    np.testing.assert_allclose(scored(model, params, PROMPTS, completions), completions.log_probs, atol=1e-5)
+    completions, _ = play(Script(most=6), model=SMALL, params=SMALL_PARAMS, length=200, eos_token_ids=(0,))
+    np.testing.assert_allclose(scored(SMALL, SMALL_PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
 
@@ -140,9 +140,9 @@ def test_samples_depend_neither_on_the_clock_nor_on_other_completions(monkeypatc
 
 
 def test_one_turn_is_generate():
-    completions, _ = play(Script(most=1))
-    how = {"num_generations": 4, "max_completion_length": T, "eos_token_ids": EOS, "pad_token_id": PAD}
-    expected = generate(MODEL, PARAMS, PROMPTS, jax.random.key(7), **how)
+    completions, _ = play(Script(most=1), model=SMALL, params=SMALL_PARAMS, length=20)
+    how = {"num_generations": 4, "max_completion_length": 20, "eos_token_ids": EOS, "pad_token_id": PAD}
+    expected = generate(SMALL, SMALL_PARAMS, PROMPTS, jax.random.key(7), **how)
     assert_same(completions, expected)
     np.testing.assert_array_equal(completions.present, expected.mask)
 
@@ -162,19 +162,19 @@ def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
         return failed
 
     with pytest.raises(ZeroDivisionError, match="no"):
-        play(answers)
+        play(answers, model=SMALL, params=SMALL_PARAMS)
     assert asked.count(5) == 1
 
     def interrupt():
-        if next(checks) == 20:
+        if next(checks) == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(lambda *_: Future(), interrupt=interrupt)
+        play(lambda *_: Future(), model=SMALL, params=SMALL_PARAMS, interrupt=interrupt)
 
 
 def test_an_observation_that_just_fits_leaves_a_token():
-    completions, _ = play(lambda i, turn, room: promise([9] * min(11, room)))
+    completions, _ = play(lambda i, turn, room: promise([9] * min(11, room)), model=SMALL, params=SMALL_PARAMS)
     assert not np.asarray(completions.ended).any()
     assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
     assert np.asarray(completions.mask)[..., -1].all()
