@@ -1,8 +1,7 @@
 """A stand-in for a vLLM server: the requests that `engines.vllm` makes, a tiny model behind them, and faults on demand.
 
-It behaves as vLLM 0.32 was seen to: `reload_weights` leaves a tied head as it was unless the file has it under its own
-name, an adapter has to be loaded before it is asked for, and a server that is started again has the weights it began
-with.
+It behaves like vLLM 0.32: `reload_weights` leaves a tied head unchanged unless the file has it under its own name, an
+adapter has to be loaded before it is requested, and a restarted server has its first weights.
 """
 
 import contextlib
@@ -35,12 +34,10 @@ class StandIn:
     """`with StandIn(policy) as server:` serves at `server.url`; `requests` has (path, body, headers) of all.
 
     Attributes:
-      fault: `fault(path, body, n)` of the n-th request of all says what goes wrong with it: None, a status, "hang",
-        "drop" (the connection), "abort", "alien" (a token of another vocabulary), "early" (an end without a reason).
-      late: tokens that it draws behind a stop string, as a server does that draws several at a time.
-      deaf_head: a head that no reload reaches.
-      base: the policy whose weights it starts with.
-      max_logprobs: of a place of a prompt, beside that of its token.
+      fault: `fault(path, body, n)` of the n-th request: None, a status, "hang", "drop" (the connection), "abort",
+        "alien" (a token of another vocabulary), "early" (an end without a reason).
+      late: tokens drawn after a stop text.
+      deaf_head: whether a reload leaves the head unchanged.
       drawn: (version of the weights, body) of each completion, in the order of their requests.
     """
 
@@ -81,8 +78,6 @@ class StandIn:
 
     def posts(self, path):
         return [body for asked, body, _ in self.requests if asked.split("?")[0] == path]
-
-    # What is asked ----------------------------------------------------------------------------------------------------
 
     def answer(self, path, body):
         """(status, content) of a request."""

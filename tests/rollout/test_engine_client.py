@@ -88,7 +88,6 @@ def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
 
 @pytest.mark.parametrize("begin", [of(200, b"{", "Connection: close"), of(400, b"", "Connection: close"), b""])
 def test_a_key_that_a_server_sends_back_is_in_no_message(begin, monkeypatch):
-    """A server's key is in no message, also if the server sends its request back."""
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen")
     back = lambda request: [begin + request[request.index(b"Authorization") :]]
     with serving(back) as url, pytest.raises(EngineError, match=r"Bearer \*\*\*") as caught:
@@ -101,9 +100,6 @@ def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
     with pytest.raises(EngineError, match="the environment variable SOME_KEY is not printable ASCII") as caught:
         Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models")
     assert "not-to-be-seen" not in str(caught.value)
-
-
-# What an answer is made of ------------------------------------------------------------------------------------------
 
 
 class Answering:

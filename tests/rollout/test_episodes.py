@@ -98,9 +98,6 @@ def begun(interaction, row=ROW):
     return episode
 
 
-# Environments that speak text ---------------------------------------------------------------------------------------
-
-
 def test_an_environment_receives_each_turn_and_a_cut_last_turn_is_recorded():
     interaction = interaction_of(Guess)
     tokenizer = interaction.tokenizer
@@ -221,9 +218,6 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
     assert errors == 1
 
 
-# Tools --------------------------------------------------------------------------------------------------------------
-
-
 def turn(tokenizer, *calls, text=""):
     """The tokens of a turn that calls, as the template itself would write it."""
     message = assistant_message(Parsed(text, tuple(ToolCall(*call) for call in calls)))
@@ -318,7 +312,6 @@ class Desk:
 
 
 def test_an_environment_may_answer_the_calls_of_a_turn_itself():
-    """An environment may answer the calls of a turn itself."""
     interaction = chat_interaction(Desk)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     (shown,) = shown_with(interaction, [CHAT])
@@ -354,9 +347,6 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
         chat_interaction(Desk, tools=[double])
 
 
-# Prompts and rewards ------------------------------------------------------------------------------------------------
-
-
 def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
     with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
@@ -376,8 +366,6 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
 
 
 def test_each_episode_has_a_row_of_its_own():
-    """What an environment removes from what `reset` gave it is there for the next one, and for the caller."""
-
     class Deck:
         def reset(self, cards, **row):
             cards.pop()
@@ -407,9 +395,6 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
     rewards = [one.reward for one in played]
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 1.0]]
-
-
-# Before anything is sampled -----------------------------------------------------------------------------------------
 
 
 class Wants(Guess):
@@ -450,9 +435,6 @@ class Untold(Sums):
 def test_what_cannot_work_is_said_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
-
-
-# Records ------------------------------------------------------------------------------------------------------------
 
 
 def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_was_not_noted():

@@ -59,7 +59,6 @@ class Bare:
 
 
 def test_mask_ends_with_the_first_eos_and_padding_follows():
-    """The mask ends with the first EOS, also if that is the first token."""
     c = jax.device_get(sampled())
     for tokens, mask, log_probs, ended in zip(
         c.tokens.reshape(-1, 70), c.mask.reshape(-1, 70), c.log_probs.reshape(-1, 70), c.ended.ravel(), strict=True
@@ -78,7 +77,6 @@ def test_mask_ends_with_the_first_eos_and_padding_follows():
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.7, "min_p": 0.1}])
 def test_log_probs_are_those_of_scoring_the_same_tokens(settings):
-    """The sampler's log-probs are those of scoring the same tokens, to 1e-5, under every sampling setting."""
     model, params = model_and_params()
     completions = sample(max_completion_length=12, **settings) if settings else sampled()
     found = scored(model, params, make_prompts(PROMPTS), completions, **settings)
@@ -175,8 +173,7 @@ def test_greedy_rows_agree_and_follow_the_argmax():
         np.testing.assert_array_equal(row[at], found[len(prompt) - 1 : len(prompt) + 8])
 
 
-def test_the_cost_of_a_step_is_that_of_the_bound():
-    """`bounds.Work` and the layouts of `generate` use one account, which the sizes of arrays confirm."""
+def test_the_cost_of_a_step_counts_the_bytes_of_the_arrays():
     model, params = tiny_model()
     prompts = make_prompts([[5, 6, 7], [7, 3]])
     keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)

@@ -91,7 +91,6 @@ def test_a_completion_ends_with_the_token_that_completes_a_text():
 
 
 def test_the_layout_changes_nothing(monkeypatch):
-    """The layout, the batch and the devices change nothing of it."""
     assert_same(sample(place(model_and_params()[1], make_mesh({"data": 2})), stop=STOP), expected())
     monkeypatch.setattr(ladder, "BURST", 3)
     assert_same(sample(stop=STOP, batch_size=8), expected())
@@ -126,9 +125,6 @@ def test_max_turn_length_cuts_a_completion_of_one_turn():
 def test_bad_ends_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         sample(**change)
-
-
-# Several turns ------------------------------------------------------------------------------------------------------
 
 
 SAID = [9, 2, 10, 2, 10, 9, 4, 16, 16]

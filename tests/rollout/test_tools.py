@@ -194,7 +194,6 @@ OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of
     ],
 )
 def test_values_are_converted_to_the_schema_or_the_error_names_them(name, value, wanted):
-    """A tool gets values of the types that its schema names."""
     bound = bind_arguments(OF_TYPES, {name: value})
     if isinstance(bound, str):
         assert bound == f"of_types: argument {name!r} {wanted}"

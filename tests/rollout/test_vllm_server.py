@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_engine_scorer import whole
 
 from experiments.llama2c import widen_heads
 from grpo_jax import (
@@ -32,7 +33,6 @@ from grpo_jax import (
     train,
 )
 from grpo_jax.engines import EngineError, vllm, vllm_scorer
-from grpo_jax.types import join_rows
 
 PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
@@ -105,28 +105,17 @@ def server(tmp_path_factory):
         one.kill()
 
 
-def learned(policy, engine, callbacks=(), run_dir=None, environment_factory=None, **settings):
+def long_words(completions):
+    return [float(sum(len(word) > 4 for word in text.split())) for text in completions]
+
+
+def learned(policy, engine, callbacks=(), run_dir=None, **settings):
     """Lines of a run."""
-    lines = []
-
-    def keep(step, metrics):
-        lines.append(metrics)
-
-    def long_words(completions):
-        return [float(sum(len(word) > 4 for word in text.split())) for text in completions]
-
+    lines, config = [], GRPOConfig(**SMALL | settings)
+    how = {"callbacks": [lambda step, metrics: lines.append(metrics), *callbacks], "run_dir": run_dir}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Waiting for the server")
-        train(
-            policy,
-            ROWS,
-            [long_words] if environment_factory is None else [],
-            GRPOConfig(**SMALL | settings),
-            sampler=engine,
-            callbacks=[keep, *callbacks],
-            environment_factory=environment_factory,
-            run_dir=run_dir,
-        )
+        train(policy, ROWS, long_words, config, sampler=engine, **how)
     return lines
 
 
@@ -159,10 +148,7 @@ def test_a_teacher_scores_completions(server):
     mask = np.arange(24) < rng.integers(1, 25, (4, 2, 1))
     completions = Completions(tokens, mask, np.zeros(mask.shape, np.float32), ~mask[..., -1])
     ours = np.asarray(completion_log_probs(teacher.model, teacher.params, prompts, completions))
-    rows, begins = join_rows(prompts, tokens)
-    l = np.asarray(jax.nn.log_softmax(teacher.model.apply({"params": teacher.params}, rows)))
-    at = np.asarray(begins)[:, None] - 1 + np.arange(24)
-    l = np.take_along_axis(l, at[..., None], 1).reshape(4, 2, 24, -1)
+    l = whole(teacher, prompts, completions)
     told = vllm_scorer(server.url, top_k=5, at_once=1).score(prompts, completions)
     np.testing.assert_allclose(told.log_probs[mask], ours[mask], atol=1e-4)
     np.testing.assert_array_equal(told.top_ids[mask], np.argsort(-l, -1)[mask][:, :5])
