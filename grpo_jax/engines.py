@@ -55,8 +55,8 @@ def vllm(
       ValueError: an argument that makes no sense.
 
     Example:
-      >>> vllm("http://127.0.0.1:8000")
-      Engine('http://127.0.0.1:8000')
+      >>> vllm("http://127.0.0.1:8000").measured
+      {}
     """
     client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
     return Engine(VLLM(client, model), directory=directory, tolerance=tolerance)
@@ -101,10 +101,6 @@ class EngineScorer:
     """A `run.teacher.Scorer` by a server; `vllm_scorer` makes one and describes the arguments."""
 
     def __init__(self, server: VLLM, *, top_k: int | None, at_once: int, tokenizer: Tokenizer | None):
-        if top_k is not None and not top_k >= 1:
-            raise ValueError(f"top_k = {top_k!r}: give a number of tokens ≥ 1, or None for the drawn tokens alone")
-        if not at_once >= 1:
-            raise ValueError(f"at_once = {at_once!r}: give a number of requests ≥ 1")
         self._server, self._at_once, self.top_k, self.tokenizer = server, at_once, top_k, tokenizer
 
     def check(self, config: GRPOConfig) -> None:

@@ -50,10 +50,7 @@ from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_ar
 
 PROBE = 65
 """Tokens of the probe; the first one is given."""
-PROBE_TEXT = (
-    "Once upon a time there was a small town by the sea, where 12 boats left every morning and 7 came back at noon."
-    " What became of the other 5? Think step by step: 12 - 7 = 5, so five boats were still out when the bells rang."
-)
+PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
 SEED_STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of tokens of one completion: odd, so that no two are equal."""
 
@@ -99,9 +96,6 @@ class Engine:
         self._params: list[weakref.ref[jax.Array]] = []  # of the version
         self._checked: tuple[Sampling, int] | None = None
         self.measured: dict[str, float] = {}
-
-    def __repr__(self) -> str:
-        return f"Engine({self._server.url!r})"
 
     def follow(self, policy: Policy, params: Params) -> None:
         """Write and score the params that later calls sample from; they may change afterwards.

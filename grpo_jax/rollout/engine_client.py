@@ -59,9 +59,6 @@ class Client:
                 f"base_url is {shown}: give http://host:port, as the server prints it at its start, and a key by an"
                 " environment variable (api_key_env)"
             )
-        for name, value in (("timeout", timeout), ("patience", patience)):
-            if not value >= 0:
-                raise ValueError(f"{name} = {value!r}: give seconds ≥ 0")
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self.base_url = f"{url.scheme}://{url.netloc}{self._path}"
         self._host, self._port = url.hostname, url.port

@@ -294,8 +294,7 @@ class Episodes:
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
         own = [_opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
-        opened = [None if new is rows[b] else new["prompt"] for b, new in zip(self.own, own, strict=True)]
-        prompts = itertools.chain.from_iterable(gather_objects(opened))
+        prompts = itertools.chain.from_iterable(gather_objects(own))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
@@ -320,18 +319,16 @@ class Episodes:
             if len(drawn) > noted:  # a last turn that was cut at the maximum length
                 episode.note(drawn[noted:])
         rewards = self._pool.map(Episode.reward, own)
-        played = [
-            Played(one.turns, one.messages, reward, one.counts, one.lengths)
-            for one, reward in zip(own, rewards, strict=True)
-        ]
+        pairs = zip(own, rewards, strict=True)
+        played = [Played(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
         if jax.process_count() == 1:
             return played
         parts = gather_objects([one.to_json() for one in played])
         return [Played.from_json(kept) for part in parts for kept in part]
 
 
-def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
-    """Return a row with the text of `reset` at the end of its prompt."""
+def _opened(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
+    """Return a row's prompt with the text of `reset` at its end; None without such a text."""
     openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
     if len(openings) > 1:
         raise ValueError(
@@ -340,13 +337,13 @@ def _opened(row: Row, episodes: Sequence[Episode]) -> Row:
             " the row alone (seed it by a column)"
         )
     if not openings or not openings[0]:
-        return row
+        return None
     if isinstance(row["prompt"], str):
-        return {**row, "prompt": row["prompt"] + openings[0]}
+        return row["prompt"] + openings[0]
     *before, last = row["prompt"]
     if last["role"] != "user" or not isinstance(last["content"], str):
         raise ValueError(
             f"{episodes[0].where}: reset returned text, which is added to the user's last message, and the prompt"
             f" ends with {show(last)}: end it with a text of the role 'user', or let reset return None"
         )
-    return {**row, "prompt": [*before, {**last, "content": last["content"] + openings[0]}]}
+    return [*before, {**last, "content": last["content"] + openings[0]}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
-_GIVEN = ("environments", "environment_rewards")
+REWARD_COLUMNS = ("environments", "environment_rewards")
 """Arguments that reward functions may have in a run with environments."""
 
 
@@ -99,7 +99,7 @@ def make_interaction(
     own = {name: environment_tools(environment) for name, environment in made.items()}
     problems = _row_problems(rows, factories) + [
         f"the dataset has a column {name!r}, which the trainer itself passes: rename it"
-        for name in _GIVEN
+        for name in REWARD_COLUMNS
         if rows and name in rows[0]
     ]
     for name, environment in made.items():
@@ -170,11 +170,6 @@ def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[Re
     return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
 
 
-def reward_columns(columns: Iterable[str], interaction: Interaction | None) -> list[str]:
-    """Return the names of all columns that reward functions may take."""
-    return [*columns, *(() if interaction is None else _GIVEN)]
-
-
 def _made(factories: Mapping[Hashable, EnvironmentFactory]) -> dict[Hashable, object]:
     """Return an environment of each factory, for checks."""
     made = dict[Hashable, object]()
@@ -229,8 +224,6 @@ def _environment_problems(
             f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(columns)}):"
             f" {error}; add **kwargs for the columns that it does not use"
         )
-    except ValueError:
-        pass  # a builtin without a signature
     return problems
 
 

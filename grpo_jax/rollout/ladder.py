@@ -229,9 +229,6 @@ def on_cpu(params: Params, mesh: Mesh | None) -> bool:
 
     Shapes without a sharding are on the default device.
     """
-    at = {
-        device.platform
-        for x in jax.tree.leaves(params)
-        for device in getattr(getattr(x, "sharding", None), "device_set", ())
-    }
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    at = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
     return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}

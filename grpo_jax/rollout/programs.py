@@ -45,11 +45,8 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 def variables_shape(model: CachedModel, params: Params) -> Variables:
     """Return the shapes of `decode_variables`."""
     if _by_columns(params):
-        columns = functools.partial(kernels_by_columns, dtype=_dtype(model))
-        return {
-            "params": jax.eval_shape(lambda x: x, params),
-            "columns": jax.eval_shape(columns, getattr(model, "base", params)),
-        }
+        columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
+        return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
     shapes = abstract(params)
     wide = _wide_kernels(model, shapes)
     rounded = {at: jax.ShapeDtypeStruct(x.shape, _dtype(model), sharding=x.sharding) for at, x in wide.items()}

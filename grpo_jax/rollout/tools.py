@@ -129,10 +129,7 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
 
 def reset_arguments(reset: Function, row: Row) -> Row:
     """Return the columns to call `reset` with; `prompt` and `environment` only if its signature names them."""
-    try:
-        parameters = inspect.signature(reset).parameters
-    except ValueError:  # a builtin without a signature
-        return row
+    parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row
     return {name: x for name, x in row.items() if name not in ("prompt", "environment") or name in parameters}

@@ -158,7 +158,8 @@ def evaluate_rows(
         from grpo_jax.run.sampler import check_sampler
 
         check_sampler(sampler, interaction, ends)
-    check_reward_fns(fns, turns.reward_columns(data.rows[0], interaction), rows=rows)
+    own_columns = () if interaction is None else turns.REWARD_COLUMNS
+    check_reward_fns(fns, [*data.rows[0], *own_columns], rows=rows)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=template_kwargs)
     weights = turns.environment_weights(config.reward_weights, fns)

@@ -248,9 +248,9 @@ def _check_functions(
     """Check reward functions against the datasets; returns them together with the environments' rewards."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
-        from grpo_jax.rollout.interaction import reward_columns, with_environments
+        from grpo_jax.rollout.interaction import REWARD_COLUMNS, with_environments
 
-        reward_fns, own_columns = with_environments(reward_fns, interaction), reward_columns((), interaction)
+        reward_fns, own_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
         if config.rollout_ahead:  # prefetched completions have no environments
             own_columns = [name for name in own_columns if name != "environments"]
     read = {name: some for name, some in rows.items() if some} or {"dataset": []}
