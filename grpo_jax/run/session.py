@@ -250,7 +250,7 @@ class Session:
         signalled = self.signalled()
         self.checkpoints.wait()
         best = self.checkpoints.best(progress)
-        self.monitor.end(progress.step, self.run.total_steps, best=best, hurry=self.signals.hurry)
+        self.monitor.end(progress.step, self.run.total_steps, best=best)
         if not signalled:
             state = self.checkpoints.restore_best(state, progress)
             if self.publisher is not None:

@@ -50,11 +50,6 @@ class StopSignals:
         if self.received is not None and self._alone:
             raise Interrupted
 
-    @property
-    def hurry(self) -> bool:
-        """Whether the signal is SIGTERM, which is usually followed by SIGKILL or the loss of the machine."""
-        return self.received is signal.SIGTERM
-
     def leave(self) -> NoReturn:
         """Raise `SystemExit` with 128 + the signal's number, so that a supervisor does not see a finished run.
 

@@ -167,7 +167,7 @@ class Monitor:
         self._trackers: list[Tracker] = []
         self._display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0
-        self._page_only = self._complete = False
+        self._complete = False
         self._step: int | None = None  # None until `start` has truncated the files
         self._warned: set[tuple[str, str]] = set()
 
@@ -181,7 +181,7 @@ class Monitor:
         try:
             run_dir = self._writer.run_dir
             if not (self._complete and run_dir is not None and (run_dir / "report.html").exists()):
-                self._report(page_only=self._page_only)
+                self._report()
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # closes all trackers even if one raises
@@ -268,12 +268,8 @@ class Monitor:
         """Write and show the metrics of an evaluation."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
-    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None, hurry: bool = False) -> None:
-        """Print the best checkpoint, and how to resume if the run is not complete.
-
-        With `hurry`, an incomplete run skips `report.png`, which is slow to draw and has the same curves as the page.
-        """
-        self._page_only |= hurry and step < total_steps
+    def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
+        """Print the best checkpoint, and how to resume if the run is not complete."""
         if best is not None:
             self.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
         if self._writer.run_dir is not None:
@@ -284,15 +280,14 @@ class Monitor:
             )
 
     def draw(self) -> None:
-        """Write the report for publishing; afterwards only the page is written again."""
+        """Write the report before the end, for publishing."""
         self._report()
-        self._page_only = True
 
-    def _report(self, *, page_only: bool = False) -> None:
+    def _report(self) -> None:
         from grpo_jax.watch.page import write_report  # imported at the end of a run only
 
         if self._writer.run_dir is not None:
-            write_report(self._writer.run_dir, page_only=page_only)
+            write_report(self._writer.run_dir)
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)

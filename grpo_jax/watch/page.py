@@ -32,11 +32,8 @@ TEXT = 6000
 """Maximum characters of a prompt or completion. The middle of longer ones is left out."""
 
 
-def write_report(run_dir: str | os.PathLike[str], *, page_only: bool = False) -> None:
-    """Write `report.png` (skipped with `page_only`, since it is slow to draw) and `report.html`.
-
-    A failure is reported as a warning and leaves the previous file unchanged.
-    """
+def write_report(run_dir: str | os.PathLike[str]) -> None:
+    """Write `report.html` and `report.png`. A failure gives a warning and leaves the previous file unchanged."""
     run_dir = Path(run_dir)
 
     def draw(file: IO[bytes]) -> None:
@@ -45,7 +42,7 @@ def write_report(run_dir: str | os.PathLike[str], *, page_only: bool = False) ->
     def write_page(file: IO[bytes]) -> None:
         file.write(html_report(run_dir).encode("utf-8", "backslashreplace"))
 
-    for name, write in [("report.png", draw), ("report.html", write_page)][page_only:]:
+    for name, write in (("report.html", write_page), ("report.png", draw)):
         try:
             replace_file(run_dir / name, write)
         except Exception as error:

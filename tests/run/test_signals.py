@@ -32,7 +32,6 @@ def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, c
         with pytest.raises(SystemExit) as left:
             signals.leave()
     assert left.value.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
-    assert signals.hurry == (number is signal.SIGTERM)
     assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
 
 
