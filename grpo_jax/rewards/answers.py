@@ -126,7 +126,7 @@ class _NumberReward(ColumnReward):
         ]
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        self.refuse_rows(rows, _truth_of, argument, "single number", _ADVICE)
+        self.reject_rows(rows, _truth_of, argument, "single number", _ADVICE)
 
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))

@@ -16,17 +16,17 @@ import numpy as np
 
 from grpo_jax.rewards import contract
 from grpo_jax.rewards.contract import Inputs, RewardError, arguments_of, function_name, is_async
-from grpo_jax.rewards.outcomes import Faults, PartialRewards, describe_fault, give_scores, read_outcome
+from grpo_jax.rewards.outcomes import Faults, PartialRewards, as_scores, describe_fault, read_outcome
 from grpo_jax.rewards.shipped import completion_text
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
-Judge = Callable[[str, "Row"], float | Awaitable[float | None] | None]
+ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
 """Returns the score of one completion from its text and its dataset row."""
 
 
-def from_row(fn: Judge) -> RewardFn:
+def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
     `completion` is a string, also in conversations; `row` is the dataset row with its `prompt`. An exception affects
@@ -42,7 +42,7 @@ def from_row(fn: Judge) -> RewardFn:
 
 @dataclasses.dataclass(frozen=True)
 class _FromRow:
-    fn: Judge
+    fn: ScoreFn
 
     @property
     def __name__(self) -> str:
@@ -152,7 +152,7 @@ class _Mapped(_Combinator):
 
     async def score(self, inputs: Inputs) -> list[float | None]:
         values, faults = await _call(self.fn, inputs)
-        return give_scores(self.function(values), faults)
+        return as_scores(self.function(values), faults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Gated(_Combinator):
             selected = {name: x if name in contract.EXTRAS else [x[i] for i in passed] for name, x in inputs.items()}
             scores[passed], found = await _call(self.fn, selected)
             faults |= {None if index is None else passed[index]: fault for index, fault in found.items()}
-        return give_scores(scores, faults)
+        return as_scores(scores, faults)
 
 
 async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:

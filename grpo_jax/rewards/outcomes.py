@@ -40,7 +40,7 @@ def describe_fault(fault: BaseException | str) -> str:
     return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
 
 
-def give_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
+def as_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
     """Return scores as a list with None for NaN. Raises `PartialRewards` if there are faults."""
     scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0 turns −0 into 0
     if faults:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.outcomes import Faults, give_scores
+from grpo_jax.rewards.outcomes import Faults, as_scores
 from grpo_jax.rewards.workers import isolated
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ColumnReward:
     def reward_arguments(self) -> dict[str, bool]:
         return {self.column: True}
 
-    def refuse_rows(
+    def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
         """Raise ValueError if `read` finds no answer of this `kind` in a row whose column is not None."""
@@ -200,12 +200,12 @@ class _FormulaReward(ColumnReward):
                 values[index] = float(self.verify(gold, found, timeout_seconds=None))
             else:
                 faults[index] = f"cannot parse {show(truth, 60)} with math-verify"
-        return give_scores(values, faults)
+        return as_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         advice = "Remove such rows, or set the column to None and use a different reward function for them"
         read = functools.partial(_truth_of, self.parse)
-        self.refuse_rows(rows, read, argument, "formula that math-verify can parse", advice)
+        self.reject_rows(rows, read, argument, "formula that math-verify can parse", advice)
 
 
 @functools.lru_cache(1024)  # the completions of a group share one answer

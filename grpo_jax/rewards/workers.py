@@ -31,7 +31,7 @@ import numpy as np
 
 from grpo_jax.rewards import contract
 from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
-from grpo_jax.rewards.outcomes import Faults, describe_fault, give_scores, read_number, read_outcome
+from grpo_jax.rewards.outcomes import Faults, as_scores, describe_fault, read_number, read_outcome
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -128,7 +128,7 @@ class _IsolatedFunction:
             if None in found and len(spans) > 1:  # the call failed as a whole, but it is only a part of the batch
                 found = dict.fromkeys(range(len(scores)), found[None])
             faults |= {None if index is None else span.start + index: fault for index, fault in found.items()}
-        return give_scores(values, faults)
+        return as_scores(values, faults)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         contract.check_rows(self.fn, rows, argument=argument)

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.messages import import_extra, nearest, show
 from grpo_jax.rewards.contract import arguments_of, call_selected
-from grpo_jax.rewards.outcomes import Faults, PartialRewards, give_scores
+from grpo_jax.rewards.outcomes import Faults, PartialRewards, as_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite
@@ -121,7 +121,7 @@ def _score(
             values[index] = score(found, {"question": asked, "answer": truth, "metadata": about})
         except Exception as error:
             faults[index] = error
-    return give_scores(values, faults)
+    return as_scores(values, faults)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Format:
     markers: tuple[str, ...] = ()
 
 
-class Unreadable(ValueError):
+class MalformedCall(ValueError):
     """A malformed call. The message completes the sentence "A tool call could not be read: ..."."""
 
 
@@ -103,7 +103,7 @@ def _finite(digits: str) -> float:
     return number if math.isfinite(number) else _not_finite(show(digits).strip("'"))
 
 
-def json_value(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     """Parse arguments that are a JSON string; return other arguments unchanged."""
     try:
         return parse_json(arguments) if isinstance(arguments, str) else arguments
@@ -111,21 +111,21 @@ def json_value(arguments: Any) -> Any:
         return arguments
 
 
-def call_of(text: str) -> ToolCall:
-    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises `Unreadable` for anything else."""
+def parse_call(text: str) -> ToolCall:
+    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises `MalformedCall` for anything else."""
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise Unreadable(str(error)) from None
+        raise MalformedCall(str(error)) from None
     if not isinstance(value, dict):
-        raise Unreadable(f"it is {show(value)}, not a JSON object")
+        raise MalformedCall(f"it is {show(value)}, not a JSON object")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise Unreadable("it has no 'name' of a tool")
+        raise MalformedCall("it has no 'name' of a tool")
     return ToolCall(name, value.get("arguments", value.get("parameters", {})))
 
 
-def problem_of(reason: str, form: str) -> str:
+def problem_message(reason: str, form: str) -> str:
     """Return the message to the policy about a malformed call. `form` is an example of the correct syntax."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
@@ -154,7 +154,7 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
     objects = list[Json]()
 
     def decode(message: int, call: int, function: Json) -> Json:
-        value = json_value(function.get("arguments"))
+        value = parse_arguments(function.get("arguments"))
         if value is function.get("arguments") or not isinstance(value, dict):
             return function
         objects.append(value)
@@ -215,7 +215,7 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
         ends = np.flatnonzero(np.isin(ids, template.eos_token_ids))
         text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, form, hidden_ids(tokenizer, form))
         parsed = form.parse(text, schemas=schemas, thinking=whole and template.opens_thinking)
-        if [(one.name, json_value(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
+        if [(one.name, parse_arguments(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
             return ""
         found = f"no call ({parsed.problems[0]})" if parsed.problems else "no call"
         if parsed.calls:

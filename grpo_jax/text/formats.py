@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax.text.calls import Format, Parsed, ToolCall, Unreadable, call_of, parse_json, problem_of
+from grpo_jax.text.calls import Format, MalformedCall, Parsed, ToolCall, parse_call, parse_json, problem_message
 from grpo_jax.types import Json
 
 MAX_CALLS = 64
@@ -50,13 +50,13 @@ def _parse_tagged(
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
         if found[0] != "<tool_call>":
-            problems.append(problem_of(_UNWRAPPED, form))
+            problems.append(problem_message(_UNWRAPPED, form))
             position = _end_of(text, "</function>", found.end())
             continue
         try:
             call, position = read(text, found.end(), schemas)
-        except Unreadable as error:
-            problems.append(problem_of(str(error), form))
+        except MalformedCall as error:
+            problems.append(problem_message(str(error), form))
             position = _end_of(text, "</tool_call>", found.end())
         else:
             calls.append(call)
@@ -82,9 +82,9 @@ def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[To
     close = text.find("</tool_call>", start)
     if end < 0 or not text.startswith("</tool_call>", _skip(text, end)):
         end = len(text) if close < 0 else close
-        call_of(text[start:end])  # raises unless only the tag is missing
-        raise Unreadable("it is not closed by </tool_call>")
-    return call_of(text[start:end]), _skip(text, end) + len("</tool_call>")
+        parse_call(text[start:end])  # raises unless only the tag is missing
+        raise MalformedCall("it is not closed by </tool_call>")
+    return parse_call(text[start:end]), _skip(text, end) + len("</tool_call>")
 
 
 _BLANK = re.compile(r"\s*")
@@ -104,22 +104,22 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
     """Parse <function=...>, its parameters and the closing tags."""
     function = _FUNCTION.match(text, start)
     if not function:
-        raise Unreadable("there is no <function=...> after <tool_call>")
+        raise MalformedCall("there is no <function=...> after <tool_call>")
     name, position = function[1].strip(), function.end()
     properties = _properties(schemas.get(name))
     arguments: dict[str, Any] = {}
     while parameter := _PARAMETER.match(text, position):
         end = _PARAMETER_END.search(text, parameter.end())
         if not end:
-            raise Unreadable(f"<parameter={parameter[1]}> is not closed by </parameter>")
+            raise MalformedCall(f"<parameter={parameter[1]}> is not closed by </parameter>")
         key = parameter[1].strip()
         if key in arguments:
-            raise Unreadable(f"the parameter {key!r} is given twice")
+            raise MalformedCall(f"the parameter {key!r} is given twice")
         arguments[key] = _value(text[parameter.end() : end.start()], properties.get(key))
         position = end.end()
     closing = _FUNCTION_END.match(text, position)
     if not closing:
-        raise Unreadable("its parameters are not followed by </function> and </tool_call>")
+        raise MalformedCall("its parameters are not followed by </function> and </tool_call>")
     return ToolCall(name, arguments), closing.end()
 
 
@@ -161,12 +161,12 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
     before, tag, after = message.partition(_TAG)
     written = _plain(after if tag else message).strip()
     if not tag and not _is_called(written):
-        problem = problem_of("it is within <function=...>", _LLAMA_FORM)
+        problem = problem_message("it is within <function=...>", _LLAMA_FORM)
         return Parsed(_plain(text), (), (problem,) if "<function=" in written else ())
     try:
-        call = call_of(written)
-    except Unreadable as error:
-        return Parsed(_plain(text), (), (problem_of(str(error), _LLAMA_FORM),))
+        call = parse_call(written)
+    except MalformedCall as error:
+        return Parsed(_plain(text), (), (problem_message(str(error), _LLAMA_FORM),))
     return Parsed(_plain(thought + (before if tag else "")).strip(), (call,))
 
 
@@ -199,7 +199,7 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
         if not recipient and end == "<|call|>" and len(calls) + len(problems) < MAX_CALLS:
-            problems.append(problem_of("there is no recipient to=functions.tool in its header", _HARMONY_FORM))
+            problems.append(problem_message("there is no recipient to=functions.tool in its header", _HARMONY_FORM))
             kept.append(_plain(header + body))
             continue
         if not recipient:
@@ -208,8 +208,8 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             continue
         try:
             calls.append(_addressed(recipient[1], body, end))
-        except Unreadable as error:
-            problems.append(problem_of(str(error), _HARMONY_FORM))
+        except MalformedCall as error:
+            problems.append(problem_message(str(error), _HARMONY_FORM))
             kept.append(_plain(header + body))
     return Parsed("\n\n".join(part for part in kept if part), tuple(calls), tuple(problems))
 
@@ -228,13 +228,13 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
-        raise Unreadable(f"there is no recipient {recipient!r}; address tools as functions.tool")
+        raise MalformedCall(f"there is no recipient {recipient!r}; address tools as functions.tool")
     if end != "<|call|>":
-        raise Unreadable("it is not closed by <|call|>")
+        raise MalformedCall("it is not closed by <|call|>")
     try:
         return ToolCall(name, parse_json(body) if body.strip() else {})
     except ValueError as error:
-        raise Unreadable(str(error)) from None
+        raise MalformedCall(str(error)) from None
 
 
 # --- The table, in matching order: templates with harmony or tags may also mention JSON.
