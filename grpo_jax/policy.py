@@ -98,7 +98,7 @@ class Policy:
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:
-        """Raise a `ValueError` if there is no tokenizer."""
+        """Raise a `ValueError` without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError(
                 "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."

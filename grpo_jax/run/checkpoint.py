@@ -109,7 +109,7 @@ class Checkpoints:
         return self._checkpointer is not None
 
     def scheduled(self, step: int) -> bool:
-        """Whether `save_steps` or the end of the run asks for a checkpoint of this step."""
+        """Whether `save_steps` or the end of the run requires a checkpoint of this step."""
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
@@ -235,7 +235,7 @@ class Checkpoints:
 
         `state` is deleted before arrays are read, so that only one state is in memory; with `keep_params` its params
         are not, which are the caller's until a checkpoint has been read (`donate`). `resume` is as in `train`. Raises a
-        `ValueError` for another run (all differences listed), or if there is no readable checkpoint.
+        `ValueError` that lists all differences from the run, or if no checkpoint can be read.
         """
         steps = self.steps()
         self._check_mode(steps, resume)

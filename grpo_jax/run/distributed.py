@@ -52,7 +52,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     """Make this process one of several of a run; each of them calls this before any other function of JAX.
 
     `coordinator` is the "host:port" where process 0 listens. Arguments of None come from Slurm, a TPU pod, Kubernetes
-    or MPI. Raises a `ValueError` if only some are given, or if there is no cluster.
+    or MPI. Raises a `ValueError` if only some are given, or without a cluster.
 
     An uncaught exception ends its process at once. The others end too: on CPUs when they next communicate with it,
     elsewhere after `SILENCE` seconds without its heartbeat.

@@ -246,27 +246,11 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
 
 
 def pass_at_k(right: npt.ArrayLike, k: int) -> float:
-    """Probability that at least one of k completions of a prompt is right, averaged over prompts.
+    """Return the probability that at least one of k completions of a prompt is right, averaged over prompts.
 
-    With c right ones among n samples, 1 − C(n−c, k) / C(n, k) is unbiased: the share of subsets of k samples that
-    contain a right one.
-
-    Args:
-      right: [N, n], 1 or True for a right completion; `evaluate`'s rows are in this order.
-      k: 1 … n.
-
-    Returns:
-      A number in [0, 1]; k = 1 is the mean.
-
-    Raises:
-      ValueError: a `right` of another rank or with other values, a k outside 1 … n.
-
-    References:
-      Chen et al. 2021 (arXiv:2107.03374), equation 1.
-
-    Example:
-      >>> pass_at_k([[1, 0, 0, 0], [0, 0, 0, 0]], 2)
-      0.25
+    `right` [N, n] is 1 or True for a right completion, in the order of `evaluate`'s rows. With c right ones among n,
+    1 − C(n−c, k) / C(n, k) is unbiased: the share of subsets of k that contain a right one (Chen et al. 2021,
+    arXiv:2107.03374, equation 1).
     """
     right = np.asarray(right)
     if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():

@@ -14,8 +14,6 @@ import jax
 MOST_BYTES = 2 * 2**30
 """Limit of the cache; JAX deletes the programs that were not used for longest."""
 
-_said: set[Path] = set()
-
 
 def user_cache() -> Path:
     """Return this package's directory in the user's cache, by XDG_CACHE_HOME or the platform's convention."""
@@ -49,16 +47,6 @@ def keep_programs() -> Path | None:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     return directory
-
-
-def where_kept(directory: Path) -> str | None:
-    """Return a sentence about the directory, on the first call of a process; the user's home is `~` in it."""
-    if directory in _said:
-        return None
-    _said.add(directory)
-    home = Path.home()
-    shown = Path("~") / directory.relative_to(home) if directory.is_relative_to(home) else directory
-    return f"compiled programs are kept in {shown} (JAX_ENABLE_COMPILATION_CACHE=0 disables this)"
 
 
 def _setting(name: str) -> object:

@@ -114,16 +114,14 @@ def differences(saved: Json, present: Json, step: int) -> list[str]:
     elif saved["dataset"] != present["dataset"] and not turns:  # prompts show the tools
         lines.append(f"dataset: its {now} prompts, or their order, differ from the run's")
     lines += _evaluation_differences(saved, present)
-    if saved["reward_fns"] != present["reward_fns"]:
-        lines.append(f"reward_fns: {show(present['reward_fns'])}, the run has {show(saved['reward_fns'])}")
+    for name in ("reward_fns", "optimizer", "sampler"):
+        if saved[name] != present[name]:
+            lines.append(f"{name}: {show(present[name])}, the run has {show(saved[name])}")
     if saved["frozen"] != present["frozen"]:
         lines.append("policy: the frozen base model differs from the run's")
     old, new = saved["policy"], present["policy"]
     for name in (name for name in _changed(old, new) if name in old and name in new):  # versions may have others
         lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
-    for name in ("optimizer", "sampler"):
-        if saved[name] != present[name]:
-            lines.append(f"{name}: {present[name]}, the run has {saved[name]}")
     old, new = saved["functions"], present["functions"]
     for name in _changed(old, new):
         ours, theirs = (functions[name]["name"] if name in functions else "None" for functions in (new, old))
@@ -294,7 +292,7 @@ def _machine(state: TrainState) -> Json:
 def _columns(data: EncodedPrompts) -> dict[str, str]:
     """Return column → hash of its values; a value that is neither JSON nor an array counts by its type.
 
-    Examples have no columns that a function reads.
+    Functions do not read the columns of examples.
     """
     hashes: dict[str, hashlib._Hash] = {}
 

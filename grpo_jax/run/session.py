@@ -14,7 +14,7 @@ import jax
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
-from grpo_jax.run.kept_programs import keep_programs, where_kept
+from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.run import BaseRun
 from grpo_jax.run.run_dir import check_shared, keep_policy, locked
 from grpo_jax.run.signals import Interrupted, StopSignals
@@ -112,9 +112,8 @@ class Session:
             resumed=restored.progress is not None,
             updates=self.run.sizes.updates,
         )
-        kept = keep_programs()
-        if kept is not None and (where := where_kept(kept)) is not None:
-            self.monitor.say(where)
+        if (kept := keep_programs()) is not None:
+            self.monitor.say(f"compiled programs are kept in {kept} (JAX_ENABLE_COMPILATION_CACHE=0 disables this)")
         if self.publisher is not None:
             self.publisher.open()
         keep_policy(self.run_dir, self.run.policy)

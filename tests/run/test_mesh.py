@@ -27,7 +27,7 @@ def lower_case(completions):
 
 
 SMALL = {
-    "num_generations": 4, "max_completion_length": 70, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+    "num_generations": 4, "max_completion_length": 20, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
     "logging_steps": 1, "max_steps": 1, "beta": 0.1, "seed": 0,
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_one_run_over_a_mesh_and_one_device_is_the_run_on_one_device(tmp_path):
 
 def test_layers_that_keep_a_state_on_a_mesh():
     """Rollout and packed update of gated delta nets are those of one device."""
-    tiny, mesh = tiny_policy(), {"data": 2, "fsdp": 2, "tensor": 2}
+    tiny, mesh = tiny_policy(), {"fsdp": 2, "tensor": 2}
     # The norm behind a memory blows up what is next to nothing, and its rounding: so less.
     config = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"], "rms_norm_eps": 1e-2}
     config |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
