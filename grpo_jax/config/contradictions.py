@@ -10,7 +10,7 @@ from grpo_jax.config.settings import Settings, shown
 _CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
-# The fields that a test reads, of which the message names the first one; the test; the fix.
+# The fields that a test reads (the message starts with the first one), the test, and the fix.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
     (
         "epsilon_high loss_type",

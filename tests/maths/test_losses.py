@@ -487,7 +487,7 @@ def assert_same(a, b, tolerance=1e-6, metrics=True):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", *ONLY_REDUCED])
-def test_a_surrogate_of_ones_own_stands_in_the_place_of_the_tables(loss_type):
+def test_a_custom_surrogate_replaces_that_of_the_loss_type(loss_type):
     """Given as a function, the surrogate of a loss type is that loss; the reduction is that of the name."""
 
     def of(surrogate, *names):
@@ -584,23 +584,21 @@ def test_masks_of_any_dtype(mask_dtype):
     assert float(grpo_loss(l, None, None, A, MASK.astype(mask_dtype))[0]) == float(grpo_loss(l, None, None, A, MASK)[0])
 
 
-def everything_objective():
-    """Arrays by name, and the loss with every term on as a function of them."""
-    c = case("grpo", "token", EVERYTHING)
+def with_every_term(loss_type="grpo"):
+    """A case with every term, its arrays by name, and the loss as a function of the arrays."""
+    c = case(loss_type, "token", EVERYTHING)
     arrays = {n: jnp.asarray(getattr(c, n), jnp.float32) for n in ("l", "old", "ref", "A", "sampling", "weights", "H")}
+    settings = {name: getattr(c, name) for name in DEFAULTS if name not in COUNTS}
 
     def objective(a):
-        return grpo_loss(
-            a["l"], a["old"], a["ref"], a["A"], MASK, beta=0.1, entropies=a["H"], entropy_coef=0.1,
-            top_entropy_quantile=0.5, sampling_log_probs=a["sampling"], off_policy_mask_threshold=0.1,
-            importance_weights=a["weights"], loss_type="grpo",
-        )  # fmt: skip
+        return grpo_loss(a["l"], a["old"], a["ref"], a["A"], MASK, entropies=a["H"], sampling_log_probs=a["sampling"],
+                         importance_weights=a["weights"], **settings)  # fmt: skip
 
-    return arrays, objective
+    return c, arrays, objective
 
 
 def test_everything_but_log_probs_and_entropies_is_constant():
-    arrays, objective = everything_objective()
+    _, arrays, objective = with_every_term()
     gradients = jax.grad(lambda a: objective(a)[0])(arrays)
     moved = {name for name, gradient in gradients.items() if np.any(gradient != 0)}
     assert moved == {"l", "H"}
@@ -608,7 +606,7 @@ def test_everything_but_log_probs_and_entropies_is_constant():
 
 @pytest.mark.quick
 def test_metrics_carry_no_gradient():
-    arrays, objective = everything_objective()
+    _, arrays, objective = with_every_term()
     gradients = jax.grad(lambda a: sum(objective(a)[1].values()))(arrays)
     for gradient in gradients.values():
         np.testing.assert_array_equal(gradient, 0.0)
@@ -882,32 +880,25 @@ def test_vespo_bounds_its_log_weight():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_computed_in_float32(dtype):
-    c = case("grpo", "token", EVERYTHING)
-    half = {n: jnp.asarray(getattr(c, n), dtype) for n in ("l", "old", "ref", "A", "sampling", "H", "weights")}
-
-    def run(a):
-        return grpo_loss(a["l"], a["old"], a["ref"], a["A"], MASK, beta=0.3, entropies=a["H"], entropy_coef=0.1,
-                         top_entropy_quantile=0.5, importance_weights=a["weights"], sampling_log_probs=a["sampling"],
-                         off_policy_mask_threshold=0.05)  # fmt: skip
-
-    value, metrics = run(half)
-    expected, expected_metrics = run({name: x.astype(jnp.float32) for name, x in half.items()})
+    _, arrays, objective = with_every_term()
+    half = {name: x.astype(dtype) for name, x in arrays.items()}
+    value, metrics = objective(half)
+    expected, expected_metrics = objective({name: x.astype(jnp.float32) for name, x in half.items()})
     assert value.dtype == jnp.float32
     assert float(value) == float(expected)
     chex.assert_trees_all_equal(metrics, expected_metrics)
-    gradient = jax.grad(lambda l: run(half | {"l": l})[0])(half["l"])
+    gradient = jax.grad(lambda l: objective(half | {"l": l})[0])(half["l"])
     assert gradient.dtype == dtype
     assert all_finite(gradient)
 
 
 def test_the_dtype_of_log_probs_decides():
+    _, arrays, objective = with_every_term()
     with x64():
-        a = {name: jnp.asarray(x, jnp.float64) for name, x in data().items()}
-        run = lambda l: grpo_loss(l, a["old"], a["ref"], a["A"], MASK, beta=0.3, entropies=a["H"], entropy_coef=0.1,
-                                  importance_weights=a["weights_row"], sampling_log_probs=a["sampling"],
-                                  off_policy_mask_threshold=0.05, top_entropy_quantile=0.5)  # fmt: skip
+        arrays = {name: jnp.asarray(x, jnp.float64) for name, x in arrays.items()}
+        run = jax.value_and_grad(lambda l: objective(arrays | {"l": l}), has_aux=True)
         for dtype in (jnp.float32, jnp.float64):
-            found = jax.eval_shape(jax.value_and_grad(run, has_aux=True), a["l"].astype(dtype))
+            found = jax.eval_shape(run, arrays["l"].astype(dtype))
             assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
 
 
@@ -953,7 +944,7 @@ def test_a_nan_that_counts_is_seen():
     assert np.isnan(grpo_loss(l.at[0, 0].set(NAN), None, None, jnp.ones(R), MASK)[0])
 
 
-def test_a_token_that_the_sampler_did_not_score_is_no_evidence():
+def test_a_token_without_a_sampler_log_prob_is_no_evidence():
     l = jnp.full((R, T), -1.0)
     sampling = l.at[:2, :2].set(jnp.array([[NAN, -0.9], [NAN, -0.5]]))
     metrics = grpo_loss(l, None, None, -jnp.ones(R), np.arange(T) + np.zeros((R, 1)) < 2, sampling_log_probs=sampling,
@@ -985,18 +976,9 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
     @parameterized.parameters(*SURROGATES)
     def test_grpo_loss(self, loss_type):
-        c = case(loss_type, "token", {k: v for k, v in EVERYTHING.items()})
-        arrays = [
-            jnp.asarray(np.where(MASK, x, NAN), jnp.float32) for x in (c.l, c.old, c.ref, c.H, c.weights, c.sampling)
-        ]
-        settings = {k: v for k, v in EVERYTHING.items() if k != "use"}
-        settings["top_entropy_quantile"] = c.top_entropy_quantile
-
-        def run(l, old, ref, H, weights, sampling, A, mask):
-            return grpo_loss(l, old, ref, A, mask, loss_type=loss_type, entropies=H, importance_weights=weights,
-                             sampling_log_probs=sampling, **settings)  # fmt: skip
-
-        value, metrics = self.variant(run)(*arrays, jnp.asarray(c.A, jnp.float32), jnp.asarray(MASK))
+        c, arrays, objective = with_every_term(loss_type)
+        arrays = {name: jnp.where(MASK, x, NAN) if x.ndim == 2 else x for name, x in arrays.items()}
+        value, metrics = self.variant(objective)(arrays)
         expected, expected_metrics, _ = complex_step(c)
         chex.assert_shape(value, ())
         chex.assert_type(value, jnp.float32)
