@@ -57,7 +57,7 @@ def example(seed=0, B=3, G=4, K=2, missing=0.0):
 
 
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
-@pytest.mark.parametrize("missing", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("missing", [0.0, 0.5])
 def test_definition(scale, aggregation, missing):
     """Advantages are what their definition says, written again in loops."""
     rewards, weights = example(missing=missing, K=3), [0.5, -2.0, 3.0]
