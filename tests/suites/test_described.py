@@ -65,16 +65,13 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
     assert ([fn.__name__ for fn in run.rewards], run.config.reward_weights) == (["judge"], None)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("data: {made: sums, size: 0}", "data: made: size = 0: give more"),
-        ("data: {made: sums, sead: 0}", "data: made: got an unexpected keyword argument 'sead'"),
-        ("data: {openenv: 'http://127.0.0.1:1'}", "data: openenv: missing a required .*argument: 'prompt'"),
-        ("data: {made: sums, reasoning_gym: acre}", "data must name one suite; got made and reasoning_gym"),
-        ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("data: {made: sums, size: 0}", "data: made: size = 0: give more"),
+    ("data: {made: sums, sead: 0}", "data: made: got an unexpected keyword argument 'sead'"),
+    ("data: {openenv: 'http://127.0.0.1:1'}", "data: openenv: missing a required .*argument: 'prompt'"),
+    ("data: {made: sums, reasoning_gym: acre}", "data must name one suite; got made and reasoning_gym"),
+    ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
+])  # fmt: skip
 def test_errors_name_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_run(written(tmp_path, text), load=ALL)

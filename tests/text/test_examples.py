@@ -114,17 +114,14 @@ def test_what_the_template_or_the_rows_do_not_allow_is_refused():
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (
-            {"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]},
-            "message 0 with role 'human'",
-        ),
-        ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
-        ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call of the tool 'add' in message 1"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    (
+        {"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]},
+        "message 0 with role 'human'",
+    ),
+    ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
+    ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call of the tool 'add' in message 1"),
+])  # fmt: skip
 def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
     """SFT refuses a message, of whatever role, and a call of a tool that the chat template omits."""
     known = chatting(CHAT.replace("in messages %}", "in messages if m['role'] in ('user', 'assistant') %}"))
@@ -161,17 +158,14 @@ def test_a_turn_is_learned_with_the_token_that_ends_it():
     assert spoken(PHI, "<|return|>", "<|end|>", assistant_only_loss=True) == ["yes<|end|>ok<|end|>\n<|return|>"]
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; rename one of"),
-        ({"prompt": "a", "completion": TALK[1:2]}, "has a string and messages in 'prompt' and 'completion'"),
-        ({"messages": "a"}, "has a string in 'messages'; rename the column to 'text'"),
-        ({"text": TALK}, "has messages in 'text'; rename the column to 'messages'"),
-        ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),
-        ("abc", "must be a dict with .*; got 'abc'"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; rename one of"),
+    ({"prompt": "a", "completion": TALK[1:2]}, "has a string and messages in 'prompt' and 'completion'"),
+    ({"messages": "a"}, "has a string in 'messages'; rename the column to 'text'"),
+    ({"text": TALK}, "has messages in 'text'; rename the column to 'messages'"),
+    ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),
+    ("abc", "must be a dict with .*; got 'abc'"),
+])  # fmt: skip
 def test_bad_rows(row, said):
     with pytest.raises(ValueError, match=f"dataset row 0 {said}"):
         load_examples([row])
@@ -195,15 +189,12 @@ def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
     assert len(blocks) == 4  # 40 tokens
 
 
-@pytest.mark.parametrize(
-    ("rows", "shared"),
-    [
-        ([[5, 6, 7], [5, 6, 8, 9]], 1),  # the second token is learned
-        ([[-5, -6, 7, 1], [-5, -6, -7, 9]], 2),
-        ([[-5, -6, -7, 1], [-5, -6, -7, 2]], 3),
-        ([[-5, -6, -7, 1], [-4, -6, -7, 2]], 0),
-    ],
-)
+@pytest.mark.parametrize(("rows", "shared"), [
+    ([[5, 6, 7], [5, 6, 8, 9]], 1),  # the second token is learned
+    ([[-5, -6, 7, 1], [-5, -6, -7, 9]], 2),
+    ([[-5, -6, -7, 1], [-5, -6, -7, 2]], 3),
+    ([[-5, -6, -7, 1], [-4, -6, -7, 2]], 0),
+])  # fmt: skip
 def test_a_beginning_is_shared_up_to_what_is_learned(rows, shared):
     """Tokens with a minus are not learned."""
     rows = [{"input_ids": [abs(x) for x in ids], "labels": [x if x > 0 else -100 for x in ids]} for ids in rows]

@@ -90,54 +90,48 @@ def hermes(name="f", arguments="{}"):
 F = (ToolCall("f", {}),)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "parsed"),
-    [
-        ("hermes", " It is 2. ", Parsed(" It is 2. ")),
-        ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (*F, ToolCall("g", {})))),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
-        ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-        ("qwen_xml",  # without a schema a value is JSON where it can be
-            "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
-            "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
-            Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),))),
-        ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
-        ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
-        ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
-        ("harmony", "just text", Parsed("just text")),
-        ("harmony",
-            "<|channel|>analysis<|message|>to=functions.f<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>2<|return|>",
-            Parsed("<think>\nto=functions.f\n</think>\n\n2")),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text", "parsed"), [
+    ("hermes", " It is 2. ", Parsed(" It is 2. ")),
+    ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (*F, ToolCall("g", {})))),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
+    ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
+    ("qwen_xml",  # without a schema a value is JSON where it can be
+        "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
+        "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),))),
+    ("llama3", '{"name": "Ada", "age": 36}<|eot_id|>', Parsed('{"name": "Ada", "age": 36}')),
+    ("llama3", ' {"name": "f", "arguments": {"a": 1}}<|eom_id|>', Parsed("", (ToolCall("f", {"a": 1}),))),
+    ("llama3", '<think>x</think>{"name": "f", "parameters": {}}', Parsed("<think>x</think>", F)),
+    ("harmony", "just text", Parsed("just text")),
+    ("harmony",
+        "<|channel|>analysis<|message|>to=functions.f<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>2<|return|>",
+        Parsed("<think>\nto=functions.f\n</think>\n\n2")),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
+])  # fmt: skip
 def test_what_a_turn_says(name, text, parsed):
     assert FORMATS[name].parse(text) == parsed
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "not valid JSON"),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
-        ("hermes", hermes(arguments='{"a": NaN}'), "NaN is not a finite number"),
-        ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is not a finite number"),
-        ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
-        ("qwen_xml", hermes(), "no <function="),
-        ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
-        ("qwen_xml", "<tool_call><function=f>text</function></tool_call>", "not followed by </function>"),
-        ("qwen_xml", f"<tool_call><function=f>{2 * '<parameter=a>1</parameter>'}</function></tool_call>", "twice"),
-        ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
-        ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
-        ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
-        ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
-        ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
-        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
-        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "reason"), [
+    ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "not valid JSON"),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
+    ("hermes", hermes(arguments='{"a": NaN}'), "NaN is not a finite number"),
+    ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is not a finite number"),
+    ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
+    ("qwen_xml", hermes(), "no <function="),
+    ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
+    ("qwen_xml", "<tool_call><function=f>text</function></tool_call>", "not followed by </function>"),
+    ("qwen_xml", f"<tool_call><function=f>{2 * '<parameter=a>1</parameter>'}</function></tool_call>", "twice"),
+    ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
+    ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
+    ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
+    ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
+    ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
+    ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
+    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
+])  # fmt: skip
 def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):
     parsed = FORMATS[name].parse(text)
     assert parsed.calls == ()

@@ -42,19 +42,16 @@ def test_a_template_of_messages():
     assert SUMS[0] == {"question": "1+1", "solution": "2"}, "the rows that were given stay as they are"
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
-        ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to names in the data"),
-        ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
-        ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
-        ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
-        *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),
-        ({"prompt": [{"role": "user", "content": 7}]}, "^prompt must be a string or messages"),
-        *(({"prompt": template}, f"^prompt='{template}'") for template in ("{question", "a } b")),
-    ],
-)
+@pytest.mark.parametrize(("shape", "said"), [
+    ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
+    ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to names in the data"),
+    ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
+    ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
+    ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
+    *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),
+    ({"prompt": [{"role": "user", "content": 7}]}, "^prompt must be a string or messages"),
+    *(({"prompt": template}, f"^prompt='{template}'") for template in ("{question", "a } b")),
+])  # fmt: skip
 def test_what_is_wrong_with_columns_and_templates_is_said(shape, said):
     with pytest.raises(ValueError, match=said):
         load_rows(SUMS, argument="data", **shape)
