@@ -50,7 +50,7 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
     assert reward_function("number_reward", folder)(completions=["it is 4"], answer=["4"]) == [1.0]
     assert reward_function("my_own_judges:right", folder)(["a"], ["b"]) == [0.0]
     made = server_of({"vllm": {"base_url": f"{SERVER}/v1", "tolerance": 0.05}}, vllm)
-    assert repr(made) == repr(server_of({"vllm": SERVER}, vllm))
+    assert made._server.url == server_of({"vllm": SERVER}, vllm)._server.url == SERVER
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_arguments_reach_train(calls, tmp_path):
     ((policy, dataset, functions, config), settings) = calls[0]
     assert (policy, dataset, functions) == (tiny_policy(), rows, [reward])
     assert config == grpo_jax.GRPOConfig(beta=0.1)
-    assert "http://a:1" in repr(settings.pop("sampler"))
+    assert settings.pop("sampler")._server.url == "http://a:1"
     wanted = {"eval_dataset": rows, "run_dir": str(tmp_path), "optimizer": optimizer, "tools": [tool]}
     # The policy belongs to the caller.
     assert settings == {**wanted, "environment_factory": dict, "donate": False}
