@@ -157,7 +157,7 @@ def read_model(model: ModelName) -> Json:
     if isinstance(model, Mapping):
         return dict(model)
     path = Path(model)
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file() and path.suffix.lower() != ".gguf":
         return read_json(path) or {}
     return checkpoint_config(find_checkpoint(model, weights=False))
 

@@ -192,7 +192,7 @@ _SPARSE: Json = {
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the activation of the convolution too
+_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # also the activation of the convolution
 
 QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # heads for multi-token prediction
 QWEN3_NEXT = dataclasses.replace(
