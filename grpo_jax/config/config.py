@@ -31,7 +31,7 @@ from grpo_jax.messages import raise_all
 class GRPOConfig(Settings):
     """Settings of a GRPO run. Fields shared with SFT are in `Settings`.
 
-    The constructor validates all fields. What depends on the data or the devices is checked when a run starts.
+    The constructor validates all fields. Settings that depend on the data or the devices are checked when a run starts.
 
     Raises:
       ValueError: with one line per error: the field, its value, and the fix.
@@ -226,10 +226,7 @@ class GRPOConfig(Settings):
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes; if `num_devices` is None, for the size of `mesh` or 1.
-
-        A `generation_batch_size` that does not split evenly over the devices raises a ValueError.
-        """
+        """Return the batch sizes on `num_devices` devices (None: the size of `mesh`, or 1)."""
         shards, group = self.data_shards(num_devices), self.num_generations
         raise_all("GRPOConfig", list(self.split_problems(shards)))
         micro = self.per_device_train_batch_size * shards

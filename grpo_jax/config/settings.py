@@ -132,8 +132,8 @@ class Settings:
     save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints; None: only at the end. One is always written at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
-    """Also write a checkpoint after an optimizer step if the last one is older than this and than 20 times its writing
-    time, by the clock of process 0; None: off. Ours."""
+    """Also write a checkpoint after an optimizer step if the last one is this many minutes old and 20 times as old as
+    it took to write, by the clock of process 0; None: off. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
     """Number of checkpoints of `save_steps` to keep, the newest and the best; None: all. Checkpoints of signals and
     `save_minutes` are deleted when the next one is written."""
@@ -211,14 +211,11 @@ class Settings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes; `num_devices` as in `data_shards`."""
+        """Return the batch sizes on `num_devices` devices (None: the size of `mesh`, or 1)."""
         raise NotImplementedError
 
     def data_shards(self, num_devices: int | None = None) -> int:
-        """Return the number of devices that prompts are split over: all except along the "tensor" axis.
-
-        If `num_devices` is None, the size of `mesh` or 1 is used.
-        """
+        """Return the number of devices that prompts are split over, which are all but those along "tensor"."""
         mesh = self.mesh or {}
         devices = math.prod(mesh.values()) if num_devices is None else num_devices
         return max(devices // mesh.get("tensor", 1), 1)
@@ -233,10 +230,7 @@ class Settings:
             )
 
     def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps of the run: `max_steps`, or those of ceil(epochs × rows / B) iterations.
-
-        Rows of an SFT run are examples, or blocks with `packing`.
-        """
+        """Return the optimizer steps of the run: `max_steps`, or the steps of ceil(epochs × rows / B) iterations."""
         if self.max_steps > 0:
             return self.max_steps
         sizes = self.sizes(num_devices)

@@ -36,8 +36,8 @@ class SFTConfig(Settings):
     packing_strategy: Literal["bfd"] = "bfd"
     """Best fit decreasing. TRL's other strategies, which split examples, are not supported."""
     completion_only_loss: bool | None = None
-    """Learn only the `completion` of rows with a `prompt`, or tokens where `completion_mask` is 1; None: if there is
-    one."""
+    """Learn only the `completion` of rows with a `prompt` (for token ids: where `completion_mask` is 1); None: True for
+    such rows."""
     assistant_only_loss: bool = False
     """Learn only the assistant's messages, given by generation tags, growing conversations or `assistant_masks`."""
     dataset_text_field: str = "text"
@@ -91,7 +91,7 @@ class SFTConfig(Settings):
         return (self.max_length or 2) - 1
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes, in examples or blocks; `num_devices` as in `GRPOConfig.sizes`."""
+        """Return the batch sizes in examples, or blocks with `packing`."""
         micro = self.per_device_train_batch_size * self.data_shards(num_devices)
         count = micro * self.gradient_accumulation_steps
         return Sizes(
