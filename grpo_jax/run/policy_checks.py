@@ -105,7 +105,7 @@ def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Itera
             yield (
                 f"{argument}: {len(found)} of {len(data.rows)} texts {said}, the first of them"
                 f" {show(policy.tokenizer.decode(found[0]))}: the tokenizer adds special tokens (add_bos_token,"
-                " add_eos_token). Take them out of the texts, or give the messages that these were made of"
+                " add_eos_token). Remove them from the texts, or pass messages instead of texts"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `train`, alone and together, before anything runs; and the run that follows from them."""
+"""Checks of `train`'s arguments before anything runs, and the run that is derived from them."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def prepare(
     faults.of(check_optimizer, optimizer)
     fns = faults.of(as_list, reward_fns)
     rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
-    for name, some in named_datasets(eval_dataset).items():
+    for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = faults.of(load_rows, some, argument=argument)
+        rows[argument] = faults.of(load_rows, held_out, argument=argument)
     interaction = None
     if tools or environment_factory is not None:
         interaction = faults.of(_make_interaction, policy, config, rows, tools, environment_factory)
@@ -97,10 +97,10 @@ def prepare(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
-    data, *held_out = encoded.values()
+    data, *eval_data = encoded.values()
     run = dataclasses.replace(
         derive_run(policy, config, data, mesh=mesh, optimizer=optimizer, surrogate=surrogate, teacher=teacher),
-        eval_data=join_prompts(dict(zip(named_datasets(eval_dataset), held_out, strict=True))) if held_out else None,
+        eval_data=join_prompts(dict(zip(named_datasets(eval_dataset), eval_data, strict=True))) if eval_data else None,
         reward_fns=fns or (),
         interaction=interaction,
         sampler=sampler,
@@ -129,8 +129,8 @@ def _encode(
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """Tokenize the datasets, and place the policy on the devices of the run.
 
-    Returns the policy and the config for these devices, their mesh, and the tokens by the name of the dataset's
-    argument. Raises the `faults` so far together with errors of tokens, sizes and devices.
+    Returns the policy and the config for these devices, their mesh, and the encoded datasets by the names of their
+    arguments. Raises all `faults`, together with errors of tokens, sizes and devices.
     """
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     encoded = {}
@@ -151,15 +151,14 @@ def _encode(
         num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
         num_rows=len(data.rows) if data else 1,
         num_reward_fns=len(reward_fns) or 1,
-        num_eval_rows=sum(len(some.rows) for some in held_out if some) or 1 if held_out else None,
-        longest_prompt=max((len(ids) for some in encoded.values() for ids in some.token_ids), default=1),
+        num_eval_rows=sum(len(part.rows) for part in held_out if part) or 1 if held_out else None,
+        longest_prompt=max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1),
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
     )
     faults.raise_together("this run", problems)
-    for name, some in encoded.items():
-        kwargs = config.chat_template_kwargs
-        warn_of_tokens(some, policy, name, ends=TurnEnds.of(config), template_kwargs=kwargs)
+    for name, part in encoded.items():
+        warn_of_tokens(part, policy, name, ends=TurnEnds.of(config), template_kwargs=config.chat_template_kwargs)
     keep_programs()  # before anything is compiled
     return place_policy(policy, mesh), config, mesh, encoded
 
@@ -222,11 +221,11 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
-    """Rows to train on; of an iterable dataset as many as the run samples."""
+    """Rows to train on; from a stream, as many as the run samples."""
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
-            "dataset is an IterableDataset, which does not say how many rows it has: set max_steps, by which as many"
-            " are read as the run takes, or give a part of it, list(dataset.take(1000))"
+            "dataset is an IterableDataset of unknown length: set max_steps, which limits the rows that are read, or"
+            " give a part of it, list(dataset.take(1000))"
         )
     mesh = mesh_of(policy.params) if config.mesh is None else None
     try:
@@ -245,7 +244,7 @@ def _check_functions(
     *,
     required: bool,
 ) -> list[RewardFn]:
-    """Check reward functions against the datasets; returns them together with the environments' rewards."""
+    """Check reward functions against the datasets, and return them together with the rewards of environments."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import REWARD_COLUMNS, with_environments
@@ -253,10 +252,10 @@ def _check_functions(
         reward_fns, own_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
         if config.rollout_ahead:  # prefetched completions have no environments
             own_columns = [name for name in own_columns if name != "environments"]
-    read = {name: some for name, some in rows.items() if some} or {"dataset": []}
-    for name, some in read.items() if reward_fns or required else ():
-        columns, argument = [*some[0], *own_columns] if some else None, "the dataset" if name == "dataset" else name
-        faults.of(check_reward_fns, reward_fns, columns, argument=argument, rows=some)
+    readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
+    for name, part in readable.items() if reward_fns or required else ():
+        columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
+        faults.of(check_reward_fns, reward_fns, columns, argument=argument, rows=part)
     return reward_fns
 
 
@@ -277,7 +276,7 @@ def _make_interaction(
     return make_interaction(
         policy.tokenizer,
         policy.eos_token_ids,
-        [row for some in rows.values() for row in some or ()],
+        [row for part in rows.values() for row in part or ()],
         config,
         tools=tools,
         environment_factory=environment_factory,

@@ -10,7 +10,6 @@ import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +17,6 @@ import jax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
 from grpo_jax.config.sft import SFTConfig, config_class
-from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.streams import count_cores, devices_of
@@ -27,7 +25,7 @@ from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.function_sources import fingerprint, reward_sources, source_of
 from grpo_jax.run.run import BaseRun
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import AdvantageFn, Json, Model, Params, RewardFn, as_argument
+from grpo_jax.types import Json, Model, Params, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
 
@@ -43,24 +41,19 @@ _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for
 
 
 def describe(
-    run: BaseRun,
-    state: TrainState,
-    *,
-    reward_fns: Sequence[RewardFn] = (),
-    eos_token_ids: Sequence[int] = (),
-    eval_data: EncodedPrompts | None = None,
-    interaction: Interaction | None = None,
-    own_sampler: bool = False,
-    own_functions: Mapping[str, AdvantageFn | Surrogate | None] = MappingProxyType({}),
-    teacher: Json | None = None,
+    run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: EncodedPrompts | None = None
 ) -> dict[str, Any]:
     """Return everything that decides the numbers of a run, as the JSON object that each checkpoint stores.
 
     Data are hashed by column, frozen arrays by their first numbers, and the caller's functions by their source.
-    `own_sampler`: whether the caller gave one. `teacher`: its identity (`run.teacher`).
+    `eos_token_ids` end sampled completions.
     """
     config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
-    own_optimizer = run.schedule is None
+    own_optimizer, advantage_fn = run.schedule is None, run.advantage_fn
+    functions = {
+        "advantage_fn": None if advantage_fn is None else advantage_fn.function,
+        "surrogate": run.updater.surrogate,
+    }
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
@@ -73,15 +66,15 @@ def describe(
             "temperature_eval": config.eval_temperature,
         },
         "eval_columns": {} if eval_data is None else _columns(eval_data),
-        **_turns(interaction),
+        **_turns(run.interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
-        "reward_fns": reward_names(reward_fns),
-        "sources": reward_sources(reward_fns, interaction),
+        "reward_fns": reward_names(run.reward_fns),
+        "sources": reward_sources(run.reward_fns, run.interaction),
         "frozen": fingerprint(as_argument(model)),
         "optimizer": "the caller's" if own_optimizer else "the config's",
-        "sampler": "the caller's" if own_sampler else "generate",
-        "functions": {name: source_of(function) for name, function in own_functions.items() if function is not None},
-        "teacher": teacher,
+        "sampler": "generate" if run.sampler is None else "the caller's",
+        "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
+        "teacher": None if run.teaching is None else run.teaching.identity,
         "state": _leaves(state),
         "total_steps": run.total_steps,
         "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),

@@ -30,12 +30,15 @@ if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.text.examples import Examples
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
     """The part of a run that `train` and `sft` share. It is constant.
 
     `policy.params` are the initial ones, and empty once a `TrainState` has them. All batches have P = `prompt_length`,
     so that each program is compiled once. `mesh` is None for one device, and `schedule` for the caller's optimizer.
+
+    The fields with a default are for `train` only: `reward_fns` include the rewards of environments, `interaction` has
+    the tools and environments of several turns, `sampler` is an engine, and `advantage_fn` is the caller's function.
     """
 
     policy: Policy
@@ -48,6 +51,11 @@ class BaseRun:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None
     updater: Updater
+    reward_fns: Sequence[RewardFn] = ()
+    interaction: Interaction | None = None
+    sampler: Sampler | None = None
+    advantage_fn: CheckedAdvantageFn | None = None
+    teaching: Teaching | None = None
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -71,21 +79,12 @@ class BaseRun:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(BaseRun):
-    """A run of `train`, whose batches are sampled and scored.
-
-    `reward_fns` include the rewards of environments. `interaction` has the tools and environments of several turns,
-    `sampler` is an engine, and `advantage_fn` is the caller's function; None if unused.
-    """
+    """A run of `train`, whose batches are sampled and scored."""
 
     config: GRPOConfig
     eval_data: EncodedPrompts | None = None
-    reward_fns: Sequence[RewardFn] = ()
-    interaction: Interaction | None = None
-    sampler: Sampler | None = None
-    advantage_fn: CheckedAdvantageFn | None = None
-    teaching: Teaching | None = None
 
     @property
     def samples_in_background(self) -> bool:
@@ -131,7 +130,7 @@ class Run(BaseRun):
         return batch.replace(teacher_top_ids=top.astype(jnp.int32), teacher_top_log_probs=top)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(BaseRun):
     """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of examples.
 

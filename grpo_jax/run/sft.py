@@ -295,7 +295,7 @@ def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], No
 
 def _describe(run: SFTRun, state: TrainState) -> Json:
     held_out = join_examples(run.eval_data) if run.eval_data else None
-    return describe(run, state, eval_data=held_out, own_functions={"surrogate": run.updater.surrogate})
+    return describe(run, state, eval_data=held_out)
 
 
 def join_examples(parts: Mapping[str, Examples]) -> Examples:

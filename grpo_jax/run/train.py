@@ -33,7 +33,7 @@ from grpo_jax.run.signals import Interrupted
 from grpo_jax.run.sources import rollout_source
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import AdvantageFn, Batch, Environments, Json, Params, RewardFn
+from grpo_jax.types import AdvantageFn, Batch, Environments, Params, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import reject_object_store
@@ -159,7 +159,9 @@ def train(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))  # like a checkpoint's arrays, so that both use the same programs
     run.policy.empty()  # not the caller's `policy`: a copy, whose params may be on a mesh
-    description = None if run_dir is None else _describe(run, state)
+    description = None
+    if run_dir is not None:  # what checkpoints of the same run have in common
+        description = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
     with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # not before: nothing is taken from the caller if the run is refused
@@ -169,8 +171,7 @@ def train(
         if run.eval_data is not None:
             session.evaluate = functools.partial(_evaluate, run, run.eval_data, session)
         source = rollout_source(run, state, progress, restored.ahead, restored.transcript, interrupt=interrupt)
-        session.source = source
-        with contextlib.closing(source):
+        with contextlib.closing(source) as session.source:
             session.evaluate_if_due(state, batch)
             while session.running():
                 if batch is None:  # an iteration begins, with an update for each minibatch
@@ -223,19 +224,3 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
         interrupt=session.signals.interrupt,
     )
     return metrics
-
-
-def _describe(run: Run, state: TrainState) -> Json:
-    """Everything that determines the run's numbers, as stored in checkpoints."""
-    own_function = None if run.advantage_fn is None else run.advantage_fn.function
-    return describe(
-        run,
-        state,
-        reward_fns=run.reward_fns,
-        eos_token_ids=run.policy.eos_token_ids,
-        eval_data=run.eval_data,
-        interaction=run.interaction,
-        own_sampler=run.sampler is not None,
-        own_functions={"advantage_fn": own_function, "surrogate": run.updater.surrogate},
-        teacher=None if run.teaching is None else run.teaching.identity,
-    )

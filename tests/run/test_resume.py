@@ -186,12 +186,12 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     run = SimpleNamespace(
         config=config, data=encoded(token_ids, rows), policy=tiny_policy().replace(model=model or tiny_policy().model),
-        total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1),
+        total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
+        interaction=answered(tools, environments), sampler=None, teaching=None,
+        advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
+        updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )
-    found = describe(
-        run, state, reward_fns=reward_fns, eos_token_ids=eos, eval_data=encoded(eval_ids, eval_rows),
-        interaction=answered(tools, environments), own_functions=functions or {},
-    )
+    found = describe(run, state, eos_token_ids=eos, eval_data=encoded(eval_ids, eval_rows))
     return json.loads(json.dumps(found))
 
 

@@ -1,11 +1,12 @@
 """Runs whose turns end at a stop string: what environments receive, and what is learned and counted."""
 
-import numpy as np
 import pytest
 from test_turns_run import ROWS, Game
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, evaluate, train
+from grpo_jax import GRPOConfig, train
+from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.run.policy_checks import check_policy
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
 # Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
@@ -60,18 +61,13 @@ def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, messa
         train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
 
 
-def test_a_policy_without_an_eos_has_ends_of_its_own():
-    policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=_without_eos())
-    settings = GRPOConfig(**SMALL | {"stop": None, "max_turn_length": None})
-    with pytest.raises(ValueError, match=r"policy has no EOS token.*or stop\."):
-        train(policy, ROWS, lambda completions: [0.0], settings)
-    how = {"stop": STOP, "max_completion_length": 40, "temperature": 1}
-    metrics, _ = evaluate(policy, ROWS, lambda completions: [1.0] * 4, **how)
-    assert metrics["clipped_ratio"] < 1
-    assert np.isfinite(metrics["mean_length"])
-
-
-def _without_eos():
+@pytest.mark.quick
+def test_a_policy_without_an_eos_needs_stop_texts_or_ids():
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)
+    policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"policy has no EOS token.*or stop\."):
+        check_policy(policy)
+    for ends in (TurnEnds(stop=("a",)), TurnEnds(stop_token_ids=(3,))):
+        check_policy(policy, ends)
