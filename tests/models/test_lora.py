@@ -19,12 +19,7 @@ from grpo_jax.update.state import create_state, finish_update
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
-ARCHITECTURES = {
-    "plain": "Qwen2ForCausalLM",
-    "fused": "Phi3ForCausalLM",
-    "recurrent": "Lfm2ForCausalLM",
-    "shared": "Gemma4ForCausalLM",
-}
+ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "recurrent": "Lfm2ForCausalLM", "shared": "Gemma4ForCausalLM"}
 OWN = {
     "recurrent": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "shared": {  # the last layer uses the keys and values of the second

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_loop import PROMPTS, assert_same, packed
+from test_loop import PROMPTS, assert_same
 from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
@@ -46,7 +46,7 @@ def params():
 
 
 def test_tiles_and_packed_sequences_give_the_same():
-    assert_same(SHAPE, dataclasses.replace(SHAPE, attention="tiles"), params(), 1e-5, packed)
+    assert_same(SHAPE, dataclasses.replace(SHAPE, attention="tiles"), params(), 1e-5)
 
 
 def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
