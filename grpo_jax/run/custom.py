@@ -81,8 +81,8 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
         return None
     if config.turn_credit != "episode":
         raise ValueError(
-            f"advantage_fn: turn_credit = {config.turn_credit!r} makes the advantages; leave one of the two out (a"
-            " function of your own gets token_rewards and turns, which maths.credit.turn_advantages takes)"
+            f"advantage_fn: turn_credit = {config.turn_credit!r} makes the advantages; leave one of the two out (an"
+            " advantage_fn can pass its token_rewards and turns to maths.credit.turn_advantages)"
         )
     if not callable(function):
         raise ValueError(f"advantage_fn is {show(function)}: give a function of rewards and mask, or None")

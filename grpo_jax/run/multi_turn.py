@@ -35,7 +35,7 @@ def sample_episodes(
     prompt_length: int,
     padding: int,
 ) -> RolloutResult:
-    """Sample completions of several turns, of these rows of `data`; `complete` calls `generate` or an engine."""
+    """Sample completions of several turns of these rows of `data`; `complete` calls `generate` or an engine."""
     opened = [data.rows[i] for i in rows]
     with Episodes(interaction, opened, num_generations, rows) as episodes:
         opened = episodes.reset(opened)
@@ -57,8 +57,9 @@ def episode_prompts(
     length: int,
     padding: int,
 ) -> Prompts:
-    """The prompts of opened environments. A prompt to which `reset` added text is encoded again; P may exceed
-    `length`, by multiples of `padding`.
+    """The prompts of opened environments; a prompt is encoded again if `reset` added text to it.
+
+    P is `length`, or the next multiple of `padding` that holds the longest prompt.
     """
     ids = []
     for i, row in zip(rows, opened, strict=True):
@@ -86,8 +87,8 @@ def credit_turns(
     of_tokens = next((part for part in rewards.parts if part.per_token), None)
     if of_tokens is not None and not in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         raise ValueError(
-            f"reward function {names[of_tokens.function]!r} returned an array, a reward for each token, and with"
-            f" turn_credit = {config.turn_credit!r} these are added to advantages in the unit of a reward: set"
+            f"reward function {names[of_tokens.function]!r} returned an array, a reward for each token;"
+            f" turn_credit = {config.turn_credit!r} adds these to advantages, which must not be scaled: set"
             ' scale_rewards="none" with advantage_estimator="grpo" or "rloo", or return a list, one for each turn'
         )
     t, turns = batch.mask.shape[2], rollout.turns

@@ -164,12 +164,12 @@ def _read_array(given: object, name: str, mask: np.ndarray) -> np.ndarray:
     """One array of a scorer's result as int32 ids, or as float32 log-probs of at most 0."""
     x = np.asarray(given)
     if x.shape != mask.shape:
-        raise ValueError(f"teacher.score: its {name} are {x.shape}; give {list(mask.shape)}")
+        raise ValueError(f"teacher.score returned {name} of the shape {x.shape}: make it {list(mask.shape)}")
     seen = x[mask]
     if name == "top_ids":
         if x.dtype.kind not in "iu" or (seen < 0).any():
-            raise ValueError(f"teacher.score: its {name} are not ids of tokens, {x.dtype}; give integers from 0 on")
+            raise ValueError(f"teacher.score returned {name} that are not token ids, {x.dtype}: give integers ≥ 0")
         return np.where(mask, x, 0).astype(np.int32)
     if not np.isfinite(seen).all() or (seen > ROUNDING).any():
-        raise ValueError(f"teacher.score: its {name} are not all finite and at most 0; they are natural logarithms")
+        raise ValueError(f"teacher.score returned {name} that are not all finite and ≤ 0: give natural logarithms")
     return np.where(mask, np.minimum(x, 0), 0).astype(np.float32)

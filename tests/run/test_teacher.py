@@ -157,11 +157,11 @@ def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
 @pytest.mark.parametrize(
     ("told", "complaint"),
     [
-        (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"its log_probs are \(4, 4, 1\); give \[1, 4, 4\]"),
-        (lambda shape: np.full(shape, 0.5), "not all finite and at most 0"),
+        (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"log_probs of the shape \(4, 4, 1\): make it \[1, 4, 4\]"),
+        (lambda shape: np.full(shape, 0.5), "not all finite and ≤ 0"),
         (
             lambda shape: TeacherLogProbs(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))),
-            "are not ids of tokens",
+            "that are not token ids",
         ),
     ],
     ids=["transposed", "positive", "ids"],
