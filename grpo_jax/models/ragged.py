@@ -46,17 +46,14 @@ def _ragged_dot(implementation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Arra
     return _by_rows(implementation, x, w, sizes, dtype, transposed=False)
 
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array]
-
-
 def _forward(
     implementation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return _ragged_dot(implementation, dtype, x, w, sizes), (x, w, sizes)
 
 
 def _backward(
-    implementation: str, _: jnp.dtype, residuals: Residuals, g: jax.Array
+    implementation: str, _: jnp.dtype, residuals: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = residuals
     g = g.astype(x.dtype)
