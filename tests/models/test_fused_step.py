@@ -64,13 +64,12 @@ def test_several_turns(monkeypatch):
     """Of completions that begin, wait and continue each in slots of their own."""
     shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
     params = random_params(Transformer(shape))
-    monkeypatch.setattr(test_turns, "MODEL", Transformer(shape))
-    plain, _ = test_turns.play(params=params)
+    plain, _ = test_turns.play(model=Transformer(shape), params=params)
     monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
-    monkeypatch.setattr(test_turns, "MODEL", Transformer(dataclasses.replace(shape, attention="interpreted")))
+    model = Transformer(dataclasses.replace(shape, attention="interpreted"))
     steps, own = [], fused_step.step_attention
     monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])
-    ours, _ = test_turns.play(params=params)
+    ours, _ = test_turns.play(model=model, params=params)
     assert steps
     assert (ours.tokens == plain.tokens).all()
     np.testing.assert_allclose(ours.log_probs, plain.log_probs, atol=1e-5)
