@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
-import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -155,10 +156,13 @@ def plan(
     """Compile a run's programs and return the memory and FLOPs that they take.
 
     Args:
-      model: as in `planning.programs`, like `config`, `prompt_length` and `param_dtype`.
+      model: as in `planning.programs`.
+      config: of `train` or of `sft`.
+      prompt_length: P, tokens.
       device: "H100", "H100-8", "v5e-8", … (`models.devices`), by a compiler that needs no hardware; None: the devices
         of this machine.
       memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
+      param_dtype: "float32" or "bfloat16".
       lora: rank of adapters, or `rank` and `targets`; None trains all params.
       quantize: of the base under adapters: "nf4", "int8" or None.
       donate: as in `train`, which then does not hold the caller's params. `grpo-jax train` donates.
@@ -193,10 +197,17 @@ def plan(
         raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {needed} of them")
     if target.missing:
         raise ValueError(f"device is {device!r}: its compiler is not installed; pip install {target.missing}")
+    request: dict[str, Any] = {
+        "device": device,
+        "model": raw,
+        "config": config.to_dict(),
+        "prompt_length": prompt_length,
+    }
+    request |= {"loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
     code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        input=pickle.dumps((target, memory, raw, config, prompt_length, loading, donate)).hex(),
+        input=json.dumps(request),
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -205,16 +216,19 @@ def plan(
     if done.returncode:
         ended = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
         raise ValueError(f"the run could not be planned{ended}: {_last_error(done.stderr)}")
-    found: Plan = pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1]))
-    return found
+    fields = json.loads(done.stdout.splitlines()[-1])
+    fields["programs"] = {phase: ProgramCost(*values) for phase, values in fields["programs"].items()}
+    return Plan(**fields)
 
 
 def answer(request: str) -> str:
-    """Return a plan for absent devices, in a process that compiles for them; both are pickled, in hexadecimal."""
-    target, memory, raw, config, prompt_length, loading, donate = pickle.loads(bytes.fromhex(request))
-    memory = target.memory if memory is None else memory
-    run = AbstractRun.of(target.devices(), raw, config, prompt_length, loading, memory)
-    return pickle.dumps(run.plan(target.kind, donate=donate)).hex()
+    """Return a plan for absent devices, in a process that compiles for them; request and plan are JSON."""
+    fields = json.loads(request)
+    target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
+    memory = target.memory if fields["memory"] is None else fields["memory"]
+    loading, length = Loading(**fields["loading"]), fields["prompt_length"]
+    run = AbstractRun.of(target.devices(), fields["model"], config, length, loading, memory)
+    return json.dumps(vars(run.plan(target.kind, donate=fields["donate"])))
 
 
 def _last_error(stderr: str) -> str:

@@ -132,8 +132,8 @@ class Settings:
     save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints; None: only at the end. One is always written at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
-    """Also write a checkpoint after an optimizer step if the last one is this many minutes old and 20 times as old as
-    it took to write, by the clock of process 0; None: off. Ours."""
+    """Also write a checkpoint after an optimizer step if the last one is this many minutes old, by the clock of process
+    0; None: off. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
     """Number of checkpoints of `save_steps` to keep, the newest and the best; None: all. Checkpoints of signals and
     `save_minutes` are deleted when the next one is written."""

@@ -47,8 +47,6 @@ RESUME = ("auto", "must", "never", "changed")
 
 _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
-_PAUSE = 20  # the clock waits at least 20 times as long as the last save blocked the run
-
 
 class Restored(NamedTuple):
     """What a run resumes from: state, counters (None for a new run), unfinished batch, prefetched completions and their
@@ -74,7 +72,7 @@ class Checkpoints:
         self._last_step = None if about is None else about["total_steps"]
         self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, as of the last save
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
-        self._saved_at, self._blocked_for = time.monotonic(), 0.0
+        self._saved_at = time.monotonic()
         self._checkpointer = None
         self._pending: tuple[int, Any] | None = None  # step and orbax's response, while a checkpoint is written
         if run_dir is not None:
@@ -118,9 +116,8 @@ class Checkpoints:
         minutes = self._config.save_minutes
         if self.scheduled(step) or minutes is None or self._checkpointer is None:
             return self.scheduled(step)
-        pause = max(60 * minutes, _PAUSE * self._blocked_for)
         # The clock of process 0 decides for all, since they write together.
-        return bool(gather_objects(time.monotonic() - self._saved_at >= pause)[0])
+        return bool(gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0])
 
     def save(
         self,
@@ -138,7 +135,6 @@ class Checkpoints:
         self.measured(progress)
         if progress.step in steps[-1:]:
             return
-        began = time.monotonic()
         self.wait()
         _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
@@ -153,7 +149,6 @@ class Checkpoints:
             )
         self._pending = progress.step, response
         self._saved_at = time.monotonic()
-        self._blocked_for = self._saved_at - began
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written."""

@@ -76,8 +76,10 @@ def rehearse(
     """Run every phase of `train` once, on one group of completions, and print the findings. Nothing is written.
 
     Args:
-      policy: as in `train`, like `dataset` and `config`.
+      policy: as in `train`.
+      dataset: as in `train`.
       reward_fns: as in `train`; each is called once.
+      config: as in `train`.
       donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty as it does.
       arguments: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`, `advantage_fn`, `surrogate` and
         `teacher` of `train`.

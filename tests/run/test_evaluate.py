@@ -120,14 +120,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
     assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25), "many samples stay exact"
 
 
-@pytest.mark.parametrize(
-    ("right", "k", "message"),
-    [
-        ([1, 0], 1, r"right has the shape \(2,\)"),
-        ([[0.5, 1]], 1, "values 0 and 1"),
-        ([[1, 0]], 3, "k is 3, and there are 2 completions"),
-    ],
-)
-def test_pass_at_k_says_what_is_wrong(right, k, message):
-    with pytest.raises(ValueError, match=message):
-        pass_at_k(right, k)
+def test_pass_at_k_says_what_is_wrong():
+    with pytest.raises(ValueError, match=r"right has the shape \(2,\)"):
+        pass_at_k([1, 0], 1)
+    with pytest.raises(ValueError, match="k is 3, and there are 2 completions"):
+        pass_at_k([[1, 0]], 3)
