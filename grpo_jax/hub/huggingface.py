@@ -80,7 +80,7 @@ def from_pretrained(
         for each row), for a base that `add_lora` freezes; None keeps them plain.
 
     Returns:
-      A `Policy`. Its tokenizer is None if the directory has no tokenizer files.
+      A `Policy`. Its tokenizer is None if the directory does not contain one.
 
     Raises:
       FileNotFoundError: the directory or model, its config.json or its safetensors weights do not exist.
