@@ -48,7 +48,6 @@ def run(engine, **settings):
 
 
 def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **settings):
-    """Completions by an engine, asked as a run asks."""
     encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], on_host=True)
     every = {
         "policy": policy,

@@ -92,15 +92,6 @@ def test_settings_that_do_not_fit_are_refused_before_sampling(server, config, gi
 
 
 @pytest.mark.quick
-def test_texts_that_are_too_long_for_the_server_are_refused(server):
-    prompts, completions = texts()
-    server.room = 10
-    with pytest.raises(EngineError, match=r"takes 10 tokens, .* may have 11: start it with --max-model-len 11"):
-        vllm_scorer(server.url).score(prompts, completions)  # ten tokens, and the one that is drawn
-    assert not server.posts("/v1/completions")
-
-
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*Waiting for the server")
 def test_a_server_that_comes_back_with_another_model_is_refused(server):
     prompts, completions = texts()

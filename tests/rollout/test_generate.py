@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -133,17 +132,6 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(monkeypatch
     assert_same(completions, expected)
     assert all(shape[0] <= 4 for shape, _ in steps if shape[1] == 3), "too many groups"
     assert any(np.unique(start).size > 1 for _, start in steps), "no group came later than another"
-
-
-def test_an_interrupt_ends_the_sampling_between_two_bursts():
-    checks = itertools.count(1)
-
-    def interrupt():
-        if next(checks) == 3:  # before the prompts are read, and before each burst
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(interrupt=interrupt)
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it():

@@ -45,7 +45,6 @@ def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
 
 
 def test_completions_keep_their_group_if_prompts_are_expensive():
-    """A completion by itself has a prompt of its own to read."""
     assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
     shapes = ladder_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes
     assert shapes[1] == (8, 4)
@@ -59,18 +58,7 @@ def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_sav
     assert len(ladder_of(step=step).shapes) == count
 
 
-def test_there_are_no_more_smaller_layouts_than_moves_between_bursts():
-    """Each is a program to compile, and a rollout moves once between two bursts."""
-    for length in range(1, 200):
-        ladder = ladder_of(length=length)
-        bursts = -(-max(1, length - 1) // ladder.steps)
-        assert len(ladder.shapes) == 1 + min(MOST_RUNGS, bursts - 1)
-        assert ladder_of(length=length, waits=True).shapes == ladder_of(length=length, turns=True).shapes
-        assert len(ladder_of(length=length, turns=True).shapes) == 1 + MOST_RUNGS
-
-
 def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
-    """Half of the completions with twice the slots read as much, where slots are all that is read."""
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
     ladder = ladder_of(step=step)
     assert ladder.slots == (64, 128, 255)

@@ -60,7 +60,6 @@ def unstopped():
 
 
 def cut(completions, ends):
-    """The completions, cut after so many tokens."""
     lengths = np.array([T if end is None else end for end in ends]).reshape(completions.ended.shape)
     kept = np.asarray(completions.mask) & (np.arange(T) < lengths[..., None])
     return completions.replace(

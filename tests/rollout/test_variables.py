@@ -71,7 +71,6 @@ def test_no_step_rounds_a_kernel():
 
 
 def test_kernels_by_columns_are_rounded_once():
-    """On one CPU, the columns take half the bytes."""
     model, params = tiny_model(tie_word_embeddings=False)
     model = Transformer(dataclasses.replace(model.config, dtype="bfloat16"))
     variables = decode_variables(model, params)

@@ -110,7 +110,6 @@ def long_words(completions):
 
 
 def learned(policy, engine, callbacks=(), run_dir=None, **settings):
-    """Lines of a run."""
     lines, config = [], GRPOConfig(**SMALL | settings)
     how = {"callbacks": [lambda step, metrics: lines.append(metrics), *callbacks], "run_dir": run_dir}
     with warnings.catch_warnings():
