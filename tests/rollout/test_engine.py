@@ -18,16 +18,8 @@ POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 
 ADAPTED = add_lora(POLICY, jax.random.key(7), rank=2)
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
 G, T = 4, 8
-SMALL = {
-    "num_generations": G,
-    "per_device_train_batch_size": 2 * G,
-    "max_completion_length": T,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "max_steps": 5,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-}
+SMALL = {"num_generations": G, "per_device_train_batch_size": 2 * G, "max_completion_length": T, "learning_rate": 1e-2}
+SMALL |= {"gradient_checkpointing": False, "logging_steps": 1, "max_steps": 5, "lr_scheduler_type": "constant"}
 
 
 @pytest.fixture
@@ -50,22 +42,16 @@ def run(engine, **settings):
 def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **settings):
     encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], on_host=True)
     every = {
-        "policy": policy,
-        "params": policy.params if params is None else params,
-        "prompts": encoded,
-        "key": jax.random.key(key),
         "num_generations": G,
         "max_completion_length": T,
         "temperature": 1.0,
         "top_k": 0,
         "top_p": 1.0,
         "min_p": None,
-        "eos_token_ids": policy.eos_token_ids,
-        "pad_token_id": 0,
-        "prompt_indices": np.arange(len(prompts)),
-        "interrupt": lambda: None,
     }
-    return engine(**every | settings)
+    every |= {"eos_token_ids": policy.eos_token_ids, "pad_token_id": 0, "interrupt": lambda: None}
+    every |= {"prompt_indices": np.arange(len(prompts))} | settings
+    return engine(policy, policy.params if params is None else params, encoded, jax.random.key(key), **every)
 
 
 def test_the_weights_of_every_step_are_what_it_samples_from(server, tmp_path):

@@ -36,14 +36,8 @@ from grpo_jax.engines import EngineError, vllm, vllm_scorer
 
 PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
-SMALL = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 24,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-}
+SMALL = {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 24, "learning_rate": 1e-3}
+SMALL |= {"logging_steps": 1, "gradient_checkpointing": False}
 ROWS = [{"prompt": f"Once upon a time, there was a {word}"} for word in ("cat", "dog", "bird", "girl")]
 
 
@@ -60,13 +54,8 @@ class Server:
     def start(self):
         flags = "--dtype float32 --enforce-eager --max-model-len 512 --enable-lora --max-lora-rank 8"
         flags += " --no-enable-chunked-prefill"  # a CPU's generators of random numbers cannot step back, as it asks for
-        settings = {
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        settings = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        settings |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *flags.split()]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--logprobs-mode", "processed_logprobs"]
