@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +18,6 @@ from grpo_jax.rewards.contract import copy_containers, reward_names
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import Batch, RewardFn
-
-if TYPE_CHECKING:
-    from grpo_jax.rollout.interaction import Played
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
@@ -97,31 +94,30 @@ def completion_rows(
     rewards: Rewards, names: Sequence[str], rollout: RolloutResult, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
     """One dict per completion, prompt-major, as in `completions.jsonl`; `advantages` [B, G], None in an evaluation."""
-    rows, ended, episodes = rollout.rows, rollout.completions.ended, rollout.episodes
+    rows, ended = rollout.rows, rollout.completions.ended
     g = ended.shape[1]
-
-    of_turns: dict[int, dict[str, list[float]]] = {}
+    turns = [
+        [{"by": "policy" if by_policy else "environment", "text": text} for by_policy, text in episode.turns]
+        for episode in rollout.episodes or ()
+    ]
+    turn_rewards: dict[int, dict[str, list[float]]] = {}
     for part in rewards.parts:
         if not part.per_token:
-            of_turns.setdefault(part.completion, {})[names[part.function]] = part.values
+            turn_rewards.setdefault(part.completion, {})[names[part.function]] = part.values
 
     return [
         {
             **rewards.columns[i],
             "prompt": copy_containers(rows[i // g]["prompt"]),
             "completion": text,
-            **({} if episodes is None else {"turns": _turn_texts(episodes[i])}),
+            **({"turns": turns[i]} if turns else {}),
             "rewards": dict(zip(names, rewards.values[i // g, i % g].tolist(), strict=True)),
-            **({"turn_rewards": of_turns[i]} if i in of_turns else {}),
+            **({"turn_rewards": turn_rewards[i]} if i in turn_rewards else {}),
             **({} if advantages is None else {"advantage": float(advantages[i // g, i % g])}),
             "ended": bool(ended[i // g, i % g]),
         }
         for i, text in enumerate(rewards.completions)
     ]
-
-
-def _turn_texts(episode: Played) -> list[dict[str, str]]:
-    return [{"by": "policy" if own else "environment", "text": text} for own, text in episode.turns]
 
 
 # Dynamic sampling -----------------------------------------------------------------------------------------------------
