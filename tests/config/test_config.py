@@ -308,7 +308,7 @@ def test_a_run_that_fits_is_accepted_and_all_errors_are_reported_at_once():
 
 
 def test_a_contradiction_reads_the_fields_that_it_names():
-    """They are held back from it where one of them is wrong in itself, and no type checker knows them."""
+    """A contradiction is skipped if one of its named fields is invalid, so it must not read other fields."""
     tree = ast.parse(inspect.getsource(contradictions_module))
     (table,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -59,7 +59,7 @@ def example(seed=0, B=3, G=4, K=2, missing=0.0):
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 @pytest.mark.parametrize("missing", [0.0, 0.5])
 def test_definition(scale, aggregation, missing):
-    """Advantages are what their definition says, written again in loops."""
+    """Advantages equal their definition, written with loops."""
     rewards, weights = example(missing=missing, K=3), [0.5, -2.0, 3.0]
     for epsilon in (1e-4, 0.5):
         expected = by_loops(rewards, weights, scale, aggregation, epsilon)
@@ -97,7 +97,7 @@ def test_rank_two_is_one_reward_function():
 
 @pytest.mark.quick
 def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
-    """A statistic of a group does not see other prompts."""
+    """The statistics of a group do not depend on other prompts."""
     rewards = example(B=3, K=1)
     other = rewards.copy()
     other[1:] *= 7.0
@@ -108,7 +108,7 @@ def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
 
 
 def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
-    """ "Not scored" is not zero, and leaves mean and std."""
+    """An unscored completion is left out of the mean and the std instead of counting as 0."""
     rewards = np.array([[1.0, 2.0, 4.0, np.nan]])
     advantages = np.asarray(compute_advantages(rewards))
     assert advantages[0, 3] == 0.0
@@ -282,7 +282,7 @@ def expected_gradient(theta, rewards, estimator):
 
 
 def test_what_the_estimators_expect():
-    """rloo follows the mean reward, grpo (G − 1)/G of it, maxrl the logarithm of the chance, truncated at G − 1 terms.
+    """The expected gradients are ∇E[r] for rloo, (G − 1)/G of it for grpo, and that of a truncated log p for maxrl.
 
     −Σ_{k<G} (1 − p)^k / k has the gradient Σ_{k<G−1} (1 − p)^k ∇p, and log p is its limit.
     """

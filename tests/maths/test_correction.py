@@ -131,7 +131,7 @@ ON_POLICY = -complex_gradient(objective, PARAMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("updates", "explicit"), [(0, True), (0, False), (1, True)])
 def test_with_the_sequence_weights_the_expected_gradient_is_the_on_policy_one(dtype, updates, explicit):
-    """Also after further updates, where ratio times weight is the ratio of the policy to the engine."""
+    """Sequence weights give the on-policy gradient, also after further updates."""
     assert np.exp(numpy_logs(PARAMS / HOT, TWO).sum(1)).sum() == pytest.approx(1.0)
     mode, old = [("sequence_mask", PARAMS), ("sequence_truncate", PARAMS[::-1])][updates]
     assert_gradient(expected_loss(mode, old=old, explicit=explicit), PARAMS, ON_POLICY, dtype)

@@ -32,7 +32,7 @@ def test_by_hand(settings, expected):
 
 @pytest.mark.quick
 def test_rewards_inside_of_a_turn_and_of_what_was_observed():
-    """(0.5 at the first token of turn 0, 1 at its second, 2 observed), then 4; against nothing at all."""
+    """A token is not credited with earlier rewards of its turn; rewards of observations belong to the turn before."""
     rewards = jnp.zeros((1, 3, 4, 1)).at[0, 0, :, 0].set(jnp.array([0.5, 1.0, 2.0, 4.0]))
     found = turn_advantages(rewards, TURNS, scale_rewards="none")
     first, second = 7.5 - 2.5, 4 - 2.0
@@ -51,7 +51,7 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     [*((scale, "sum_then_normalize") for scale in ("group", "batch", "none")), ("group", "normalize_then_sum")],
 )
 def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation):
-    """At every token, to the bit, also where a function has not scored."""
+    """With one turn, every token has exactly the advantage of the completion."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, (3, 4))
     turns = np.where(np.arange(6) < lengths[..., None], 0, -1)
@@ -118,7 +118,7 @@ def of_episodes(rewards, turns):
     ],
 )
 def test_what_each_credit_expects(ends_early, credit, factor):
-    """A multiple of ∇E[R], or off in direction too."""
+    """The expected gradient of each credit is a multiple of ∇E[R], or differs in direction."""
     found, truth, total = expected_gradient(ends_early, credit)
     assert total == pytest.approx(1.0, abs=1e-6)
     if factor is not None:
@@ -129,7 +129,7 @@ def test_what_each_credit_expects(ends_early, credit, factor):
 
 
 def test_rewards_inside_of_a_turn_expect_the_same():
-    """One turn of two tokens, each with its reward: a token is not credited with the reward before it."""
+    """Rewards inside of a turn do not change the expected gradient."""
 
     def inside(rewards, turns):
         return turn_advantages(rewards, jnp.zeros_like(turns), scale_rewards="none", estimator="rloo")

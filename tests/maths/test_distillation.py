@@ -55,7 +55,7 @@ def test_value_and_gradient_are_the_closed_forms(kind):
 
 @pytest.mark.parametrize("old", [None, OLD], ids=["on-policy", "off-policy"])
 def test_the_drawn_token_has_the_value_and_gradient_of_the_reverse_kl_in_expectation(old):
-    """Every token, weighted by its probability under the policy that drew it: all of the vocabulary is summed over."""
+    """In expectation, the sampled divergence has the value and the gradient of the reverse KL."""
     drawn_by = P if old is None else P_OLD
 
     def of(theta):
@@ -70,7 +70,7 @@ def test_the_drawn_token_has_the_value_and_gradient_of_the_reverse_kl_in_expecta
 
 
 def test_neither_follows_the_states_that_a_token_leads_to():
-    """Two tokens: both have the same expected gradient, and the KL of whole completions has another."""
+    """The sampled and the whole divergence have the same expected gradient, unlike the KL of completions."""
     rng = np.random.default_rng(1)
     logits, teacher = rng.normal(size=(4, 3)), rng.normal(size=(4, 3))  # state 0 leads to state 1 + token
     log_q = jax.nn.log_softmax(jnp.asarray(teacher))
@@ -106,7 +106,7 @@ def test_jsd_tends_to_either_kl():
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):
-    """k tokens and the rest as one are less than the whole divergence, by what the docs say."""
+    """The divergence of k tokens and the rest is less than the whole divergence by the documented amount."""
     top = np.argsort(-Q)[:k]
     rest = np.setdiff1d(np.arange(5), top)
     log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (P, Q))
@@ -174,7 +174,7 @@ COMPARED = GOLDEN["mask"] & GOLDEN["taught"][:, None]
 @pytest.mark.parametrize("trainer", ["gkd", "distillation", "sdpo"])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_whole_distributions_as_in_trl(trainer, kind):
-    """SDPO's mean is over all completions, of which it compares some; the other two's over tokens."""
+    """The mean of SDPO is over completions, and of the other two trainers over tokens."""
     mask, loss_type = (COMPARED, "grpo") if trainer == "sdpo" else (GOLDEN["mask"], "dapo")
 
     def of(logits):
@@ -186,7 +186,7 @@ def test_whole_distributions_as_in_trl(trainer, kind):
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_k_tokens_and_the_rest_as_in_trl(kind):
-    """There the k tokens are the policy's most probable."""
+    """TRL's k tokens are the policy's most probable."""
     ids = jax.lax.top_k(jnp.asarray(GOLDEN["logits"]), 4)[1]
     take = lambda x: jnp.take_along_axis(x, ids, -1)
 
@@ -198,7 +198,7 @@ def test_k_tokens_and_the_rest_as_in_trl(kind):
 
 
 def test_the_drawn_token_as_in_trl():
-    """The gradient; the value is another: TRL's is d·l, which estimates nothing, and ours an estimate of the KL."""
+    """The gradient equals TRL's. The values differ: TRL's is d·l, and ours estimates the KL."""
     take = lambda x: jnp.take_along_axis(x, jnp.asarray(GOLDEN["tokens"])[..., None], -1)[..., 0]
 
     def of(logits):

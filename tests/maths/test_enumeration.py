@@ -123,7 +123,7 @@ OFF_POLICY = {
 @pytest.mark.parametrize("explicit_old", [True, False])
 @pytest.mark.parametrize(("estimator", "corrected"), ON_POLICY)
 def test_kl_in_the_loss_on_policy(estimator, corrected, explicit_old, dtype):
-    """The expected gradient of every KL term, on-policy and off-policy, by enumeration."""
+    """The expected gradients of the KL terms on-policy, by enumeration."""
     function = expected_loss(PI, explicit_old=explicit_old, **kl_settings(estimator, corrected))
     assert_gradient(function, THETA, ON_POLICY[estimator, corrected], dtype)
 
@@ -150,7 +150,7 @@ def test_default_correction_is_right_at_every_level_for_one_token(level):
 @pytest.mark.quick
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", FORWARD), ("k2", REVERSE), ("k1", np.zeros(4))])
 def test_a_constant_ratio_in_front_is_right_for_k2_only(estimator, expected):
-    """sg(w)·k3 is the trap: the samples are corrected, and the direction is the forward one again."""
+    """sg(w)·k3 has the gradient of the forward KL, although the samples are corrected."""
 
     def function(theta):
         l = jax.nn.log_softmax(theta)
@@ -175,7 +175,7 @@ def test_kl_in_the_reward_is_the_reverse_kl_whatever_the_estimator(estimator, le
 
 @pytest.mark.quick
 def test_kl_frozen_at_the_old_policy_is_off_by_a_kl_to_the_old_policy():
-    """The usual implementation: d at the old log-probs, folded into the advantage. Here by the advantages."""
+    """A KL in the advantages at the old log-probs, as usually implemented, has a biased gradient."""
     d_old = np.log(OLD / REF)
     to_old = score_sum(PI * np.log(PI / OLD))
     function = expected_loss(OLD, advantages=-d_old, **NO_CLIP)
@@ -336,7 +336,7 @@ def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_pol
 
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 def test_sequence_level_correction_is_biased(game, old):
-    """TRL's value, kept for parity: the geometric mean of the ratios in front of k3 is no importance weight."""
+    """TRL's correction by the geometric mean of the ratios is biased."""
     level = {"importance_sampling_level": "sequence", "kl_correction_level": "importance_sampling_level"}
     function = game.expected_loss(old, 1.0, **level)
     p_old, n = np.exp(game.total(old)), game.mask.sum(1)
@@ -454,7 +454,7 @@ def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(f
 
 
 def test_plain_k3_has_the_gradient_of_the_other_direction_at_the_first_update_already():
-    """Plain k3 has the gradient of the other direction at the first update already."""
+    """Plain k3 has the gradient of KL(ref‖π) at the first update already."""
     thetas, refs, _ = four_draws()
     got = kl_term_gradients(thetas, thetas, refs, use_bias_correction_kl=False)
     cases = list(zip(thetas, refs, strict=True))
@@ -512,7 +512,7 @@ def test_the_mean_of_the_others_as_baseline_is_the_policy_gradient():
 
 
 def test_division_by_the_std_of_the_group_turns_the_gradient():
-    """Not a rescaling of ∇J: groups with little spread are blown up (the bias that Dr. GRPO names)."""
+    """Division by the std of the group changes the direction of the gradient (the bias that Dr. GRPO describes)."""
     rewards = ARM_REWARD[GROUPS]
     A = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     score = np.eye(3)[GROUPS] - ARM_PI

@@ -33,7 +33,7 @@ TABLE = {
 
 @pytest.mark.parametrize(("estimator", "d"), [(name, d) for name, row in TABLE.items() for d in row])
 def test_hand_table(estimator, d):
-    """The loss by hand, and what each loss type is in a special case."""
+    """The estimators and their derivatives equal values computed by hand."""
     with x64():
         # The sum −3 + d − (−3) rounds at 1e-16, which k3 inherits.
         assert value_and_derivative(d, estimator) == pytest.approx(TABLE[estimator][d], abs=1e-14)

@@ -375,7 +375,7 @@ def test_equal_to_numpy_in_float32(loss_type):
 
 @pytest.mark.quick
 def test_the_settings_meet_every_branch():
-    """The grid above proves little if no token is clipped, dropped or bounded in it."""
+    """In the grid above, some tokens are clipped, dropped and bounded."""
     seen = set()
     for name, settings in SETTINGS.items():
         metrics = numpy_loss(data()["l"] + 0j, data()["l"], case("grpo", "token", settings))[1]
@@ -488,7 +488,7 @@ def assert_same(a, b, tolerance=1e-6, metrics=True):
 
 @pytest.mark.parametrize("loss_type", ["grpo", *ONLY_REDUCED])
 def test_a_custom_surrogate_replaces_that_of_the_loss_type(loss_type):
-    """Given as a function, the surrogate of a loss type is that loss; the reduction is that of the name."""
+    """A custom surrogate replaces the surrogate of the loss type, but not its reduction."""
 
     def of(surrogate, *names):
         loss = functools.partial(grpo_loss, surrogate=surrogate)
@@ -530,7 +530,7 @@ def test_special_cases(loss_type):
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_nothing_under_the_mask_counts(loss_type):
-    """Nothing under a mask counts, NaN and inf included."""
+    """Values under the mask are ignored, NaN and inf included."""
     for level in LEVELS:
         c = case(loss_type, level, EVERYTHING)
         reference = outcome(c, junk=-1.0)
@@ -617,7 +617,7 @@ def test_metrics_carry_no_gradient():
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_any_cut_into_micro_batches_gives_the_same(loss_type):
-    """However a batch is cut, loss, gradient and metrics are the same."""
+    """Loss, gradient and metrics do not depend on the split into micro-batches."""
     names = ("l", "old", "ref", "sampling", "H", "weights_token", "A")
     l, old, ref, sampling, H, weights, A = (jnp.asarray(data(3)[name], jnp.float32) for name in names)
     mask, step, quantile = jnp.asarray(MASK), 2, 0.4
@@ -670,7 +670,7 @@ def test_batch_totals():
 
 
 def test_metrics_at_their_edges():
-    """A list as mask; ratios all below 1; a KL exactly at its bound; a single selected token."""
+    """The metrics are right at their bounds: ratios below 1, a KL at its bound, one selected token."""
     old = np.zeros((1, 3), np.float32)
     l = np.log(np.array([[0.5, 0.25, 0.7]], np.float32))
     H = np.array([[2.0, 1.0, 9.0]], np.float32)
@@ -727,7 +727,7 @@ def test_the_top_entropy_mask_is_that_of_the_quantile(quantile):
 
 
 def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded():
-    """Of 2,400 pairs of entropies the larger is reached, though a + f·(b − a) with f next to 1 may pass b."""
+    """The top-entropy mask keeps at least one token, even if a + f·(b − a) rounds above b."""
     rng = np.random.default_rng(0)
     pairs = np.sort(rng.uniform(0, 2, (2400, 2)), axis=1).astype(np.float32)
     some = jax.jit(jax.vmap(lambda H: top_entropy_mask(H, jnp.ones(2, bool), 2.0**-24).any()))(pairs)
@@ -735,7 +735,7 @@ def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded()
 
 
 def test_a_selection_that_is_given_is_that_of_this_call():
-    """Of a part: neither its own quantile nor its entropies choose."""
+    """A given selection replaces the quantile of this call."""
     l, H = jnp.asarray(data()["l"]), jnp.asarray(data()["H"])
     selected = np.arange(T)[None] == np.array([0, 2, 1, 0, 0, 3])[:, None]
     loss = lambda l, selected=selected: loss_by_terms(l, None, None, data()["A"], MASK, entropies=H, selected=selected,
@@ -795,7 +795,7 @@ def all_finite(*trees):
 @pytest.mark.parametrize("loss_type", SURROGATES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_finite_with_extreme_log_probs(loss_type, level):
-    """Extreme log-probs give finite values, and gradients that are not cut to 0."""
+    """Extreme log-probs give finite values and gradients."""
     extremes = [0.0, -1e-30, -1.0, -80.0, -1e3, -1e30, -INF]
     grid = np.array([[a, b, c] for a in extremes for b in extremes for c in extremes])
     l, old, ref = (jnp.asarray(grid[:, i : i + 1].repeat(2, 1), jnp.float32) for i in range(3))
@@ -990,7 +990,7 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
 
 
 def test_metrics_of_many_tokens_keep_their_digits():
-    """Sums of pairs first: number after number, the mean of these is 9e-7 off, two units in the last place."""
+    """Means over many tokens are exact to float32; a sequential sum would be off by 9e-7."""
     rng = np.random.default_rng(0)
     entropies = rng.uniform(4.8, 4.9, (8, 4, 70)).astype(np.float32)
     zeros, mask = jnp.zeros(entropies.shape), jnp.ones(entropies.shape, bool)

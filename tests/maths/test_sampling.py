@@ -52,7 +52,7 @@ def test_processed_distribution_is_that_of_the_definition(name, vocab):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_pass_a_chi_square(name):
-    """50 000 draws of each setting against its distribution; the keys are fixed, so this passes always or never."""
+    """The frequencies of 50,000 draws fit the distribution; with fixed keys the test is deterministic."""
     vocab, draws = 50, 50_000
     logits = np.random.default_rng(3).normal(size=vocab) * 1.5
     expected = reference_distribution(logits, **SETTINGS[name])
@@ -65,7 +65,7 @@ def test_frequencies_pass_a_chi_square(name):
 
 
 def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
-    """One likely token in front of 32767 that share 1e-3: the tail is uniform over its blocks and inside them."""
+    """Rare tokens of a large vocabulary are drawn uniformly, over blocks and inside of them."""
     vocab, draws = 32768, 100_000
     logits = jnp.full((vocab,), jnp.log(1e-3 / (vocab - 1))).at[0].set(jnp.log(1 - 1e-3))
     u = jax.random.uniform(jax.random.key(0), (draws, 2))

@@ -39,7 +39,7 @@ PROMISED = {
 
 @pytest.mark.parametrize("function", PROMISED, ids=lambda function: function.__name__)
 def test_signature_is_the_promised_one(function):
-    """Names, order, kind and defaults; further keywords with defaults are free."""
+    """Names, order, kind and defaults of arguments are the documented ones."""
     promised = inspect.signature(eval(f"(lambda {PROMISED[function]}: None)")).parameters
     found = inspect.signature(function).parameters
     plain = [(x.name, x.kind, x.default) for x in found.values()]
@@ -59,7 +59,7 @@ def test_both_forms_of_the_loss_take_the_same_arguments():
 
 
 def test_the_loss_passes_on_each_of_its_arguments(monkeypatch):
-    """Under its own name, to the settings or to the terms."""
+    """`grpo_loss` passes each argument under its own name, to the settings or to the terms."""
     given = {name: object() for name in inspect.signature(grpo_loss).parameters}
     terms = inspect.signature(grpo_loss_terms)
     monkeypatch.setattr(losses.LossSettings, "__post_init__", lambda settings: None)

@@ -26,9 +26,7 @@ STRINGS = [x.split("|") for x in ("a", "ab", "abab", "aab|bab", "é", "bé|ab", 
 
 @pytest.mark.parametrize("strings", STRINGS, ids=str)
 def test_it_ends_where_a_search_in_the_bytes_does(strings):
-    """A turn ends with the token that a plain search in its bytes names, over the borders of tokens and of characters,
-    and in no observation; draws and log-probs are those without the ends.
-    """
+    """A turn ends at the token where a search in its bytes finds a stop string, across tokens and characters."""
     stops, rng = make_stops(strings, PIECES), np.random.default_rng(0)
     assert stops.strings == tuple(strings)
     ends = set()
@@ -63,7 +61,7 @@ def test_ids_that_no_token_has_spell_nothing():
 
 
 def test_a_large_vocabulary_has_few_kinds_of_tokens():
-    """The table stays small: what the device holds is one byte for each token."""
+    """The table is small, and the device holds one byte per token."""
     rng = np.random.default_rng(2)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz <>/.", np.uint8)
     pieces = [bytes(rng.choice(letters, n)) for n in rng.integers(1, 9, 20_000)] + [

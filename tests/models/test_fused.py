@@ -73,7 +73,7 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
 
 @pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, fused.LEAST_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
-    """Segments of several prompts, and padding between and behind them; also where programs share the queries."""
+    """Packed segments of several prompts with padding have the plain values and gradients."""
     monkeypatch.setattr(fused, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
@@ -98,7 +98,7 @@ def test_packed_sequences(window, least_part, monkeypatch):
 
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
 def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
-    """Of a causal square about half, of a window a band: a tile more would be time for nothing."""
+    """Tiles without visible keys are skipped: about half of a causal square, all but a band of a window."""
     kernel, t = Kernel("tiles", 16, 16), 128
     tile_mask = make_tile_mask((1, 1, t), None, None, kernel, windows=set(windows), group=1)
     for window in set(windows):
@@ -126,7 +126,7 @@ def test_log_probs_and_gradients_of_a_model():
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():
-    """XLA's own count of the temporaries of a gradient."""
+    """The temporaries of a gradient, as counted by XLA, grow linearly with the length."""
 
     def temporaries(kind, t):
         model, params = tiny_model(layers=1, attention=kind)
@@ -140,7 +140,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
 
 
 def test_kernels_are_lowered_for_an_nvidia_gpu():
-    """Triton's own lowering, which needs no GPU: it refuses what its language lacks. One kernel forwards, two back."""
+    """Triton lowers the forward kernel and both backward kernels without a GPU."""
     model, params = tiny_model(**RICH, attention="triton")
     loss = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")[0].sum()
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 
 @pytest.mark.quick
 def test_the_devices_choose_the_implementation():
-    """An H100 has the kernel's instructions and a T4 has not."""
+    """An H100 uses the kernels, and a T4 does not."""
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
     assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "tiles"]
     assert implementation("auto", [H100, H100]) == "triton"
@@ -165,7 +165,7 @@ def test_the_devices_choose_the_implementation():
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}])
 def test_each_device_of_a_mesh_computes_its_own(axes):
-    """Eight rows and two key heads: where four devices can't share these they are whole; nothing is gathered."""
+    """Each device of a mesh computes its own rows and heads, without gathering any."""
     b, h, group, t, d = 8, 2, 2, 12, 8
     mesh = make_mesh(axes)
     kernel = Kernel.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)

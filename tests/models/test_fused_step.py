@@ -61,7 +61,7 @@ def test_the_scores_written_out(given):
 
 
 def test_several_turns(monkeypatch):
-    """Of completions that begin, wait and continue each in slots of their own."""
+    """The kernel handles completions with slots of their own in several turns."""
     shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
     params = random_params(Transformer(shape))
     plain, _ = test_turns.play(model=Transformer(shape), params=params)

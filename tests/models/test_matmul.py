@@ -41,7 +41,7 @@ def test_the_dtype_is_that_of_the_inputs(product):
 @pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=["matmul", "transposed", "scale_columns"])
 @pytest.mark.parametrize(("i", "o"), [(6, 4), (1, 1)])
 def test_values_gradients_forwards_twice_and_mapped(product, plain, shape, i, o):
-    """Tangents, a gradient's tangents, and a map over both are those of the plain expression."""
+    """Values and derivatives equal those of the plain expression, in all modes and under `vmap`."""
     rng = np.random.default_rng(0)
     at, along = ((rng.standard_normal((5, i), np.float32), rng.standard_normal(shape(i, o), np.float32)) for _ in "ab")
 
@@ -65,7 +65,7 @@ def test_values_gradients_forwards_twice_and_mapped(product, plain, shape, i, o)
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
 def test_what_is_not_differentiated_costs_nothing(product):
-    """The tangent of frozen weights is no product with zeros, nor their gradient one that is thrown away."""
+    """Frozen operands add no products to tangents and gradients."""
     x = w = jnp.ones((8, 8))
     for of, frozen in ((lambda x: product(x, w), x), (lambda w: product(x, w), w)):
         for program in (lambda at, of=of: jax.jvp(of, (at,), (at,)), lambda at, of=of: jax.vjp(of, at)[1](at)):
@@ -75,7 +75,7 @@ def test_what_is_not_differentiated_costs_nothing(product):
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed, matmul_by_columns])
 def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
-    """Σ of 256 + 1 ones is 257, which bfloat16 does not have; the gradients are in the operands' dtype all the same."""
+    """Sums of bfloat16 products are not rounded to bfloat16, and gradients have the dtype of the operands."""
     x, w = np.ones((2, 257), jnp.bfloat16), np.ones((257, 257), jnp.bfloat16)
     y, pullback = jax.vjp(lambda x, w: product(x, w, jnp.float32), x, w)
     assert y.dtype == jnp.float32
@@ -85,7 +85,7 @@ def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
 
 
 def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():
-    """XLA's own rewriting would turn it round: into x by the rows of the turned weights."""
+    """XLA keeps the product by columns as it is."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((3, 5), np.float32), rng.standard_normal((5, 7), np.float32)
     compiled = jax.jit(matmul_by_columns).lower(x, w.T).compile()
@@ -110,7 +110,7 @@ def pair(contract, dtype=BF16):
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 def test_value_and_derivatives_are_those_of_the_plain_product(contract):
-    """Backwards, forwards, forwards over backwards, and mapped over either side or both; all of it exact here."""
+    """Values and derivatives in both modes and under `vmap` equal those of the plain product."""
     sums, narrow = pair(contract), pair(contract, jnp.float32)
 
     def derivatives(product, at):
@@ -168,7 +168,7 @@ def operands(text):
 
 
 def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
-    """Of a model's gradient, products of tokens [N, ·] by matrices of weights, by their shapes."""
+    """A bfloat16 model's gradient multiplies bfloat16 weights without converting them."""
     x = jnp.ones((64, 64), BF16)
     text = jax.jit(lambda x, y: dot_float32(x, y, (1, 0))).lower(x, x).compile().as_text()
     if not has_fast_float32_sums() or operands(text) != [{"bf16"}]:

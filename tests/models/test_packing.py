@@ -91,7 +91,7 @@ def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expect
 
 @pytest.mark.parametrize("longest", [None, 20])
 def test_each_device_has_the_completions_of_its_own_prompts(longest):
-    """Six prompts on three devices: what stands on one is what it has when its two prompts are all there are."""
+    """The sequences of a device are those of its own prompts alone."""
     tokens, mask = rows_of(b=6, seed=3)
     mask &= np.arange(40) < (longest or 40)
     mask[4:, 1:] = False  # the last device has less to do

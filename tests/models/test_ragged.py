@@ -49,7 +49,7 @@ def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
 
 
 def test_rows_in_bfloat16_are_summed_in_float32():
-    """Of a row of ones and a column of ones, 512 products of 1: in bfloat16 a sum of ones stays at 256."""
+    """Products of bfloat16 rows are summed in float32: 512 ones give 512, not 256."""
     x, w = jnp.ones((16, 512), jnp.bfloat16), jnp.ones((1, 512, 16), jnp.bfloat16)
     out = ragged_dot(x, w, jnp.array([16]), KERNEL)
     assert out.dtype == jnp.bfloat16
@@ -65,7 +65,7 @@ def test_what_no_tile_divides_is_left_to_jax(monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "biases"), [(3, False), (70, True)])
 def test_a_mixture_by_kernels(tokens, biases):
-    """A few tokens, as in a decode step, and more than a tile of each expert."""
+    """A mixture of experts has the plain values and gradients, for few tokens and for several tiles."""
 
     def shape(attention):
         expert = {"expert_bias": True, "expert_swiglu": (1.7, 1.5)} if biases else {}

@@ -63,7 +63,7 @@ def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeyp
 
 
 def test_log_probs_can_be_differentiated_forwards(monkeypatch):
-    """The tangent is the gradient's product, and a tangent of the gradient is that of the tangent; also in chunks."""
+    """Forward and reverse mode agree for first and second derivatives, also in chunks."""
     monkeypatch.setattr(module, "CHUNK", 16)
     model, params = tiny_model(layers=1, remat=True)
     rows, rng = completions(g=2, t=4), np.random.default_rng(5)
@@ -110,7 +110,7 @@ def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
 
 
 def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
-    """XLA's own count of temporaries: with four times the tokens they grow by less than half what the logits would."""
+    """The logits of only one chunk are in memory at a time, by the temporaries that XLA counts."""
     model, params = tiny_model(vocab=4096, layers=1)
 
     def temporaries(g):
@@ -124,7 +124,7 @@ def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
 
 
 def test_the_gradient_writes_no_zeros_the_size_of_the_logits():
-    """The gradient of a gather would; this one is softmax less one at the token, and works forwards as well."""
+    """The gradient does not scatter into an array the size of the logits, and works in forward mode too."""
     logits, tokens = np.random.default_rng(0).standard_normal((3, 7), np.float32), np.array([1, 6, 1])
     of = lambda logits: token_log_probs(logits, tokens).sum()
     grads = np.eye(7)[tokens] - np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
