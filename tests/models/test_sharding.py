@@ -28,12 +28,11 @@ def test_each_side_of_a_block_is_cut_where_it_should_be():
     assert at("layers_3", "self_attn", "o_proj", "kernel") == P("tensor", "fsdp")
     assert at("layers_0", "mlp", "up_proj", "kernel") == P("fsdp", "tensor")
     assert at("layers_0", "mlp", "down_proj", "kernel") == P("tensor", "fsdp")
-    for name in ("linear_attn", "conv"):
-        assert at("layers_0", name, "out_proj", "kernel") == P(None, "fsdp")
-        assert at("layers_0", name, "out_proj", "kernel", "codes") == P("fsdp", None)
-    for path in (("linear_attn", "in_proj_qkv"), ("conv", "in_proj")):
-        assert at("layers_0", *path, "kernel") == P("fsdp", None)
-        assert at("layers_0", *path, "kernel", "codes") == P(None, "fsdp")
+    assert at("layers_0", "conv", "out_proj", "kernel") == P(None, "fsdp")
+    assert at("layers_0", "linear_attn", "in_proj_qkv", "kernel") == P("fsdp", None)
+    # Quantized matrices are stored transposed.
+    assert at("layers_0", "linear_attn", "in_proj_qkv", "kernel", "codes") == P(None, "fsdp")
+    assert at("layers_0", "mlp", "up_proj", "kernel", "scales") == P("tensor", "fsdp")
     assert at("embed_tokens", "embedding") == P("tensor", "fsdp")
     assert at("norm", "scale") == P()
     assert parameter_sharding(("layers_0", "self_attn", "k_proj", "bias"), (8,), mesh).spec == P("tensor")

@@ -142,24 +142,19 @@ def test_bytes_of_collectives():
 @pytest.mark.parametrize(
     ("message", "arguments", "temporaries"),
     [
-        ("Ran out of memory in memory space hbm. Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 0, 33.5),
-        ("Ran out of memory on HBM, the total memory required for HLO temporaries (29.25G) exceeds", 2.25, 27.0),
+        ("RESOURCE_EXHAUSTED: Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 0, 33.5),
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.25G) exceeds", 2.25, 27.0),
+        ("INTERNAL: HLO temporaries (29.25G)", None, None),
     ],
 )
 def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, arguments, temporaries):
     class Lowered:
         def compile(self):
-            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+            raise jax.errors.JaxRuntimeError(message)
 
+    if arguments is None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+            compile_program(Lowered())
+        return
     found = compile_program(Lowered(), int(2.25 * 2**30))
     assert (found.arguments, found.temporaries, found.refused) == (arguments * 2**30, temporaries * 2**30, True)
-
-
-@pytest.mark.quick
-def test_another_error_of_a_compiler_is_not_taken_for_a_refusal():
-    class Lowered:
-        def compile(self):
-            raise jax.errors.JaxRuntimeError("INTERNAL: HLO temporaries (29.25G)")
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_program(Lowered())
