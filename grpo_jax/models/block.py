@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return rotated queries and keys [B, G, T, heads, d], values and gate, or None instead of a missing one."""
+        """Return rotated queries and keys [B, G, T, heads, d], values and the gate; missing ones are None."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         rope, table = c.rope, context.tables[0]

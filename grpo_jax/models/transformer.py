@@ -227,12 +227,12 @@ class Transformer(nn.Module):
         return x, tuple(kept)
 
     def _only_reads(self) -> bool:
-        """Return whether layers read variables and write router logits at most: no initialization, no dropout."""
+        """Return whether layers write nothing but router logits; not during initialization or with dropout."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
     def _written(self) -> tuple[str, ...]:
-        """Return the collections that layers write even if `_only_reads`."""
+        """Return the collections that layers write even if `_only_reads()`."""
         return ("router",) if self.is_mutable_collection("router") else ()
 
     def _sow(self, written: Params) -> None:
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
             self.sow("router", "logits", logits)
 
     def _layer(self, i: int, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Apply layer i by a function that JAX traces once per kind of layer: most of the start-up time."""
+        """Apply layer i by a function that is traced once per kind of layer; tracing is most of the start-up time."""
         layer = self.layers[i]
         if not self._only_reads():
             return layer(x, context)
@@ -256,7 +256,7 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, list[LayerCache]]:
         """Apply `times` × `period` layers from the `first` on as one loop, whose body is compiled once.
 
-        Their weights are stacked in the compute dtype: a copy of them while the program runs.
+        The layers' weights are stacked in the compute dtype, so that a running program holds a copy of them.
         """
         layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
         # Layers of one kind that share keys and values use the same source layer.
