@@ -86,7 +86,7 @@ def _read_prompts(
     settings: DecodeSettings,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Return a stream without a cache, and first tokens; a prompt's logits are computed once for its group."""
+    """Return a stream without a cache, and first tokens. The logits of a prompt are computed once for its group."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -247,7 +247,7 @@ def read_chunk(
     *,
     settings: DecodeSettings,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read the `real` ones of tokens [B, G, N], right-aligned, from `slot` on, and draw the next token.
+    """Read right-aligned tokens [B, G, N] where `real` is True, from `slot` on, and draw the next token.
 
     Returns the cache, and tokens and log-probs [B, G], which are valid after the last chunk if its last token is real.
     """

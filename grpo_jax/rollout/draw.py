@@ -46,7 +46,7 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
 def draw(
     u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and log-probs [B, G] for logits [B, G, V], uniforms [B, G, 2]; `together` as in `draw_tokens`."""
+    """Return tokens and log-probs [B, G] for logits [B, G, V] and uniforms [B, G, 2]; `together`: see `draw_tokens`."""
     logits = process_logits(logits, sampling)
     return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
 

@@ -71,7 +71,7 @@ class TurnEnds(NamedTuple):
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-        """Raise a `ValueError` for texts that no tokens spell, and for ids that the model does not have."""
+        """Raise a `ValueError` for texts that no tokens spell, and for ids outside the vocabulary."""
         if self.stop:
             stops_of(tokenizer, self.stop)
         unknown = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]
@@ -81,7 +81,7 @@ class TurnEnds(NamedTuple):
             )
 
     def cut_short(self, turn: np.ndarray, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> bool:
-        """Return whether a turn [n] has no end except `max_turn_length`."""
+        """Return whether a turn [n] was cut at `max_turn_length`, without an EOS, a stop id or a stop text."""
         if self.max_turn_length is None or len(turn) < self.max_turn_length:
             return False
         by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)

@@ -306,7 +306,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
 
 
 def _with_head(policy: Policy) -> Policy:
-    """A policy whose tied head is also stored under the name of an untied one."""
+    """Return the policy with a tied head also stored under the name of an untied head."""
     config, layout = policy.model.config, layout_of(policy.extra_tensors)
     if not config.tie_word_embeddings:
         return policy
@@ -321,7 +321,7 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Token ids of the probe; 1, 2, … if the policy's tokenizer has too few of them, or the policy has none."""
+    """Return the token ids of the probe; 1, 2, … without a tokenizer, or with too few of its ids."""
     size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
     found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     found = [i for i in found if i < size]
@@ -335,6 +335,6 @@ def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
-    """Our log-probs [64] of ids[1:] at temperature 1."""
+    """Return our log-probs [64] of ids[1:] at temperature 1."""
     tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
     return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]

@@ -32,7 +32,7 @@ NOTHING_LEARNED = "Nothing was learned from this batch; start the run again to r
 
 
 class EngineError(RuntimeError):
-    """A server cannot do what a run needs. The message names the server, the request and the fix."""
+    """An error of a server. The message names the server, the request and the fix."""
 
 
 class Lost(EngineError):
@@ -48,7 +48,7 @@ class Refused(EngineError):
 
 
 class Client:
-    """POST and GET of JSON, from any number of threads; the arguments are as in `engines.vllm`."""
+    """An HTTP client for JSON, for any number of threads; the arguments are as in `engines.vllm`."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
@@ -150,7 +150,7 @@ class Client:
 
     @contextlib.contextmanager
     def _connected(self, late: threading.Event) -> Iterator[http.client.HTTPConnection]:
-        """Open a connection, and shut it down at the timeout; the timeout of a socket limits only each read."""
+        """Open a connection, and shut it down at the timeout, since a socket's own timeout limits only each read."""
         connection, begin = self._connection(self._host, self._port, timeout=self._timeout), time.monotonic()
         connection.connect()
         opened = connection.sock  # the connection forgets its socket when the answer begins
@@ -172,16 +172,12 @@ class Client:
 
 
 class Requests:
-    """The requests of one batch. If the server was lost and comes back, `restore` is called, and they are sent again.
-
-    Attributes:
-      lost: how often the server was lost.
-    """
+    """The requests of one batch. After the server was lost and restored by `restore`, they are sent again."""
 
     def __init__(self, client: Client, restore: Callable[[], None]):
-        self._client, self._restore = client, restore
-        self._lock, self._epoch, self.lost = threading.Lock(), 0, 0
-        self._stopped = threading.Event()
+        self._client, self._restore, self._stopped = client, restore, threading.Event()
+        self.lost = 0  # how often the server was lost
+        self._lock, self._epoch = threading.Lock(), 0  # the epoch counts recoveries
 
     def run(
         self,
@@ -211,7 +207,7 @@ class Requests:
         return [one.result() for one in pending]
 
     def send(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request; if the server is lost meanwhile, the request is sent again."""
+        """Return the result of a request, which is sent again if the server is lost and comes back."""
         while True:
             self.raise_if_stopped()
             epoch = self._epoch
@@ -225,12 +221,12 @@ class Requests:
                     return result
 
     def raise_if_stopped(self) -> None:
-        """Raise an `EngineError` in the other threads of a batch after an error."""
+        """Raise an `EngineError` if an error has ended the batch."""
         if self._stopped.is_set():
             raise EngineError("the batch was stopped")
 
     def _recover(self, epoch: int, lost: Lost) -> None:
-        """Wait for the server and restore it; of several threads the first one does it."""
+        """Wait for the server and restore it. Only the first of several threads does so."""
         patience = self._client.patience
         with self._lock:
             while epoch == self._epoch:
@@ -254,6 +250,6 @@ class Requests:
 
 
 def _shut_down(opened: socket.socket) -> None:
-    """End the reads and writes of another thread."""
+    """Shut down a socket, which ends the reads and writes of other threads."""
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)

@@ -63,7 +63,7 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
 
 
 class ServerTurn(NamedTuple):
-    """At least one token that a server drew, their log-probs, and whether the last one ends the turn."""
+    """Tokens that a server drew, one or more, their log-probs, and whether the last token ends the turn."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -192,7 +192,7 @@ class VLLM:
         return ServerTurn(tokens, log_probs, ended)
 
     def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
-        """Return log-probs by token at temperature 1 for each of ids[1:]: its own, and of the k most probable ones."""
+        """Return log-probs by token at temperature 1 for each of ids[1:]: its own, and the k most probable ones."""
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
             choice = self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
@@ -213,7 +213,7 @@ class VLLM:
         return positions
 
     def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
-        """Return the only choice of a completion, which fits a schema; its answer has at most so many log-probs."""
+        """Return the only choice of a completion, checked by a schema; the answer has at most `log_probs` log-probs."""
         most = SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
             answer = self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
@@ -233,7 +233,7 @@ class VLLM:
         return answer
 
     def _change(self, path: str, body: Json) -> None:
-        """Send a request that loads weights, which the server's start has to allow."""
+        """Send a request that changes the weights; only servers that were started for it allow this."""
         try:
             self.client.request(path, body, busy=(429, 503))
         except Refused as refused:

@@ -100,7 +100,7 @@ class Episode:
         return tokens
 
     def note(self, ids: np.ndarray) -> Parsed:
-        """Record a turn, and return it parsed."""
+        """Record a turn, and return its parsed form."""
         self.counts.turns += 1
         self.lengths.append(len(ids))
         form, text = self._interaction.format, self._text(ids)
@@ -214,7 +214,7 @@ class Episode:
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
-        """Return the token ids of an observation after the token that ended a turn; too many for a very long text."""
+        """Return the token ids of an observation after the last token of a turn; over `limit` for a very long text."""
         if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
             return range(limit + 1)
         if isinstance(observation, str):
@@ -298,7 +298,7 @@ class Episodes:
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
-        """Set the prompts that `reset` returned, and their tokens, after which the first turns are decoded."""
+        """Set the prompts from `reset` and their tokens; the first turns are decoded after them."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.own:
             before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())

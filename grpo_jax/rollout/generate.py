@@ -238,7 +238,7 @@ class _OneTurn:
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Give the places of ended groups to waiting prompts, in each stream with enough places; return if in any."""
+        """Fill places of ended groups with waiting prompts, in streams with enough places; return whether any is filled."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
         few = max(1, size // 4)  # prompts that enter a stream at a time: for fewer, a call does not pay
         self.completions = self.completions.copy()  # `bursts` has the old ones

@@ -27,7 +27,7 @@ REWARD_COLUMNS = ("environments", "environment_rewards")
 class Interaction:
     """The tools and environments of a run, and how turns are read and answered.
 
-    The tables of environments have the values of the column `environment` as keys, or None for all rows.
+    Environments are keyed by the values of the column `environment`, or by None for all rows.
     """
 
     tokenizer: Tokenizer
@@ -57,13 +57,11 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
 
 
 class EnvironmentReward:
-    """A reward function that returns the rewards of environments of one class, and has the name of the class.
-
-    `factories` are the keys of the class's factories, subclasses included; None if one factory makes all environments.
-    """
+    """A reward function with the name and the rewards of one class of environments."""
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
-        self.__name__, self._factories = name, factories
+        self.__name__ = name
+        self._factories = factories  # keys of the class's factories; None if one factory makes all environments
 
     def __call__(
         self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
@@ -86,7 +84,7 @@ def make_interaction(
 ) -> Interaction | None:
     """Return the `Interaction` of a run from `train`'s arguments; None without tools and environments.
 
-    Each factory is called once. A `ValueError` lists all problems, also of these rows and this chat template.
+    Each factory is called once. A `ValueError` lists all problems, including those of the rows and the chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -165,7 +163,7 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Return the weights of reward functions, with 1 for each `EnvironmentReward` if there are none for these."""
+    """Return the weights of reward functions; an `EnvironmentReward` without a weight gets 1."""
     own = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
 

@@ -55,14 +55,14 @@ WORTH_A_MOVE = 0.8
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Return the slots for `length` tokens without the last one, which is never read; `fixed` as in `Ladder`."""
+    """Return the number of slots for `length` tokens. The last token is never read; `fixed` as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The layouts of a rollout. The n-th has only sizes of the cache from the n-th on, since it is reached late."""
+    """The layouts of a rollout. The n-th layout has only cache sizes from the n-th on, since it is reached late."""
 
     shapes: tuple[tuple[int, int], ...]  # (groups, width) of each layout; the first holds all completions
     slots: tuple[int, ...]  # sizes of the cache, which grows
@@ -108,7 +108,7 @@ class Ladder:
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the size of the cache in the layout after the `at`-th, from `slots`; None if a move does not pay."""
+        """Return the cache size of the layout after the `at`-th, given `slots` now; None if a move does not pay."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
@@ -186,7 +186,7 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
-    """Return the number of groups that are decoded at a time, as many on each of `shards` devices.
+    """Return the number of groups that are decoded at a time, the same number on each of `shards` devices.
 
     They have at most `batch_size` completions; None means no limit.
     """

@@ -37,14 +37,11 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call with keywords, sync or async.
-
-    `schema` is {"type": "function", "function": {"name", "description", "parameters"}}, for chat templates.
-    """
+    """A function that the policy may call with keywords, sync or async."""
 
     name: str
     function: Function
-    schema: Json
+    schema: Json  # {"type": "function", "function": {"name", "description", "parameters"}}, for chat templates
 
 
 def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
@@ -165,7 +162,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _fitted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Return a value converted to the type of a schema, or the unchanged value and the name of the missing type.
+    """Return a value converted to the type of a schema, or the unchanged value and the name of the type.
 
     None is not checked, and neither are values whose schema has several types or none.
     """
