@@ -46,7 +46,7 @@ class Stream(flax.struct.PyTreeNode):
     """
 
     prefix: Prefix  # keys and values, or states, of the B prompts
-    cache: Cache  # of the completions, in a ring of slots; `_without_ones` for one turn on one device
+    cache: Cache  # the same of the completions, in a ring of slots; `_without_ones` for one turn on one device
     token: jax.Array  # [B, G] the last token of each completion, which is not in the cache yet
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed keys

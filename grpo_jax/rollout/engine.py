@@ -91,9 +91,9 @@ class Engine:
             raise ValueError(f"tolerance = {tolerance!r}: give nats per token > 0, or None")
         self._server, self._tolerance, self._parent = server, tolerance, directory
         self._numbers, self._token = itertools.count(1), uuid.uuid4().hex[:8]
-        self._version: _Version | None = None  # to load
+        self._version: _Version | None = None  # the version that the server has to load
         self._loaded: _Version | None = None
-        self._params: list[weakref.ref[jax.Array]] = []  # of the version
+        self._params: list[weakref.ref[jax.Array]] = []  # arrays of the version
         self._checked: tuple[Sampling, int] | None = None
         self.measured: dict[str, float] = {}
 

@@ -185,7 +185,9 @@ def generate(
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
     """Return completions of one turn as NumPy arrays; at most `at_once` groups are decoded at a time."""
     (b, g), table = rollout.keys.shape, rollout.table
-    if rollout.mesh is not None and at_once < b:  # completions stay on their device: the next batch begins after this
+    if (
+        rollout.mesh is not None and at_once < b
+    ):  # the next batch begins after this one, since no group leaves its device
         parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
         return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
     batch = _OneTurn(rollout, at_once)
@@ -238,7 +240,7 @@ class _OneTurn:
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Fill places of ended groups with waiting prompts, in streams with enough places; return whether any is filled."""
+        """Fill places of ended groups with waiting prompts, in streams with enough places; return if any is filled."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
         few = max(1, size // 4)  # prompts that enter a stream at a time: for fewer, a call does not pay
         self.completions = self.completions.copy()  # `bursts` has the old ones

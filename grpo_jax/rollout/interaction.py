@@ -33,12 +33,12 @@ class Interaction:
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: GRPOConfig
-    ends: TurnEnds  # of a turn, besides EOS
+    ends: TurnEnds  # further ends of a turn
     factories: Mapping[Hashable, EnvironmentFactory]  # {} for a run with only tools
     kinds: Mapping[Hashable, type]  # classes of environments
-    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # their public methods
-    tools: Mapping[str, Tool]  # functions of the run
-    format: Format | None  # of tool calls in the chat template
+    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of environments
+    tools: Mapping[str, Tool]  # functions that all rows may call
+    format: Format | None  # format of tool calls in the chat template
     thinking: bool  # whether the generation prompt opens a thought, so that a turn begins inside it
     hidden: tuple[int, ...] | None = None  # special tokens to leave out of the text that is parsed
 
@@ -229,11 +229,11 @@ def _environment_problems(
 class EpisodeCounts:
     """Counts of one episode."""
 
-    turns: int = 0  # of the policy
-    calls: int = 0  # of tools
-    failures: int = 0  # of these calls
-    errors: int = 0  # of the environment
-    seconds: float = 0.0  # in tools and environment
+    turns: int = 0  # turns of the policy
+    calls: int = 0  # calls of tools
+    failures: int = 0  # failed calls
+    errors: int = 0  # errors of the environment
+    seconds: float = 0.0  # spent in tools and environment
     clipped: int = 0  # 1 if the last turn called a tool after the limit of calls
     cut_short: int | None = None  # turns that were cut at `max_turn_length`; None without that limit
 
@@ -243,7 +243,7 @@ class Played(NamedTuple):
 
     turns: list[tuple[bool, str]]  # (True if the policy wrote it, text) of each turn and observation
     messages: Messages  # turns and observations, if the prompt is a conversation
-    reward: float | list[float] | str | None  # of the episode, or of each turn; None for "not scored"
+    reward: float | list[float] | str | None  # reward of the episode, or one for each turn; None for "not scored"
     counts: EpisodeCounts
     lengths: Sequence[int] = ()  # tokens of each turn of the policy; () in records of older versions
 

@@ -66,7 +66,7 @@ class Ladder:
 
     shapes: tuple[tuple[int, int], ...]  # (groups, width) of each layout; the first holds all completions
     slots: tuple[int, ...]  # sizes of the cache, which grows
-    steps: int  # of a burst
+    steps: int  # steps of a burst
     fixed: bool  # every burst runs all its steps, since a loop that may end early would wait for the host
     step: DecodeStep  # cost of a step with all slots
     shards: int = 1  # devices that share the groups; no group leaves its device

@@ -75,7 +75,7 @@ def _dtype(model: CachedModel) -> jnp.dtype:
 def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
     """Return the matrices by path, with the embedding, that a decoder rounds to its dtype at each product."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
-        return {}  # a model of the user's own may need float32, and adapters are small
+        return {}  # a user's own model may need float32, and adapters are small
     return {
         at: x
         for at, x in flatten_dict(params).items()

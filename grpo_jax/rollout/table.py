@@ -20,12 +20,12 @@ class Table:
     """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 marks an empty place on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
-        self.tokens = np.full((count, length), pad_token_id, np.int32)  # drawn or observed
+        self.tokens = np.full((count, length), pad_token_id, np.int32)  # drawn or observed tokens
         self.log_probs = np.zeros((count, length), np.float32)  # 0 except for drawn tokens
         self.mask = np.zeros((count, length), bool)  # True on drawn tokens
         self.lengths = np.zeros(count, int)  # drawn and observed tokens so far
         self.ended = np.zeros(count, bool)  # True for completions that were not cut at T
-        self.stop_state = np.zeros(count, np.int32)  # of the stop strings after the last token of the current turn
+        self.stop_state = np.zeros(count, np.int32)  # state of the stop strings after the last token
 
     @property
     def length(self) -> int:

@@ -119,8 +119,8 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
         copy.__annotations__ = {key: hint for key, hint in hints.items() if key in (*parameters, "return")}
         cast("Any", copy).__signature__ = inspect.Signature(list(parameters.values()))
         return Tool(name, function, get_json_schema(copy))
-    except Exception as error:  # transformers' own, and resolving a hint may raise anything
-        advice = " If you need a more complex"  # transformers suggests to pass a schema
+    except Exception as error:  # transformers has its own, and resolving a hint may raise anything
+        advice = " If you need a more complex"  # transformers suggests passing a schema
         return f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
 
 
@@ -231,7 +231,7 @@ def as_text(value: object, *, limit: int = 20_000) -> str:
     """
     try:
         text = str.encode(_text(value), "utf-8", "replace").decode("utf-8")
-    except (Exception, SystemExit) as error:  # from a `__str__` of the user's
+    except (Exception, SystemExit) as error:  # of a user's `__str__`
         return f"[{type(value).__name__} that cannot be written as text: {type(error).__name__}]"
     if len(text) <= limit:
         return text

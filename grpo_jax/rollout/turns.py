@@ -87,7 +87,7 @@ class _Turns:
         self.starts = np.full(self.completions.shape, LEAD)  # [B', G'] as in `Stream.start`
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # tokens before the current turn, by rows
         self.waiting: dict[int, Promise | None] = {}  # answers to turns that have ended, by rows
-        self.bursts_waited = 0  # since enough completions wait
+        self.bursts_waited = 0  # bursts drawn since enough completions wait
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
@@ -179,7 +179,7 @@ class _Turns:
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
-        counts = np.zeros(len(table.lengths) + 1, int)  # the last one for −1
+        counts = np.zeros(len(table.lengths) + 1, int)  # the last entry is for −1
         counts[list(texts)] = [len(text) for text in texts.values()]
         most = int(max(table.lengths[row] + counts[row] for row in texts)) + BURST
         least = max(width, min(most, table.length))
@@ -255,7 +255,7 @@ def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] |
         try:
             return promise.result(timeout=0.2)
         except TimeoutError:
-            if promise.done():  # the answer itself raised it
+            if promise.done():  # the answer raised the error itself
                 raise
             interrupt()
 
