@@ -185,9 +185,7 @@ def generate(
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
     """Return completions of one turn as NumPy arrays; at most `at_once` groups are decoded at a time."""
     (b, g), table = rollout.keys.shape, rollout.table
-    if (
-        rollout.mesh is not None and at_once < b
-    ):  # the next batch begins after this one, since no group leaves its device
+    if rollout.mesh is not None and at_once < b:  # the next batch begins after this one: no group leaves its device
         parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
         return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
     batch = _OneTurn(rollout, at_once)
