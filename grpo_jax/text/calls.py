@@ -1,4 +1,4 @@
-"""Tool calls: parsing them from untrusted text, and a check that a chat template and a parser agree."""
+"""Parsing of tool calls in untrusted text, and a check that a template's calls can be parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decode = Callable[..., str]
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A tool call of the policy. Name and arguments (a JSON value) are validated later, by `tools.bind_arguments`."""
+    """A tool call from the policy. `tools.bind_arguments` later validates its name and arguments (a JSON value)."""
 
     name: str
     arguments: Any
@@ -33,8 +33,9 @@ class ToolCall:
 class Parsed:
     """A parsed turn of the policy.
 
-    `content` is the text without parsed calls and special tokens, but with thoughts and malformed calls. `problems` has
-    a message to the policy for each malformed call.
+    Attributes:
+      content: text without parsed calls and special tokens. It includes thoughts and malformed calls.
+      problems: error messages for the policy, one per malformed call.
     """
 
     content: str
@@ -43,22 +44,22 @@ class Parsed:
 
 
 class Parse(Protocol):
-    """Parses a turn: see `Format.parse`."""
+    """Signature of `Format.parse`."""
 
     def __call__(self, text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A syntax of tool calls.
+    """A tool call syntax.
 
     Attributes:
       name: key of the format in `FORMATS`.
-      recognise: returns whether a chat template uses this format.
-      parse: parses one decoded turn. `schemas` maps the names of tools to their schemas, for formats that do not
-        distinguish strings from numbers. `thinking` is True if the generation prompt opens <think>.
-      keeps_special_tokens: whether turns are decoded with special tokens, because they mark calls.
-      markers: strings that mark a call or a thought. They are kept even if they are special tokens.
+      recognise: function that returns whether a chat template uses this format.
+      parse: parser of one decoded turn. `schemas` maps tool names to schemas; formats that do not distinguish strings
+        from numbers use them. `thinking` is True if the generation prompt opens <think>.
+      keeps_special_tokens: whether turns are decoded with special tokens, because these delimit the calls.
+      markers: strings that delimit calls and thoughts. They are kept even if they are special tokens.
     """
 
     name: str
@@ -69,17 +70,17 @@ class Format:
 
 
 class MalformedCall(ValueError):
-    """A malformed call. The message completes the sentence "A tool call could not be read: ..."."""
+    """Error in a tool call. Its message completes the sentence "A tool call could not be read: ..."."""
 
 
 def parse_json(text: str) -> Any:
     """Parse JSON from untrusted input.
 
-    Lone surrogates are replaced. Infinity, NaN and more than 100 levels of nesting raise ValueError.
+    Replaces lone surrogates. Raises ValueError for invalid JSON, Infinity, NaN and more than 100 levels of nesting.
     """
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
-        if "\\ud" in text.lower():  # neither files nor tokenizers accept half of a surrogate pair
+        if "\\ud" in text.lower():  # files and tokenizers reject lone surrogates
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
         level = [value]
         for _ in range(_MAX_DEPTH):
@@ -121,19 +122,19 @@ def parse_call(text: str) -> ToolCall:
         raise MalformedCall(f"it is {show(value)}, not a JSON object")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise MalformedCall("it has no 'name' of a tool")
+        raise MalformedCall("it lacks the 'name' of a tool")
     return ToolCall(name, value.get("arguments", value.get("parameters", {})))
 
 
 def problem_message(reason: str, form: str) -> str:
-    """Return the message to the policy about a malformed call. `form` is an example of the correct syntax."""
+    """Return the error message for the policy about a malformed call. `form` shows the correct syntax."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
 def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> Messages:
-    """Return a copy of the messages with each called function replaced by `change(message, call, function)`.
+    """Return a copy of the messages with the `function` of each tool call replaced.
 
-    The first two arguments of `change` are indices.
+    The new value is `change(message_index, call_index, function)`.
     """
     changed = []
     for index, message in enumerate(messages):
@@ -146,10 +147,10 @@ def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> M
 
 
 def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Replace arguments that are JSON strings by objects in all tool calls.
+    """Decode the arguments of all tool calls that are JSON strings to objects.
 
-    Most templates serialize the arguments, and would encode a string twice. The messages are returned unchanged if
-    `render` shows that the template rejects objects or writes their Python repr (DeepSeek).
+    Most templates serialize the arguments and would encode a string twice. Returns the messages unchanged if `render`
+    shows that the template rejects objects or writes their Python repr (DeepSeek).
     """
     objects = list[Json]()
 
@@ -163,13 +164,13 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
     decoded = map_calls(decode, messages)
     try:
         shown = render(decoded) if objects else ""
-    except Exception:  # templates raise any exception
+    except Exception:  # templates can raise any exception
         return messages
     return messages if not objects or any(x and repr(x) in shown for x in objects) else decoded
 
 
 def assistant_message(parsed: Parsed) -> Message:
-    """Return a parsed turn as a message, in the format of chat templates and TRL."""
+    """Convert a parsed turn to a message in the format of chat templates and TRL."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
@@ -178,26 +179,26 @@ def assistant_message(parsed: Parsed) -> Message:
 
 
 def tool_message(name: str, text: str) -> Message:
-    """Return the result of a tool as a message."""
+    """Return a tool's result as a message."""
     return {"role": "tool", "name": name, "content": text}
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
-    """Return the special tokens to remove before parsing, or None if no marker of the format is a special token."""
+    """Return the ids of special tokens to remove before parsing; None if no marker is a special token."""
     special = special_tokens(tokenizer)
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
     return tuple(sorted(special.keys() - marks)) if marks else None
 
 
 def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[int] | None) -> str:
-    """Decode a turn for its parser. `hidden` is the result of `hidden_ids`."""
+    """Decode a turn for `form.parse`. `hidden` is the result of `hidden_ids`."""
     if hidden is None:
         return decode(ids, skip_special_tokens=not form.keeps_special_tokens)
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 
 def call_fault(template: ChatTemplate, form: Format) -> str:
-    """Return why a call of the first tool, written by the template and tokenized, is not parsed back; "" if it is."""
+    """Check that a call of the first tool can be rendered, tokenized and parsed. Returns the error or ""."""
     tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
@@ -209,7 +210,7 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
         try:
             written, whole = template.turn_of(message)
         except ValueError as error:
-            faults.append(f"the chat template cannot write a call: {error}")
+            faults.append(f"the chat template cannot render a call: {error}")
             continue
         ids = np.array(tokenizer(text=written, add_special_tokens=False)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(ids, template.eos_token_ids))
@@ -221,9 +222,9 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
         if parsed.calls:
             found = f"{parsed.calls[0].name} with {show(parsed.calls[0].arguments)}"
         faults.append(
-            f"the chat template writes a call of {call.name} with {show(call.arguments)} as {show(written, 300)}, which"
-            f" the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser reads {found}. Use a chat"
-            " template with a supported format of calls"
+            f"the chat template renders a call of {call.name} with {show(call.arguments)} as {show(written, 300)},"
+            f" which the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser finds {found}. Use a chat"
+            " template with a supported tool call format"
         )
     return faults[0]
 

@@ -1,4 +1,4 @@
-"""Decoding: completions as inputs of reward functions, and the bytes of each token."""
+"""Decoding of completions for reward functions, and of single tokens to bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Array = jax.Array | np.ndarray
 CONTEXT = 8
 """Number of prompt tokens decoded together with a completion. No character spans more tokens."""
 
-_REPLACEMENT = "\ufffd"  # written by decoders for an incomplete character
+_REPLACEMENT = "\ufffd"  # decoders return it for an incomplete character
 
 
 class RewardInputs(NamedTuple):
     """Inputs of reward functions: lists of length B·G in prompt-major order.
 
-    `columns` maps the name of each other dataset column to its values. An assistant prefill at the end of a prompt
-    belongs to the completion's message, so that prompt + completion is the conversation.
+    `columns` maps the names of the other dataset columns to their values. An assistant prefill at the end of a prompt
+    is moved to the completion's message, so that prompt + completion is the whole conversation.
     """
 
     prompts: list[str | Messages]
@@ -43,11 +43,11 @@ def reward_inputs(
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> RewardInputs:
-    """Return the inputs of reward functions for completions `tokens` [B, G, T] of B dataset rows.
+    """Decode completions `tokens` [B, G, T] of B dataset rows into the inputs of reward functions.
 
-    `mask` [B, G, T] is True on completion tokens. Some tokenizers (Llama 2, SentencePiece) drop the first space when
-    they decode. A completion of a text prompt is therefore decoded together with the prompt's last tokens, unless
-    `prompt_ids` is None. A message is decoded alone, as in TRL, and starts with the prefill if there is one.
+    `mask` [B, G, T] is True on completion tokens. Some tokenizers (Llama 2, SentencePiece) drop a leading space when
+    decoding. Completions that continue a string or a prefill are therefore decoded together with the prompt's last
+    tokens, unless `prompt_ids` is None. Other messages are decoded alone, as in TRL. Messages include the prefill.
     """
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
     ids = completion_token_ids(tokens, mask)
@@ -67,14 +67,14 @@ def reward_inputs(
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Return the token ids where `mask` [B, G, T] is True as B·G lists in prompt-major order."""
+    """Return the tokens where `mask` [B, G, T] is True, as B·G lists in prompt-major order."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     flat = zip(tokens.reshape(-1, tokens.shape[2]), mask.reshape(-1, tokens.shape[2]), strict=True)
     return [row[keep].tolist() for row, keep in flat]
 
 
 class PrecedingText(NamedTuple):
-    """The text before a completion: its last tokens, their text, and the prefill of the completion's message."""
+    """The end of a prompt: its last tokens, their decoded text, and the assistant prefill."""
 
     tokens: list[int]
     text: str
@@ -82,16 +82,16 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the text that completions of a prompt continue. It is empty if they start a new message."""
+    """Return the end of a prompt that completions continue. It is empty if they start a new message."""
     prefill = _prefill(prompt)
     last, text = list[int](), ""
     if isinstance(prompt, str) or prefill:
-        for count in (CONTEXT, len(ids)):  # all tokens, if the last ones are special and decode to ""
+        for count in (CONTEXT, len(ids)):  # use all tokens if the last ones decode to ""
             last = [int(i) for i in ids[-count:]]
             text = tokenizer.decode(last, skip_special_tokens=True)
             if text:
                 break
-    # A template may strip white space from the end of the prefill, so that the model never sees it.
+    # If the template strips trailing white space from the prefill, the completion may start with it.
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
@@ -101,7 +101,7 @@ def continuation(before: str, both: str) -> str:
 
 
 class CachedTokenizer:
-    """A tokenizer with a cache: in games the same strings recur in thousands of turns."""
+    """A caching tokenizer for environments that repeat the same strings in thousands of turns."""
 
     def __init__(self, tokenizer: Tokenizer):
         @functools.lru_cache(1024)
@@ -119,7 +119,7 @@ class CachedTokenizer:
 
 
 def _prefill(prompt: str | Messages) -> str:
-    """Return the prefill of the assistant's turn at the end of a prompt, or ""."""
+    """Return the assistant prefill at the end of a prompt, or "" if there is none."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     content = prompt[-1]["content"]
@@ -142,21 +142,21 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return a dict from the id of each special token to its string."""
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    return added | {index: token for index, token in named if index is not None}  # None: not in the vocabulary
+    return added | {index: token for index, token in named if index is not None}  # None if not in the vocabulary
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token adds to decoded text; b"" for special tokens and unused ids.
+    """Return the bytes that each token id adds to decoded text, b"" for special tokens and unused ids.
 
-    Each token is decoded after an ordinary token, because some tokenizers drop a leading space. Tokens that are not
-    whole characters are decoded from their names, as written by byte-level BPE (GPT-2, Llama 3, Qwen) and by byte
-    fallback (SentencePiece). Raises ValueError for other names and for tokenizers whose tokens decode differently next
-    to others (CLIP).
+    Each token is decoded after an ordinary token, because some tokenizers drop a leading space. The bytes of tokens
+    that are not whole characters are parsed from their names in the vocabulary, in the notation of byte-level BPE
+    (GPT-2, Llama 3, Qwen) or byte fallback (SentencePiece). Raises ValueError for names in a different notation, and
+    for tokenizers that decode a token differently depending on its neighbors (CLIP).
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}
     before = _ordinary(tokenizer, names)
-    # clean_up_tokenization_spaces would change pairs of tokens.
+    # clean_up_tokenization_spaces would remove spaces between some pairs of tokens.
     texts = tokenizer.batch_decode(
         [[before], *([before, index] for index in names)], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -168,12 +168,12 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             whole.setdefault(index, added)
     one_text = tokenizer.batch_decode([[*whole]], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
     if one_text != "".join(whole.values()):
-        raise ValueError("the tokenizer decodes tokens differently depending on their neighbours")
+        raise ValueError("the tokenizer decodes tokens differently depending on their neighbors")
     return found
 
 
 def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
-    """Return a token that decodes to text, if possible to letters or digits."""
+    """Return the id of a token that decodes to text, preferably to letters or digits."""
     plain = (index for index, name in names.items() if name.isascii() and name.isalnum())
     for index in itertools.chain(plain, names):
         text = tokenizer.decode([index], skip_special_tokens=True)
@@ -185,11 +185,11 @@ def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
-"""Bytes by their characters in token names of byte-level BPE."""
+"""Maps characters in token names of byte-level BPE to the bytes that they represent."""
 
 
 def _bytes_of(name: str, index: int) -> bytes:
-    """Return the bytes of a token that is not a whole character, from its name."""
+    """Parse the bytes of a token that is not a whole character from its name."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return bytes([int(found[1], 16)])
     if all(character in _BYTES for character in name):
@@ -197,5 +197,5 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"token {index} of the tokenizer, {name!r}, is not a whole character, and its bytes are not in its name"
+        f"token {index} of the tokenizer ({name!r}) is not a whole character, and its name does not specify its bytes"
     )

@@ -8,8 +8,8 @@
 | `input_ids` and `labels` | where `labels` is not −100 |
 | `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
 
-`completion_only_loss=False` ignores `completion_mask`. An EOS is appended to strings. It is also appended to a final
-assistant message if the template ends turns with the token that opens the next one (GLM-4).
+If `completion_only_loss=False`, `completion_mask` is ignored. An EOS is appended to strings. It is also appended to
+a final assistant message if the template ends a turn with the token that opens the next turn (GLM-4).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
-_IGNORED = -100  # PyTorch's label for tokens without a loss
+_IGNORED = -100  # label of tokens without a loss in PyTorch
 _MASKS = ("assistant_masks", "completion_mask")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """Tokenized examples. `token_ids` holds whole examples, and `masks` is True on tokens with a loss.
+    """Tokenized SFT examples. `token_ids` holds whole examples, and `masks` is True on tokens with a loss.
 
     `blocks` lists the indices of the examples in each packed block. Without packing, a block is one example.
     """
@@ -58,7 +58,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """Length of the longest common prefix of all examples without a loss."""
+        """Length of the longest prefix that all examples share and that has no loss in any of them."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -66,10 +66,10 @@ class Examples(EncodedPrompts):
         return shared
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
-        """Return the examples of the given blocks as a `Batch` [rows, 1, length] of NumPy arrays.
+        """Convert the examples in the given blocks to a `Batch` [rows, 1, length] of NumPy arrays.
 
-        The first `prompt_length` tokens of an example are the prompt, the others a completion with advantage 1 and
-        `sampling_log_probs` of 0. Unused rows are masked out.
+        The first `prompt_length` tokens of an example are the prompt. The remaining tokens are a completion with
+        advantage 1 and `sampling_log_probs` of 0. Unused rows are masked out.
         """
         examples = [index for block in blocks for index in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
@@ -78,7 +78,7 @@ class Examples(EncodedPrompts):
             ids, learned = self.token_ids[index], self.masks[index]
             first[row], rest = ids[:prompt_length], len(ids) - prompt_length
             tokens[row, 0, :rest], mask[row, 0, :rest] = ids[prompt_length:], learned[prompt_length:]
-        as_arrays: Any = np.asarray  # `Batch` is annotated with JAX arrays
+        as_arrays: Any = np.asarray  # the fields of `Batch` are annotated as JAX arrays
         return Batch(
             prompts=Prompts(as_arrays(first), as_arrays(np.full(rows, prompt_length, np.int32))),
             tokens=as_arrays(tokens),
@@ -106,7 +106,7 @@ def load_examples(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset for SFT. Arguments and errors are as in `load_rows`."""
+    """Read an SFT dataset. `text_field` is a column of strings; the others are as in `load_rows`."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
@@ -122,7 +122,7 @@ def load_examples(
         if columns == (text_field,) and is_conversation(row[text_field]):
             faults.append(f"has messages in {text_field!r}; rename the column to 'messages'")
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
-            faults.append("has a string and messages in 'prompt' and 'completion'; use the same type for both")
+            faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
         return next(filter(None, faults), "") or content_fault(row, first)
 
     rows = filled_rows(dataset, columns, prompt, argument, max_rows)
@@ -142,15 +142,15 @@ def encode_examples(
 ) -> Examples:
     """Tokenize the rows of `load_examples`, compute their loss masks and truncate them to `config.max_length`.
 
-    Examples without a loss are dropped. `packing` fills blocks of `max_length` tokens by best fit decreasing.
-    Raises ValueError if a row does not fit the config, or if the assistant's turns cannot be located in the rendered
-    conversation. As in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
+    Examples without a loss are dropped. If `packing`, examples are packed into blocks of `max_length` tokens with best
+    fit decreasing. Both are as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`). Raises
+    ValueError if a row lacks columns that the config needs, or if assistant turns cannot be located in the rendering.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
     truncated = sum(length is not None and len(ids) > length for ids, _ in found)
     found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
-    kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # nothing predicts the first token
+    kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is not predicted
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
@@ -168,9 +168,9 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pack items of the given lengths into blocks of `size` by best fit decreasing. Returns the indices per block."""
+    """Pack items of the given lengths into blocks of `size` with best fit decreasing. Returns each block's indices."""
     blocks: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, block), sorted
+    free: list[tuple[int, int]] = []  # (free tokens, block index), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         best = bisect.bisect_left(free, (lengths[i], -1))
         if best == len(free):
@@ -184,7 +184,7 @@ def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
-    """Return the columns that are tokenized."""
+    """Return the names of the columns to tokenize."""
     for columns in (("input_ids",), ("prompt", "completion"), ("messages",), (text_field,)):
         if all(row.get(name) is not None for name in columns):
             return columns
@@ -192,7 +192,7 @@ def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
 
 
 def _ids_fault(row: Json) -> str:
-    """Return why tokens, labels or masks are invalid, or ""."""
+    """Return why token ids, labels or masks are invalid, or "" if they are valid."""
     for name in ("input_ids", "labels", *_MASKS):
         values = row.get(name, row["input_ids"])
         if not isinstance(values, list) or not values or not all(isinstance(x, int) for x in values):
@@ -201,19 +201,19 @@ def _ids_fault(row: Json) -> str:
             return f"has {len(row['input_ids'])} 'input_ids' but {len(values)} {name!r}; the lengths must be equal"
     labels = row.get("labels", row["input_ids"])
     if wrong := [i for i, (x, y) in enumerate(zip(row["input_ids"], labels, strict=True)) if y not in (x, _IGNORED)]:
-        return f"has 'labels' that differ from 'input_ids' at {wrong[0]}; use the token id or {_IGNORED}"
+        return f"has 'labels' that differ from 'input_ids' at index {wrong[0]}; use the token id or {_IGNORED}"
     return ""
 
 
 class _Encoder:
-    """Tokenizes single rows and computes their loss masks, with the settings of `encode_examples`."""
+    """Tokenizer of single rows with the settings of `encode_examples`."""
 
     def __init__(self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int]):
         self.tokenizer, self.config, self.ends = tokenizer, config, set(eos_token_ids)
         self.seen: set[object] = set()  # see `template_messages`
 
     def encode(self, row: Row, where: str) -> _Example:
-        """Return the tokens and the mask of a row."""
+        """Tokenize a row and compute its loss mask."""
         columns, config = _columns_of(row, self.config.dataset_text_field), self.config
         if columns == ("input_ids",):
             return self.encode_ids(row, where)
@@ -282,7 +282,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Mask the tokens that each assistant message adds to the generation prompt, up to its last EOS."""
+        """Return a mask that is True from the end of each generation prompt to the message's last EOS."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -294,9 +294,9 @@ class _Encoder:
             if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
-                    f" {where} up to message {i} differently than in the whole conversation (many templates omit"
-                    " earlier thoughts). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
-                    " template, or split each turn into a row with 'prompt' and 'completion'"
+                    f" {where} up to message {i} differently from the same messages in the whole conversation (many"
+                    " templates omit earlier thoughts). Put {% generation %} … {% endgeneration %} around the"
+                    " assistant's text in the template, or use a row with 'prompt' and 'completion' for each turn"
                 )
             ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in self.ends]
             stop = ends[-1] if ends else len(closed)
@@ -304,8 +304,8 @@ class _Encoder:
         return mask
 
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Learn, in place, tokens that end a turn by opening the next; append one to a final assistant turn."""
-        # No EOS opens a turn, or an EOS closes the last turn.
+        """Set `mask`, in place, on EOS tokens that open the next turn; append one to a final assistant turn."""
+        # There is no EOS, or an EOS already closes the last turn.
         if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
             return
         template = ChatTemplate(self.tokenizer, keywords, eos_token_ids=self.ends)

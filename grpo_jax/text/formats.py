@@ -1,7 +1,7 @@
-"""Syntaxes of tool calls: the table `FORMATS` with a test for chat templates and a parser for each.
+"""Tool call formats: `FORMATS` has a parser for each format, and a test of whether a chat template uses it.
 
-Turns are untrusted. Parsing never raises and takes linear time. For each malformed call, `Parsed.problems` contains a
-message to the policy.
+The parsed text is untrusted. Parsing takes linear time and never raises. For each malformed call, `Parsed.problems`
+contains a message for the policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_jax.text.calls import Format, MalformedCall, Parsed, ToolCall, parse_c
 from grpo_jax.types import Json
 
 MAX_CALLS = 64
-"""Maximum number of calls parsed in one turn. It keeps the time linear for a turn of a thousand opening tags."""
+"""Maximum number of calls parsed per turn. It keeps the time linear for turns with thousands of opening tags."""
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 
@@ -25,11 +25,11 @@ _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
-_UNWRAPPED = "it is not within <tool_call> and </tool_call>"
+_UNWRAPPED = "it is not enclosed in <tool_call> and </tool_call>"
 _DECODER = json.JSONDecoder()
 
 ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
-"""Parses a call: (text, position after its opening tag, schemas of the tools) → the call, and the position after it."""
+"""Parser of one call: (text, position after the opening tag, tool schemas) → (call, position after the call)."""
 
 
 def _parse_tagged(
@@ -41,7 +41,7 @@ def _parse_tagged(
     problems: list[str] = []
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
-    start = 0  # position of the text that is not yet in `kept`
+    start = 0  # start of the text that is not yet in `kept`
     while found := _THINK_OR_CALL.search(text, position):
         if found[0] == "<think>":
             position = _end_of(text, "</think>", found.end())
@@ -67,13 +67,13 @@ def _parse_tagged(
 
 
 def _end_of(text: str, tag: str, start: int) -> int:
-    """Return the end of the next `tag`, or the end of the text."""
+    """Return the position after the next `tag`, or the length of the text if there is none."""
     found = text.find(tag, start)
     return len(text) if found < 0 else found + len(tag)
 
 
 def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
-    """Parse JSON and its closing tag. A closing tag inside a JSON string does not count."""
+    """Parse JSON and its closing tag. Closing tags inside JSON strings are ignored."""
     start = _skip(text, start)
     try:
         _, end = _DECODER.raw_decode(text, start)
@@ -82,7 +82,7 @@ def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[To
     close = text.find("</tool_call>", start)
     if end < 0 or not text.startswith("</tool_call>", _skip(text, end)):
         end = len(text) if close < 0 else close
-        parse_call(text[start:end])  # raises unless only the tag is missing
+        parse_call(text[start:end])  # report invalid JSON first
         raise MalformedCall("it is not closed by </tool_call>")
     return parse_call(text[start:end]), _skip(text, end) + len("</tool_call>")
 
@@ -95,7 +95,7 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 
 def _skip(text: str, start: int) -> int:
-    """Return the position after white space at `start`."""
+    """Return the position after any white space at `start`."""
     found = _BLANK.match(text, start)
     return found.end() if found else start
 
@@ -124,18 +124,18 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
 
 
 def _properties(schema: Json | None) -> Json:
-    """Return the schema of each argument of a tool."""
+    """Return the schemas of a tool's arguments, keyed by name."""
     if not schema:
         return {}
     return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
 
 
 def _value(text: str, schema: Json | None) -> Any:
-    """Return the value of a parameter: a string if the schema says so or the text is not JSON."""
+    """Parse a parameter's value. It is a string if the schema requires one or the text is not JSON."""
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
     kind = (schema or {}).get("type")
-    # Templates write True, False and None, as Python does.
+    # Templates render booleans and null in Python syntax.
     if kind == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     if (schema or {}).get("nullable") and text.strip() in ("None", "null"):
@@ -161,7 +161,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
     before, tag, after = message.partition(_TAG)
     written = _plain(after if tag else message).strip()
     if not tag and not _is_called(written):
-        problem = problem_message("it is within <function=...>", _LLAMA_FORM)
+        problem = problem_message("it is enclosed in <function=...>", _LLAMA_FORM)
         return Parsed(_plain(text), (), (problem,) if "<function=" in written else ())
     try:
         call = parse_call(written)
@@ -181,7 +181,7 @@ def _plain(text: str) -> str:
     return _SPECIAL.sub("", text)
 
 
-# --- gpt-oss (harmony): message headers name a channel and a recipient.
+# --- gpt-oss (harmony): message headers contain a channel and a recipient.
 
 _HARMONY_FORM = '<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{"argument": value}<|call|>'
 _BODY_END = re.compile(r"<\|(?:end|call|return)\|>")
@@ -199,7 +199,7 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
         if not recipient and end == "<|call|>" and len(calls) + len(problems) < MAX_CALLS:
-            problems.append(problem_message("there is no recipient to=functions.tool in its header", _HARMONY_FORM))
+            problems.append(problem_message("its header lacks the recipient to=functions.tool", _HARMONY_FORM))
             kept.append(_plain(header + body))
             continue
         if not recipient:
@@ -215,7 +215,7 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
 
 
 def _messages(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield header, body and closing token of each message. Text without a header is a body."""
+    """Yield the header, body and closing token of each message. Text without a header is a body."""
     for part in text.split("<|start|>"):
         header, found, rest = part.partition("<|message|>")
         if not found:  # a truncated header, or no header
@@ -228,7 +228,7 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
-        raise MalformedCall(f"there is no recipient {recipient!r}; address tools as functions.tool")
+        raise MalformedCall(f"unknown recipient {recipient!r}; address tools as functions.tool")
     if end != "<|call|>":
         raise MalformedCall("it is not closed by <|call|>")
     try:
@@ -237,7 +237,7 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
         raise MalformedCall(str(error)) from None
 
 
-# --- The table, in matching order: templates with harmony or tags may also mention JSON.
+# --- The table, in matching order: harmony and XML templates may also contain the markers of later formats.
 
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _parse_xml = functools.partial(_parse_tagged, read=_read_xml, form=_XML_FORM)
@@ -253,11 +253,11 @@ _ALL = (
     Format("llama3", lambda template: _TAG in template or bool(_LLAMA_CALL.search(template)), _parse_llama, True),
 )
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
-"""All supported formats by name."""
+"""Supported formats, keyed by name."""
 
 
 def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return the format of tool calls in a chat template, or None. Of named templates, "tool_use" is preferred."""
+    """Return the tool call format of a chat template, or None. Among named templates, "tool_use" is preferred."""
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("tool_use") or chat_template.get("default")
     if not chat_template:

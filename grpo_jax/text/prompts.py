@@ -1,4 +1,4 @@
-"""Tokenization of prompts, and the order in which a run reads the rows of its dataset.
+"""Tokenization of prompts, and the order in which a run reads its dataset.
 
 ```
 dataset ── load_rows ──► list of dicts ── encode_prompts ──► token ids ── make_prompts ──► Prompts [B, P]
@@ -20,7 +20,7 @@ from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
-# Keywords of the chat template that encode_prompts sets.
+# Keywords of `apply_chat_template` that `encode_prompts` sets.
 _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
 
 
@@ -36,8 +36,8 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
       `Prompts` with tokens [B, P] int32, padded with 0, and lengths [B] int32.
 
     Raises:
-      ValueError: if there are no prompts, a prompt is empty or longer than `length`, or an id is not an integer in
-        0..2³¹−1.
+      ValueError: if there are no prompts, if a prompt is empty or longer than `length`, or if an id is not an integer
+        in 0..2³¹−1.
 
     Example:
       >>> prompts = make_prompts([[5, 6, 7], [8]])
@@ -62,10 +62,10 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
 
 
 def _id_array(ids: object, where: str) -> np.ndarray:
-    """Return the token ids of one prompt as an array. Raises ValueError if they are invalid."""
+    """Convert the token ids of one prompt to an array. Raises ValueError if they are invalid."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{where} must be a non-empty list of token ids; got {show(ids)}. encode_prompts reads text")
+        raise ValueError(f"{where} must be a non-empty list of token ids; got {show(ids)}; use encode_prompts")
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"{where} must contain integers in 0..2³¹−1; got {show(ids)}")
     return array
@@ -76,7 +76,7 @@ class EncodedPrompts:
     """Rows of a dataset with the token ids of their prompts.
 
     `dropped` lists the indices of rows that were removed because their prompt is too long. If several datasets were
-    joined, `parts` has the number of rows of each by name. `masks` and `blocks` are set for SFT examples only.
+    joined, `parts` maps each name to its number of rows. `masks` and `blocks` are set for SFT examples only.
     """
 
     rows: list[Row]
@@ -87,7 +87,7 @@ class EncodedPrompts:
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
 
     def by_part(self) -> dict[str, EncodedPrompts]:
-        """Split joined datasets again. A single dataset has the name ""."""
+        """Return the joined datasets, keyed by name. A single dataset has the name ""."""
         parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
         for name, count in parts.items():
             part, end = slice(end, end + count), end + count
@@ -116,13 +116,13 @@ def encode_prompts(
     """Tokenize the prompt of each row of `load_rows`.
 
     A string is encoded with the tokenizer's special tokens. Messages are rendered with its chat template, including the
-    generation prompt and the `tools` of the row. The completion continues a final assistant message (TRL 1.16 closes
-    that message and starts a new turn). A prompt over `max_prompt_length` is an error or, if `on_long_prompt` is
-    "drop", listed in `dropped`. It is never truncated.
+    generation prompt and the `tools` of the row. A final assistant message is left open and continued by the completion
+    (TRL 1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
+    `on_long_prompt` is "drop". Prompts are never truncated.
 
-    Raises ValueError if a prompt is too long (with "drop": if all are), encodes to no tokens, or if the chat template
-    rejects or omits a message, as many templates do with unknown roles. `argument` is the name of the dataset in these
-    errors.
+    Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, or if
+    the chat template rejects or omits a message, as many templates do with unknown roles. `argument` is the name of the
+    dataset in error messages.
     """
     if on_long_prompt not in ("error", "drop"):
         raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")
@@ -163,7 +163,7 @@ def encode_prompts(
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
-    """Call `apply_chat_template`. Raises ValueError without a template, or if it rejects the messages."""
+    """Call `apply_chat_template`. Raises ValueError if there is no template or it rejects the messages."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in keywords:
         raise ValueError(
             f"{where} consists of messages, but the tokenizer has no chat template; set tokenizer.chat_template, use an"
@@ -173,7 +173,7 @@ def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, 
         return tokenizer.apply_chat_template(list(messages), **keywords)
     except ImportError:  # jinja2 is missing
         raise
-    except Exception as error:  # the only common base class of jinja2's errors and errors raised by templates
+    except Exception as error:  # no narrower class covers jinja2's errors and those raised in templates
         raise ValueError(
             f"{where}: the chat template rejected {show(list(messages))} ({type(error).__name__}: {error})"
         ) from error
@@ -182,15 +182,15 @@ def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, 
 def template_messages(
     messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str, seen: set[object]
 ) -> Messages:
-    """Return messages with tool-call arguments in the form that the chat template expects (`decode_arguments`).
+    """Return messages with tool call arguments in the form that the chat template expects (`decode_arguments`).
 
-    Raises ValueError if the template omits a message or call. Contents are replaced by markers to detect this, since a
-    template may modify contents on purpose (white space, earlier thoughts). `seen` collects the structures of checked
-    conversations, which are not rendered again.
+    Raises ValueError if the template omits a message or call. The check renders markers instead of the contents, since
+    templates may modify contents on purpose (white space, earlier thoughts). `seen` collects the structures of checked
+    conversations; each structure is checked once.
     """
     keywords = {**keywords, "tokenize": False}
     messages = decode_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=where))
-    marks: dict[str, tuple[int, str]] = {}  # marker → index of its message, and the called tool or ""
+    marks: dict[str, tuple[int, str]] = {}  # marker → (message index, called tool or "")
 
     def mark_call(index: int, call: int, function: Json) -> Json:
         if not function.get("name"):
@@ -210,7 +210,7 @@ def template_messages(
     seen.add(structure)
     try:
         shown = apply_template(marked, tokenizer, keywords, where=where)
-    except Exception:  # the template parses contents, which the markers have replaced
+    except Exception:  # the template parses contents and fails on the markers
         return messages
     for mark, (index, tool) in marks.items():
         if mark not in shown:
@@ -219,7 +219,7 @@ def template_messages(
             raise ValueError(
                 f"{where}: the chat template omits {what} message {index} with role {role!r}. Use roles and content"
                 " types that the template supports (mostly 'system', 'user', 'assistant' and 'tool', with a string or a"
-                " list of parts), and for calls a template with tool support"
+                " list of parts); for calls, use a template with tool support"
             )
     return messages
 
@@ -228,7 +228,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     """Return entries start..start+count−1 of an infinite sequence of (epoch, row index).
 
     Each epoch is a permutation of 0..num_rows−1, or the dataset order if `shuffle` is False. The sequence depends only
-    on the arguments, so a run stores just the integer `start` to resume.
+    on the arguments, so a resumed run needs only the integer `start`.
     """
     entries: list[tuple[int, int]] = []
     while len(entries) < count:
@@ -239,9 +239,9 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     return entries
 
 
-@functools.lru_cache(maxsize=2)  # a batch may span two epochs; an order takes 0.2 s for a million rows
+@functools.lru_cache(maxsize=2)  # a batch may span two epochs; sorting a million rows takes 0.2 s
 def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
     # Sort raw bits instead of Generator.permutation: NumPy keeps the stream of a bit generator across versions, but not
-    # the results of Generator's methods (NEP 19), and a run may be resumed with a newer NumPy.
+    # the results of Generator's methods (NEP 19), and a run may be resumed with a newer version.
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_rows)
     return np.argsort(bits, kind="stable")

@@ -12,12 +12,12 @@ from grpo_jax.text.sources import Dataset, read_rows, without_arrays
 from grpo_jax.types import Json, Messages, Row
 
 Columns = Mapping[str, str]
-"""New name → name in the source. A dot selects a nested field (`reward_model.ground_truth`)."""
+"""Maps new column names to names in the dataset. A dot selects a nested field (`reward_model.ground_truth`)."""
 
 Template = str | list[dict[str, str]]
-"""A format string, or messages whose `role` and `content` are format strings: `{column}` is the row's value."""
+"""A format string, or messages with format strings as `role` and `content`. `{column}` refers to the row's value."""
 
-_BRACES = "write a literal brace twice"
+_BRACES = "double literal braces"
 _ABSENT = object()
 _PROMPT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 
@@ -30,12 +30,13 @@ def load_rows(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset as a list of dicts with the same columns, among them `prompt`: all strings or all messages.
+    """Read a dataset as a list of dicts with the same columns, including a `prompt`.
 
-    The dataset is a sequence or iterable of dicts (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a
-    pandas DataFrame, a pyarrow Table, the path of a JSONL, .csv or .parquet file, the name of a hub dataset (split
-    "train"), or a mapping with `path` or `name` and optionally `config`, `split` and a number of `rows`. At most
-    `max_rows` are read from an iterable. Invalid datasets and rows raise ValueError with the name `argument`.
+    Prompts are all strings or all messages. The dataset is a sequence or iterable of dicts (`datasets.Dataset`,
+    `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path of a JSONL, .csv or
+    .parquet file, the name of a hub dataset (split "train"), or a mapping with `path` or `name` and optionally
+    `config`, `split` and the number of `rows`. At most `max_rows` are read from an iterable. Raises ValueError for
+    invalid datasets and rows; its message starts with `argument`.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
@@ -50,7 +51,7 @@ def load_rows(
 def filled_rows(
     dataset: Dataset, columns: Columns | None, prompt: Template | None, argument: str, max_rows: int | None
 ) -> list[Any]:
-    """Read a dataset, rename its columns and fill in the prompt template, without validation of the rows."""
+    """Read a dataset, rename its columns and fill in the prompt template, without validating the rows."""
     check_templates(columns, prompt)
     rows = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
     if columns is None and prompt is None:
@@ -62,7 +63,7 @@ def filled_rows(
 
 
 def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], argument: str) -> list[Row]:
-    """Return the rows as dicts. Raises ValueError for the first row with a non-empty `fault_of(row, rows[0])`."""
+    """Convert the rows to dicts. Raises ValueError if `fault_of(row, rows[0])`, an error message, is not empty."""
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
         more = f" ({len(faults) - 1} more of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
@@ -71,7 +72,7 @@ def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], 
 
 
 def _row_fault(row: object, first: Json) -> str:
-    """Return why a row with a prompt is invalid, or ""."""
+    """Return why a row of prompts is invalid, or "" if it is valid."""
     if not isinstance(row, Mapping):
         return f"must be a dict with a 'prompt'; got {show(row)}"
     if "prompt" not in row:
@@ -84,18 +85,18 @@ def _row_fault(row: object, first: Json) -> str:
 
 
 def content_fault(row: Json, first: Json) -> str:
-    """Return why the columns of a row are invalid, or ""."""
+    """Return why the columns of a row are invalid, or "" if they are valid."""
     for name in ("image", "images"):
         if row.get(name) is not None and row[name] != []:
             return f"has a column {name!r}, but models support text only; remove the column"
     for name, value in row.items():
         if not isinstance(name, str):
-            return f"has a column {name!r}; column names must be strings, since reward functions get them as keywords"
+            return f"has a column {name!r}; column names must be strings, since rewards receive columns as keywords"
         try:
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError:
             return (
-                f"has half of a character (a lone surrogate) in column {name!r}, which cannot be encoded; use"
+                f"has a lone surrogate in column {name!r}, which cannot be encoded; replace it with"
                 " text.encode(errors='replace').decode()"
             )
     if row.keys() != first.keys():
@@ -105,11 +106,11 @@ def content_fault(row: Json, first: Json) -> str:
 
 
 def messages_fault(value: object, column: str) -> str:
-    """Return why a column is neither a string nor a list of valid messages, or ""."""
+    """Return why a value is not a string or a list of valid messages, or "" if it is."""
     if isinstance(value, str):
         return ""
     if not isinstance(value, (list, tuple)):
-        return f"has {column!r} {show(value)} of type {type(value).__name__}; {_PROMPT}"
+        return f"has {show(value)} of type {type(value).__name__} as {column!r}; {_PROMPT}"
     if not value:
         return f"has an empty list as {column!r}; use at least one message"
     for index, message in enumerate(value):
@@ -119,7 +120,7 @@ def messages_fault(value: object, column: str) -> str:
 
 
 def _message_fault(message: object) -> str:
-    """Return why a message is invalid, or ""."""
+    """Return why a message is invalid, or "" if it is valid."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         return f"a message must be a dict with 'role' and 'content': {_PROMPT}"
     if not isinstance(message["role"], str):
@@ -128,12 +129,12 @@ def _message_fault(message: object) -> str:
     calls = calls if isinstance(calls, (list, tuple)) else [None]
     functions = [call.get("function") or call if isinstance(call, Mapping) else None for call in calls]
     if not all(isinstance(function, Mapping) for function in functions):
-        return "its 'tool_calls' must be a list of dicts with a 'function', a dict of 'name' and 'arguments'"
+        return "its 'tool_calls' must be a list of dicts whose 'function' is a dict of 'name' and 'arguments'"
     parts = message["content"] if isinstance(message["content"], list) else []
     others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
     if others:
         return f"it has a part of type {min(others)!r}, but models support text only; use parts of type 'text'"
-    # Only a message with tool calls may have no content: templates would write "None".
+    # Content may be None only next to tool calls: templates would render other messages as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"
     return ""
@@ -145,7 +146,7 @@ def is_conversation(prompt: str | Messages) -> bool:
 
 
 def check_templates(columns: object, prompt: object) -> None:
-    """Raise ValueError unless `columns` is `Columns` or None, and `prompt` is a `Template` or None."""
+    """Raise ValueError if `columns` is not a valid `Columns` or None, or `prompt` not a valid `Template` or None."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     valid = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
     texts = [text for message in messages for text in message.values()] if valid else [None]
@@ -159,11 +160,11 @@ def check_templates(columns: object, prompt: object) -> None:
     if columns is not None and not (
         isinstance(columns, Mapping) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     ):
-        raise ValueError(f"columns={show(columns)} must map new names to names in the data, as {{answer: solution}}")
+        raise ValueError(f"columns={show(columns)} must map new names to old names, such as {{answer: solution}}")
 
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
-    """Rename the columns of a row and fill in its prompt. `where` names the row in errors."""
+    """Rename the columns of a row and fill in its prompt. `where` is the name of the row in error messages."""
     names = columns or {}
     missing = [name for name in names.values() if _column(row, name) is _ABSENT]
     if missing:

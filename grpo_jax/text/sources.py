@@ -1,4 +1,4 @@
-"""Reading datasets as lists of rows: sequences, tables, streams, files (JSONL, CSV, Parquet) and the hub."""
+"""Readers of datasets: sequences, tables, streams, files (JSONL, CSV, Parquet) and hub datasets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RandomAccess(Protocol):
 
 
 Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
-"""The datasets that `load_rows` supports."""
+"""Types of datasets that `load_rows` supports."""
 
 
 def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
@@ -46,7 +46,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
         frame: Any = dataset
-        return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))  # None for NaN
+        return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))  # NaN → None
     if package == "pyarrow" and hasattr(dataset, "to_pylist"):
         table: Any = dataset
         return list(table.to_pylist())
@@ -71,13 +71,13 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
 def _check_size(size: int, argument: str) -> None:
     if size > _MAX_ROWS:
         raise ValueError(
-            f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a part of it, such as"
+            f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a finite part, such as"
             " dataset.take(1000) or itertools.islice(dataset, 1000)"
         )
 
 
 def without_arrays(value: object) -> object:
-    """Convert NumPy arrays to lists at every depth. pandas stores lists as arrays."""
+    """Convert NumPy arrays to lists, recursively. pandas stores lists as arrays."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):
@@ -98,12 +98,12 @@ def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a string has the form of a hub dataset's name, not of a file name."""
+    """Return whether a string has the form of a hub dataset's name rather than a file name."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
 
 
 def is_stream(dataset: object) -> bool:
-    """Return whether a dataset is an `IterableDataset` of `datasets` or PyTorch, which may be infinite."""
+    """Return whether a dataset is an `IterableDataset` from `datasets` or PyTorch, which may be infinite."""
     return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
 
 
@@ -111,10 +111,10 @@ def _read_described(source: Json, argument: str) -> list[object]:
     """Read a dataset described by a mapping: `path`, or `name` with `config` and `split`, and optionally `rows`."""
     keys = sorted(map(str, source))
     if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
-        advice = "of a DatasetDict, select a split: dataset['train']"
+        advice = "for a DatasetDict, pass one split: dataset['train']"
         raise ValueError(f"{argument} must be a list of dicts; got a dict with keys {keys} ({advice})")
     if unknown := [name for name in keys if name not in _KEYS]:
-        raise ValueError(f"{argument}.{unknown[0]}: no such key; {argument} has {', '.join(_KEYS)}")
+        raise ValueError(f"{argument}.{unknown[0]}: no such key; use one of {', '.join(_KEYS)}")
     if ("path" in source) == ("name" in source):
         raise ValueError(
             f"{argument} must have either a 'path' or the 'name' of a hub dataset; got {show(dict(source))}"
@@ -163,11 +163,11 @@ def _read_file(path: Path, argument: str) -> list[object]:
 
 _UTF16 = "is UTF-16; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"
 _MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff\xfe": _UTF16, b"\xfe\xff": _UTF16}
-"""First bytes of common files that are not UTF-8, with advice."""
+"""Maps the first bytes of common non-UTF-8 files to the end of the error message."""
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError with the number of an invalid line."""
+    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError with the number of a bad line."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -1,14 +1,14 @@
-"""Chat templates: tokens of the messages between two turns of the policy, and properties of a template.
+"""Chat templates: encoding of the messages between two turns of the policy, and properties of a template.
 
-Sampled tokens are never encoded again. To encode an observation, a conversation with a placeholder turn is rendered:
+Sampled tokens are never re-encoded. To encode an observation, a conversation with a placeholder turn is rendered:
 
 ```
 user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
          ▲ placeholder     ▲ closing token; the observation is the text after it
 ```
 
-Only the text after the closing token is used. A template may change earlier turns (many remove thoughts) without any
-effect.
+Only the text after the closing token is used. Changes that a template makes to earlier turns (many remove thoughts)
+therefore have no effect.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from grpo_jax.types import Json, Message, Messages, Tokenizer
 _MARK = "Zq7"
 _PROBE = "Xw5"
 _USER: Message = {"role": "user", "content": "Go."}
-# Splits strings in a message that look like special tokens. The parts are encoded separately.
+# Inserted into strings that look like special tokens. The parts are encoded separately.
 _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """The end of the policy's turn in a template: `text` from the mark up to and including the `closing` token, an EOS.
+    """The end of a policy turn in a template: `text` from the mark up to and including the `closing` token, an EOS.
 
-    `opens` is True if the closing token also opens the next turn (GLM-4's <|user|>), and so depends on its role.
+    `opens` is True if the closing token also opens the next turn and depends on its role (GLM-4's <|user|>).
     """
 
     text: str
@@ -45,9 +45,9 @@ _ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = we
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer with fixed keywords `kwargs` and schemas of `tools`.
+    """The chat template of a transformers tokenizer, with fixed template keywords `kwargs` and schemas of `tools`.
 
-    `eos_token_ids` end a turn. If there are none, the tokenizer's EOS does.
+    A turn ends with any of `eos_token_ids`, or with the tokenizer's EOS if there are none.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template that transformers uses, or None. Of named templates, it selects the keyword `chat_template`,
-        "tool_use" with tools, or "default"."""
+        """The template that transformers uses, or None. Among named templates, this is the keyword `chat_template`,
+        then "tool_use" if there are tools, then "default"."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -82,24 +82,24 @@ class ChatTemplate:
         return opening.rfind("<think>") > opening.rfind("</think>")
 
     def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
-        """Return a conversation as a string. Raises ValueError if the template rejects it."""
+        """Render a conversation as a string. Raises ValueError if the template rejects it."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, add_generation_prompt=generation_prompt, tokenize=False, **self.kwargs
             )
         except ImportError:  # jinja2 is missing
             raise
-        except Exception as error:  # the only common base class of jinja2's errors and errors raised by templates
+        except Exception as error:  # no narrower class covers jinja2's errors and those raised in templates
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise ValueError(f"it rejects a conversation of {roles} ({type(error).__name__}: {error})") from error
+            raise ValueError(f"it rejects messages with the roles {roles} ({type(error).__name__}: {error})") from error
 
     def observation_ids(self, messages: Sequence[Message], *, drawn: int | None = None) -> list[int]:
-        """Return the token ids between a turn of the policy and the next: `messages` and the generation prompt.
+        """Return the token ids between two turns of the policy: `messages` and the generation prompt.
 
         Strings in a message that look like special tokens are encoded as ordinary text, so tools cannot end or open a
         turn. `messages` have the role "tool" (after a turn with a call) or "user". `drawn` is the last sampled token of
-        the turn; if it does not end the turn, the result starts with the closing EOS. None means that it does. Raises
-        ValueError if the template rejects the messages or is unsuitable, which `check` detects before a run.
+        the turn. If it is not None and does not end the turn, the result starts with the closing EOS. Raises ValueError
+        if the template rejects the messages or is unsuitable. `check` detects unsuitable templates before a run.
         """
         mark = _MARK
         while mark in str(messages):
@@ -111,7 +111,7 @@ class ChatTemplate:
         if not after.startswith(end.text):
             raise ValueError(
                 f"the chat template ends the turn before these messages with {after[: len(end.text)]!r}, but before"
-                f" others with {end.text!r}; use a template that closes all turns in the same way"
+                f" other messages with {end.text!r}; use a template that closes all turns in the same way"
             )
         closing = _encode(self.tokenizer, end.closing)
         ids = _encode_after(self.tokenizer, end.closing, after[len(end.text) :])
@@ -119,14 +119,14 @@ class ChatTemplate:
         return ids if drawn is None or drawn in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
-        """Raise ValueError unless the template supports several turns.
+        """Raise ValueError unless the template supports multi-turn rollouts.
 
         It must render the tools and messages of all `roles`, and end the policy's turn with an EOS.
         """
         if self.source is None:
             raise ValueError(
-                "several turns need a chat template, but the tokenizer has none; set tokenizer.chat_template or use an"
-                " instruct checkpoint"
+                "multi-turn rollouts need a chat template, but the tokenizer has none; set tokenizer.chat_template or"
+                " use an instruct checkpoint"
             )
         problems = []
         for role in roles:
@@ -139,21 +139,21 @@ class ChatTemplate:
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Render an assistant message without the generation prompt, and return whether all of the prompt precedes it.
+        """Return a rendered assistant message without the generation prompt, and whether it began with all of it.
 
-        A template may open a thought in the generation prompt and omit thoughts of earlier turns. Raises ValueError if
-        the message is rejected.
+        Many templates open a thought in the generation prompt, but omit the thoughts of earlier turns. Raises ValueError
+        if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
         if whole.startswith(opening):
             return whole[len(opening) :], True
         same = whole[: common_length(opening, whole)]
-        # Both may continue with tags that share their first letters.
+        # The common prefix may end within two tags that share their first letters.
         return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
+        """Return the first special token after a final assistant turn; None if there is none or an EOS follows."""
         try:
             after = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -163,7 +163,7 @@ class ChatTemplate:
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
     def opening_token(self, role: str) -> int | None:
-        """Return the EOS that ends a turn by opening a message of `role` (GLM-4's <|user|>), or None."""
+        """Return the EOS that both ends a turn and opens a message of `role` (GLM-4's <|user|>), or None."""
         try:
             end = self._end_of_turn(role, _MARK)
         except ValueError:
@@ -177,11 +177,11 @@ class ChatTemplate:
             return False
 
     def _after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
-        """Render the messages after a user's message, and return the text after the last mark."""
+        """Render the messages after a user message, and return the text after the last mark."""
         text = self.render([_USER, *messages], generation_prompt=generation_prompt)
         _, found, after = text.rpartition(mark)
         if not found:
-            raise ValueError("it omits earlier turns of the assistant; use a template that renders them")
+            raise ValueError("it omits earlier assistant turns; use a template that renders them")
         return after
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
@@ -199,8 +199,8 @@ class ChatTemplate:
         after = self._after_mark([turn, probe], mark)
         if _PROBE not in after:
             support = " with tool support" if role == "tool" else ""
-            raise ValueError(f"it omits messages of the role {role!r}; use a template{support} that renders them")
-        # The common prefix with and without the message belongs to the turn itself.
+            raise ValueError(f"it omits messages with the role {role!r}; use a template{support} that renders them")
+        # The text that is rendered both with and without the message belongs to the turn.
         common = after[: common_length(self._after_mark([turn], mark), after)]
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
@@ -211,12 +211,12 @@ class ChatTemplate:
         if found is None:
             opening = _first(after[: after.find(_PROBE)], [*ends, *special])
             opens = opening is not None and opening[1] in ends
-            # gpt-oss ends earlier turns with a different token than the final turn, which the policy samples.
+            # gpt-oss ends earlier turns with a different token than the final one. The policy samples the latter.
             found = opening if opens else _first(common, special)
             last = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not (opens or last[found[0] :].startswith(tuple(ends))):
                 raise ValueError(
-                    f"it ends the turn before a message of the role {role!r} with {common[:40]!r} instead of an EOS"
+                    f"it ends the turn before a message with the role {role!r} with {common[:40]!r} instead of an EOS"
                     f" ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
@@ -228,20 +228,20 @@ def _placeholder(message: Message, mark: str) -> Message:
     """Return a placeholder for the policy's turn: a tool call if a tool's message follows."""
     turn: Message = {"role": "assistant", "content": mark}
     if message["role"] == "tool":
-        # A single call: some templates reject two, and others name each result after the first call.
+        # A single call: some templates reject two, and others label all results with the name of the first.
         function = {"name": message.get("name", "tool"), "arguments": {"value": mark}}
         turn["tool_calls"] = [{"type": "function", "function": function}]
     return turn
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first position of any of the tokens, and the longest token there."""
+    """Return the first position of any of the tokens and the longest token at that position, or None."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(places)[0], min(places)[2]) if places else None
 
 
 def _guard(value: object, special: Sequence[str]) -> object:
-    """Insert a split after the first character of each string that looks like a special token."""
+    """Insert `_SPLIT` after the first character of each special token in the strings of `value`."""
     if isinstance(value, str):
         value = value.replace(_SPLIT, "\ufffd")
         pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
@@ -252,7 +252,7 @@ def _guard(value: object, special: Sequence[str]) -> object:
 
 
 def _encode_after(tokenizer: Tokenizer, closing: str, text: str) -> list[int]:
-    """Encode a string that follows a closing token: some tokenizers encode the start of a string differently."""
+    """Encode `text` after a closing token. Some tokenizers encode the start of a string differently."""
     first, *rest = text.split(_SPLIT)
     before, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
     ids = ids[len(before) :] if ids[: len(before)] == before else _encode(tokenizer, first)

@@ -56,7 +56,7 @@ def test_what_is_learned_of_text_and_of_tokens():
     assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
         [71, EOS]
     )
-    with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at 1"):
+    with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at index 1"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
 
 
@@ -97,7 +97,7 @@ def test_what_is_learned_of_messages():
 
 
 def test_what_the_template_or_the_rows_do_not_allow_is_refused():
-    with pytest.raises(ValueError, match=r"up to message 1 differently than in the whole .*generation %\} … "):
+    with pytest.raises(ValueError, match=r"up to message 1 differently from the same .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
@@ -160,7 +160,7 @@ def test_a_turn_is_learned_with_the_token_that_ends_it():
 
 @pytest.mark.parametrize(("row", "said"), [
     ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; rename one of"),
-    ({"prompt": "a", "completion": TALK[1:2]}, "has a string and messages in 'prompt' and 'completion'"),
+    ({"prompt": "a", "completion": TALK[1:2]}, "has a string and a list of messages as 'prompt' and 'completion'"),
     ({"messages": "a"}, "has a string in 'messages'; rename the column to 'text'"),
     ({"text": TALK}, "has messages in 'text'; rename the column to 'messages'"),
     ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),

@@ -116,7 +116,7 @@ def test_what_a_turn_says(name, text, parsed):
 @pytest.mark.parametrize(("name", "text", "reason"), [
     ("hermes", "<tool_call>\n{'name': 'f'}\n</tool_call>", "not valid JSON"),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "not closed by </tool_call>"),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "lacks the 'name'"),
     ("hermes", hermes(arguments='{"a": NaN}'), "NaN is not a finite number"),
     ("hermes", hermes(arguments='{"a": 1e999}'), "1e999 is not a finite number"),
     ("hermes", hermes(arguments="[" * 101 + "]" * 101), "deeper than 100"),
@@ -124,13 +124,13 @@ def test_what_a_turn_says(name, text, parsed):
     ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a> is not closed"),
     ("qwen_xml", "<tool_call><function=f>text</function></tool_call>", "not followed by </function>"),
     ("qwen_xml", f"<tool_call><function=f>{2 * '<parameter=a>1</parameter>'}</function></tool_call>", "twice"),
-    ("hermes", "<function=f>\n{}\n</function>", "not within <tool_call> and </tool_call>"),
-    ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "no 'name' of a tool"),
-    ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is within <function=...>"),
-    ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "no recipient to=functions.tool in its header"),
+    ("hermes", "<function=f>\n{}\n</function>", "not enclosed in <tool_call> and </tool_call>"),
+    ("llama3", '{"type": "function", "function": "f", "parameters": {"a": 1}}<|eot_id|>', "lacks the 'name' of a tool"),
+    ("llama3", '<function=f>{"a": 1}</function><|eom_id|>', "it is enclosed in <function=...>"),
+    ("harmony", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "header lacks the recipient to=functions.tool"),
     ("llama3", "<|python_tag|>print(1)<|eot_id|>", "not valid JSON"),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
-    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "no recipient 'python'"),
+    ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "unknown recipient 'python'"),
 ])  # fmt: skip
 def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):
     parsed = FORMATS[name].parse(text)

@@ -67,10 +67,10 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
 
 def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
-    with pytest.raises(ValueError, match="the chat template writes a call") as caught:
+    with pytest.raises(ValueError, match="the chat template renders a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
     assert "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
-    assert "the 'llama3' parser reads no call (A tool call could not be read: it is within <function=" in str(
+    assert "the 'llama3' parser finds no call (A tool call could not be read: it is enclosed in <function=" in str(
         caught.value
     )
 
@@ -86,7 +86,7 @@ def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back
     assert fault_of(as_text, add) == ""
     escaped = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments | tojson | replace('3', '4') }}"))
     fault = fault_of(escaped, add)
-    assert "reads add with {'a': 4, 'b': 4}." in fault
+    assert "finds add with {'a': 4, 'b': 4}." in fault
     lossy = tokenizer_of(HERMES)
     lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
     fault = fault_of(lossy, everything)

@@ -29,7 +29,7 @@ def test_a_pandas_frame_is_its_rows_with_lists_for_arrays_and_none_for_nan(tmp_p
 def test_half_of_a_character_is_refused_with_its_row_and_column(column):
     half = "\ud83d"
     value = [{"role": "user", "content": half}] if column == "prompt" else ["a", {"b": half}]
-    with pytest.raises(ValueError, match=rf"rows row 1 has half of a character .* in column '{column}'"):
+    with pytest.raises(ValueError, match=rf"rows row 1 has a lone surrogate in column '{column}'"):
         load_rows([ROWS[0], {**ROWS[1], column: value}], argument="rows")
     assert load_rows([{"prompt": "😀"}]) == [{"prompt": "😀"}], "a whole one is text"
 
@@ -44,7 +44,7 @@ def test_a_template_of_messages():
 
 @pytest.mark.parametrize(("shape", "said"), [
     ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
-    ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to names in the data"),
+    ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to old names"),
     ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
     ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
     ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),

@@ -90,7 +90,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
 
 
 @pytest.mark.parametrize(("source", "said"), [
-    ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; data has config, name, path, rows, split"),
+    ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key; use one of config, name, path, rows, split"),
     ({"split": "test"}, "data must have either a 'path' or the 'name' of a hub dataset"),
     ({"path": "rows.jsonl", "split": "test"}, "data.split applies only to a hub dataset"),
     ({"path": "rows.jsonl", "rows": 0}, "data.rows must be a positive integer, .* got 0"),

@@ -138,14 +138,14 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 
 @pytest.mark.parametrize(("template", "message"), [
     (None, "need a chat template, but the tokenizer has none"),
-    (chat(after_assistant="\n"), "ends the turn before a message of the role 'tool' with '.*' instead of an EOS"),
+    (chat(after_assistant="\n"), "ends the turn before a message with the role 'tool' with '.*' instead of an EOS"),
     (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*' instead of an EOS \(<\|im_end\|>\)"),
-    (chat(tool=False), "omits messages of the role 'tool'; use a template with tool support"),
+    (chat(tool=False), "omits messages with the role 'tool'; use a template with tool support"),
     (
         "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
-        "omits earlier turns of the assistant",
+        "omits earlier assistant turns",
     ),
-    ("{{ raise_exception('no!') }}", "rejects a conversation of user, assistant, tool .*no!"),
+    ("{{ raise_exception('no!') }}", "rejects messages with the roles user, assistant, tool .*no!"),
 ])  # fmt: skip
 def test_templates_that_cannot_be_used_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
