@@ -141,8 +141,8 @@ class ChatTemplate:
     def turn_of(self, message: Message) -> tuple[str, bool]:
         """Return a rendered assistant message without the generation prompt, and whether it began with all of it.
 
-        Many templates open a thought in the generation prompt, but omit the thoughts of earlier turns. Raises ValueError
-        if the template rejects the message.
+        Many templates open a thought in the generation prompt, but omit earlier thoughts. Raises ValueError if the
+        template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
