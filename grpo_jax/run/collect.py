@@ -247,7 +247,7 @@ def _advantages(
 
 
 def _per_completion(batch: Batch) -> np.ndarray:
-    """One advantage for each completion [B, G]: the mean over its tokens, if each token has its own."""
+    """One advantage per completion [B, G]; advantages of tokens are averaged."""
     advantages = np.asarray(batch.advantages)
     return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
 

@@ -38,8 +38,6 @@ ARGUMENTS = tuple(
     name for name in inspect.signature(generate).parameters if name not in ("answers", "watch", "on_host")
 )
 """Names of the arguments of `generate` that every sampler may take."""
-FURTHER = ("policy", "answers")
-"""Names of two more arguments, which are not passed to `**kwargs`."""
 ROUNDING = 1e-2
 """Nats by which a log-prob may be above 0, due to rounding."""
 
@@ -86,7 +84,9 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
         raise ValueError(f"sampler is {show(sampler)}: {wanted}")
     parameters, takes_all = parameters_of(sampler), takes_everything(sampler)
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    unknown = [p.name for p in required if p.name not in ARGUMENTS + FURTHER or p.kind is p.POSITIONAL_ONLY]
+    unknown = [
+        p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answers") or p.kind is p.POSITIONAL_ONLY
+    ]
     if unknown:
         raise ValueError(f"sampler requires {', '.join(unknown)}, which is not passed by name: {wanted}")
     named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}

@@ -257,6 +257,6 @@ class Session:
         return state
 
     def exit_if_signalled(self) -> None:
-        """After the session is closed: end the program if a signal has requested it (`StopSignals.leave`)."""
+        """Raise `SystemExit` if a signal has requested it (`StopSignals.leave`); called after the session is closed."""
         if self.signalled():
             self.signals.leave()
