@@ -754,6 +754,11 @@ def test_totals_are_sums_whatever_the_length():
         assert {name: float(total) for name, total in totals.items()} == {"x": (x * mask).sum(), "y": -(x * mask).sum()}
 
 
+def test_totals_carry_no_gradient():
+    gradient = jax.grad(lambda x: token_totals({"x": x, "y": x**2}, jnp.ones((2, 3), bool))["y"])(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
 def test_the_threshold_carries_no_gradient():
     H = jnp.array([[1.0, 2.0, 4.0]])
     gradient = jax.grad(lambda H: top_entropy_threshold(H, jnp.ones((1, 3), bool), 0.3))(H)
