@@ -265,6 +265,6 @@ def tiled_attention(
 
 
 def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
-    """Return the axes of a mesh among these, if all of them together divide the size."""
+    """Return the mesh's axes with these names, or None if their devices do not divide the size."""
     names = tuple(name for name in names if name in mesh.shape)
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

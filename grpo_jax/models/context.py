@@ -66,7 +66,7 @@ class Segments:
 
 
 class Context(flax.struct.PyTreeNode):
-    """Everything that a layer depends on besides its params and hidden states. Fields as in `Transformer.hidden`."""
+    """Inputs of a layer other than its params and hidden states. Fields without a comment: see `Transformer.hidden`."""
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each rotary embedding of the decoder
     growth: jax.Array | None = None  # [B, G or 1, T, 1, 1] factor on the queries

@@ -167,7 +167,7 @@ def _as_a_matrix(x: jax.Array) -> Params:
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """Return the params of a plain `Transformer` that computes the same: W + s A B in float32, leaf dtype kept.
+    """Return params of a plain `Transformer` with the same outputs: W + s A B, computed in float32, in W's dtype.
 
     A quantized base is dequantized into host memory, since it may not fit on its device.
     """

@@ -195,7 +195,7 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Return the indices of the rows, of `count`, that this process plays and scores."""
+    """Return the indices of the rows that this process plays and scores, of `count` rows in all."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
@@ -221,7 +221,7 @@ def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
 def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
     """Inside a compiled function, cut the output head along the vocabulary by `axes`.
 
-    The head is stored cut along D, with which each logit would be a sum over devices.
+    It is stored cut along D, so that each logit would otherwise be a sum over devices.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
