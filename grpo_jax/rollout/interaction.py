@@ -84,7 +84,7 @@ def make_interaction(
 ) -> Interaction | None:
     """Return the `Interaction` of a run from `train`'s arguments; None without tools and environments.
 
-    Each factory is called once. A `ValueError` lists all problems, including those of the rows and the chat template.
+    Each factory is called once. A `ValueError` lists all problems, also of the rows and the chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -191,7 +191,7 @@ def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentF
         return []
     known = ", ".join(map(repr, factories))
     if any("environment" not in row for row in rows):
-        return [f"environment_factory is a dict ({known}), and the dataset has no column 'environment' to choose by"]
+        return [f"environment_factory is a dict ({known}), and the dataset lacks the column 'environment' to choose by"]
     unknown = dict.fromkeys(str(row["environment"]) for row in rows if row["environment"] not in factories)
     return [f"the column 'environment' has {name!r}, and environment_factory has only {known}" for name in unknown]
 
@@ -203,8 +203,8 @@ def _environment_problems(
     kind, problems = type(environment).__name__, list[str]()
     if not own and not tools and not hasattr(environment, "respond"):
         problems.append(
-            f"{kind} has no public method that the policy could call, and no respond(text): every completion would have"
-            " a single turn"
+            f"{kind} has neither a public method that the policy could call, nor respond(text): every completion would"
+            " have a single turn"
         )
     problems += [f"{kind} and tools both have {twice!r}: rename one of them" for twice in own.keys() & tools.keys()]
     if own and tools and hasattr(environment, "answer_calls"):

@@ -415,13 +415,13 @@ class Untold(Sums):
     ("given", "message"),
     [
         ({"factory": {"a": 3}}, r"environment_factory\['a'\] is 3"),
-        ({"factory": object}, "object has no public method that the policy could call, and no respond"),
+        ({"factory": object}, "object has neither a public method that the policy could call, nor respond"),
         ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(target\).*level"),
         ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
         ({"factory": Sums}, "the prompts of the dataset are text: give prompts as lists of messages"),
         ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
         ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer itself"),
-        ({"factory": {"a": Guess}}, "the dataset has no column 'environment'"),
+        ({"factory": {"a": Guess}}, "the dataset lacks the column 'environment'"),
         (
             {"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
             "the column 'environment' has 'b', and environment_factory has only 'a'",
