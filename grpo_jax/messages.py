@@ -7,9 +7,9 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
-_Arguments = ParamSpec("_Arguments")
+_Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 foreign_names: list[Callable[[], Mapping[str, str]]] = []
@@ -72,12 +72,10 @@ def problems_of(error: BaseException) -> list[str]:
 class Faults(list[Exception]):
     """Errors of several checks, which are raised together."""
 
-    def of(
-        self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **keywords: _Arguments.kwargs
-    ) -> _Result | None:
+    def of(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
         """Return the result of a check; if it raises, keep the error and return None."""
         try:
-            return function(*args, **keywords)
+            return function(*args)
         except (ValueError, OSError) as error:
             self.append(error)
             return None

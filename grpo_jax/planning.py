@@ -203,7 +203,7 @@ def plan(
         "config": config.to_dict(),
         "prompt_length": prompt_length,
     }
-    request |= {"loading": dataclasses.asdict(loading), "memory": memory, "donate": donate}
+    request |= {"loading": dataclasses.astuple(loading), "memory": memory, "donate": donate}
     code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -226,7 +226,7 @@ def answer(request: str) -> str:
     fields = json.loads(request)
     target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
     memory = target.memory if fields["memory"] is None else fields["memory"]
-    loading, length = Loading(**fields["loading"]), fields["prompt_length"]
+    loading, length = Loading(*fields["loading"]), fields["prompt_length"]
     run = AbstractRun.of(target.devices(), fields["model"], config, length, loading, memory)
     return json.dumps(vars(run.plan(target.kind, donate=fields["donate"])))
 

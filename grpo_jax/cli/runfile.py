@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
 from grpo_jax.cli.named import find, in_folder, is_reference, resolve_source, reward_function, server_of
@@ -48,7 +48,7 @@ _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
 # Keys of the mapping `sft` that are not fields of SFTConfig.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
 # Fields of the run that are also the defaults of its SFT stage.
-_P = ParamSpec("_P")
+_Arguments = TypeVarTuple("_Arguments")
 _R = TypeVar("_R")
 Part = Literal["model", "data", "rewards"]
 
@@ -93,16 +93,22 @@ class RunFile:
 class _Problems(list[str]):
     """Collects error lines."""
 
-    def of(self, key: str, function: Callable[_P, _R], *args: _P.args, **keywords: _P.kwargs) -> _R | None:
+    def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Return the function's result. If it raises, record the error with the key and the first argument.
 
         An empty key means that the message contains the key already. The value of a sampler or teacher is left out,
         since the address of a server may contain a password.
         """
         try:
-            return function(*args, **keywords)
+            return function(*args)
         except (ValueError, OSError) as error:
-            head = "" if not key else f"{key}: " if key in ("sampler", "teacher") else f"{key} = {show(args[0])}: "
+            head = (
+                ""
+                if not key
+                else f"{key}: "
+                if key in ("sampler", "teacher")
+                else f"{key} = {show(next(iter(args)))}: "
+            )
             self.extend(head + line for line in problems_of(error))
             return None
 
@@ -158,7 +164,7 @@ def read_run(
         _load_rows(run, stated, suites, problems)
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
-        problems.of("", check_reward_fns, run.rewards, run.rows[0], argument="data", rows=run.rows)
+        problems.of("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
     flags = " ".join(f"--{name}" for name in overrides or ())
     raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
     return run

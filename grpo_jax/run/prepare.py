@@ -71,7 +71,7 @@ def prepare(
     rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
     for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = faults.of(load_rows, held_out, argument=argument)
+        rows[argument] = faults.of(functools.partial(load_rows, held_out, argument=argument))
     interaction = None
     if tools or environment_factory is not None:
         interaction = faults.of(_make_interaction, policy, config, rows, tools, environment_factory)
@@ -83,7 +83,7 @@ def prepare(
         from grpo_jax.run.teacher import check_teacher
 
         has_rewards = fns is None or bool(fns) or environment_factory is not None
-        faults.of(check_teacher, teacher, policy, config, has_rewards=has_rewards)
+        faults.of(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     # Environments that could not be read may have been the only source of rewards.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, faults, required=teacher is None)
@@ -255,7 +255,7 @@ def _check_functions(
     readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
     for name, part in readable.items() if reward_fns or required else ():
         columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
-        faults.of(check_reward_fns, reward_fns, columns, argument=argument, rows=part)
+        faults.of(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
     return reward_fns
 
 

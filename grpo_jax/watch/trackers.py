@@ -124,14 +124,14 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
 def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
     """Open a run of wandb or trackio. `runs` maps their names to the run to continue, and is updated."""
     package = import_extra(name, name)
-    settings = {"project": config.project, "name": config.run_name, "config": config.to_dict(), "resume": "allow"}
+    settings = config.to_dict()
     if name == "trackio":  # trackio identifies a run by its name
-        settings["name"] = runs.get(name, config.run_name)
+        run_name = runs.get(name, config.run_name)
+        run = package.init(project=config.project, name=run_name, config=settings, resume="allow")
     elif getattr(package, "run", None) is not None:  # use the active run; the caller closes it
         return Tracker(lambda step, metrics: package.run.log(metrics, step=step), lambda: None)
     else:
-        settings["project"] = os.environ.get("WANDB_PROJECT", config.project)
-        settings |= {"id": runs.get(name), "resume": "allow" if name in runs else None}
-    run = package.init(**settings)
+        project, resume = os.environ.get("WANDB_PROJECT", config.project), "allow" if name in runs else None
+        run = package.init(project=project, name=config.run_name, config=settings, id=runs.get(name), resume=resume)
     runs[name] = run.name if name == "trackio" else run.id
     return Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish)
