@@ -102,13 +102,9 @@ class _Problems(list[str]):
         try:
             return function(*args)
         except (ValueError, OSError) as error:
-            head = (
-                ""
-                if not key
-                else f"{key}: "
-                if key in ("sampler", "teacher")
-                else f"{key} = {show(next(iter(args)))}: "
-            )
+            head = f"{key}: " if key else ""
+            if key not in ("", "sampler", "teacher"):
+                head = f"{key} = {show(next(iter(args)))}: "
             self.extend(head + line for line in problems_of(error))
             return None
 
