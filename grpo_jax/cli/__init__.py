@@ -1,6 +1,6 @@
-"""The command `grpo-jax`: the Python API from a shell, with a run written down in a file.
+"""The `grpo-jax` command: the Python API from a shell, with runs described in YAML files.
 
-jax is imported when a command runs, so that help and errors of the command line are immediate.
+jax is imported only when a command runs, so that help and usage errors are immediate.
 """
 
 from grpo_jax.cli.main import main

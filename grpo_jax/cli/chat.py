@@ -1,4 +1,4 @@
-"""`grpo-jax chat`: prompts and their completions, printed during sampling."""
+"""`grpo-jax chat`: completes prompts and prints the completions during sampling."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Prints a completion as its tokens arrive. Control characters are escaped, incomplete characters held back."""
+    """Prints a completion as its tokens arrive, without incomplete characters, and with control characters escaped."""
 
     def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Print the new part of a completion, given its tokens and mask [1, 1, T]; `whole` once it has ended."""
+        """Print the new part of a completion with tokens and mask [1, 1, T]. `whole` is True once it has ended."""
         ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self.text):
             print(escape_controls(text[len(self.text) :]), end="", flush=True)
-        elif whole:  # some tokenizers change earlier text, e.g. remove a space before a full stop
+        elif whole:  # some tokenizers change previous text, e.g. remove a space before a period
             print(f"\n{escape_controls(text)}", end="")
         else:
             return
@@ -42,7 +42,7 @@ class Printer:
 
 
 def read_stdin() -> Iterator[str]:
-    """Yield the lines of standard input, after a prompt sign if it is a terminal."""
+    """Yield the lines of standard input. In a terminal, each is prompted for with "> "."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -52,9 +52,10 @@ def read_stdin() -> Iterator[str]:
 
 
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
-    """Complete the prompts one by one, and print each completion while it is sampled at `config.eval_temperature`.
+    """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, the prompts up to an empty one form a conversation; otherwise they are independent.
+    With a chat template, prompts form a conversation, and an empty prompt starts a new one. Without a template, prompts
+    are independent.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

@@ -1,4 +1,4 @@
-"""The commands of `cli.main`: functions of the parsed arguments that read a run and call the Python API."""
+"""The commands of `grpo-jax`: functions of the parsed arguments, which read a run and call the Python API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ALL: tuple[Part, ...] = ("model", "data", "rewards")
 _GRPO_FIELDS = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches", "Text")]
 _GRPO_FIELDS += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
 _SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
-# Fields that `chat`, `evaluate` and `export` read from the run.json of a run started from Python.
+# Config fields that `chat`, `evaluate` and `export` read from run.json if a run was started from Python.
 
 
 def init(arguments: Namespace) -> None:
@@ -72,7 +72,7 @@ def resume(arguments: Namespace) -> None:
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Read a run file, after starting `jax.distributed` if requested. Only process 0 prints."""
+    """Initialize `jax.distributed` if requested, and read a run file. Only process 0 prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open until the process ends)
@@ -85,15 +85,15 @@ def _run_file(run_dir: Path) -> Path:
         return run_dir / NAME
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"{run_dir} was started from Python, and does not contain its data, its reward functions or the base model"
-            " of its adapters; resume it with train(..., run_dir=...) in Python, or load its params with"
-            " grpo_jax.run.stored.load_params(run_dir, policy.params)"
+            f"the run in {run_dir} was started from Python, so its data, its reward functions and the base model of its"
+            " adapters are not in the directory; resume it with train(..., run_dir=...) in Python, or load its params"
+            " with grpo_jax.run.stored.load_params(run_dir, policy.params)"
         )
-    raise FileNotFoundError(f"{run_dir} is not the directory of a run: it has neither {NAME} nor run.json")
+    raise FileNotFoundError(f"{run_dir} is not a run directory; it contains neither {NAME} nor run.json")
 
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> RunFile:
-    """Read the run in a directory: its RUN.yaml, or the settings and the policy saved by `train` in Python."""
+    """Read the run in a directory from its RUN.yaml or, if it was started from Python, from run.json and its policy."""
     policy = run_dir / POLICY
     if (run_dir / NAME).is_file() or not (policy / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
@@ -114,7 +114,7 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     if dry_run and "grpo" not in run.stages:
-        raise ValueError("--dry-run only supports GRPO, which stages does not include; remove it")
+        raise ValueError("--dry-run supports only GRPO, but stages does not include grpo; remove --dry-run")
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)
@@ -127,7 +127,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
-    """Call `train` or `rehearse`."""
+    """Call `train` or `rehearse` with the arguments of a run."""
     function(
         policy,
         run.rows,
@@ -147,7 +147,10 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume the SFT stage, unless GRPO has a checkpoint. Returns the initial policy and `resume` for GRPO."""
+    """Run or resume the SFT stage, unless the GRPO stage has a checkpoint.
+
+    Returns the initial policy and the argument `resume` of the GRPO stage.
+    """
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -168,16 +171,16 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """Return the directory of the latest stage that was started."""
+    """Return the directory of the latest stage that has started."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 @contextlib.contextmanager
 def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Keep the RUN.yaml in the run directory, for `resume` and `export`. Yields a callback for `train`.
+    """Copy the RUN.yaml into the run directory for later commands. Yields a callback for `train`.
 
-    The callback replaces an existing file after the first logged step, since the run may reject different settings. If
-    a signal ends the run, the command that resumes it is printed.
+    An existing file is replaced by the callback, after the first logged step, because `train` may reject the new
+    settings. If a signal ends the run, the command that resumes it is printed.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
@@ -205,7 +208,10 @@ def load_policy(run: RunFile) -> Policy:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
     found = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
     if isinstance(found, Policy) and run.quantize is not None:
-        raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it in that function")
+        raise ValueError(
+            f"quantize = {run.quantize!r} does not apply to {run.model}, which returns a Policy; quantize the policy in"
+            " that function"
+        )
     policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)
@@ -213,7 +219,7 @@ def load_policy(run: RunFile) -> Policy:
 
 
 def load_teacher(run: RunFile) -> Policy | Scorer | None:
-    """Load the teacher of a run: a policy, a scorer, or None."""
+    """Load the teacher of a run: a policy, a scorer, or None without a teacher."""
     if run.teacher is None:
         return None
     if isinstance(run.teacher, Mapping):
@@ -223,9 +229,9 @@ def load_teacher(run: RunFile) -> Policy | Scorer | None:
 
 
 def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
-    """Return a directory, a name on the hub, or the object of a reference.
+    """Return a directory, a name on the hub, or the object that a reference such as `module:name` refers to.
 
-    Functions and classes are called. Scorers, i.e. objects with a method `score`, are not, even if they are callable.
+    If the object is a function or a class, it is called. Callable scorers (objects with a `score` method) are not.
     """
     if not is_reference(model):
         return in_folder(str(model), folder)
@@ -236,7 +242,7 @@ def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
 
 
 def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
-    """Load a checkpoint with the dtypes and the mesh of a run."""
+    """Load a pretrained model with the dtypes and the mesh of a run."""
     return from_pretrained(
         name,
         dtype=compute_dtype(run.config.compute_dtype),
@@ -271,7 +277,7 @@ def plan(arguments: Namespace) -> None:
 
 
 def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
-    """Return the step and the policy of a checkpoint (None: the latest)."""
+    """Return the step and the policy of a checkpoint. If None, the latest checkpoint is used."""
     policy = load_policy(run)
     step, params = load_params(_last_dir(run, run_dir), policy.params, checkpoint)
     return step, policy.replace(params=params)
@@ -285,11 +291,11 @@ def evaluate(arguments: Namespace) -> None:
         run = _run_at(target, arguments.keys, _ALL)
         steps["step"], policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif not target.exists():
-        raise FileNotFoundError(f"{target} does not exist; pass a RUN.yaml or the directory of a run")
+        raise FileNotFoundError(f"{target} does not exist; pass a RUN.yaml or a run directory")
     else:
         run = read_run(target, arguments.keys, load=_ALL)
         if arguments.checkpoint is not None:
-            raise ValueError(f"--checkpoint {arguments.checkpoint} needs the directory of a run; got the file {target}")
+            raise ValueError(f"--checkpoint {arguments.checkpoint} requires a run directory; got the file {target}")
         policy = load_policy(run)
     rows = run.rows if run.eval_rows is None else run.eval_rows
     metrics, found = evaluate_rows(
@@ -317,7 +323,7 @@ def export(arguments: Namespace) -> None:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
         write_policy(arguments.out, policy)
-    print(f"{arguments.out}: the policy of step {step}")
+    print(f"wrote the policy of step {step} to {arguments.out}")
 
 
 def chat(arguments: Namespace) -> None:
@@ -328,7 +334,7 @@ def chat(arguments: Namespace) -> None:
         run = _run_at(target, keys, ("model",))
         _, policy = _load_checkpoint(run, target, arguments.checkpoint)
     elif arguments.checkpoint is not None:
-        raise ValueError(f"--checkpoint {arguments.checkpoint} needs the directory of a run; got {arguments.model}")
+        raise ValueError(f"--checkpoint {arguments.checkpoint} requires a run directory; got {arguments.model}")
     else:
         run = read_run(None, {"model": arguments.model, **keys}, load=("model",))
         policy = load_policy(run)
@@ -340,13 +346,13 @@ def report(arguments: Namespace) -> None:
     """`grpo-jax report`."""
     run_dir = Path(arguments.run_dir).expanduser()
     if not (run_dir / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl; pass the directory of a run")
+        raise FileNotFoundError(f"{run_dir} does not contain metrics.jsonl; pass a run directory")
     write_report(run_dir)
     print("\n".join(str(run_dir / name) for name in ("report.html", "report.png")))
 
 
 def from_trl(arguments: Namespace) -> None:
-    """`grpo-jax from-trl`. The exit status is 1 if a field cannot be converted."""
+    """`grpo-jax from-trl`. Exits with status 1 if a field cannot be converted."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:

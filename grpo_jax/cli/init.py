@@ -1,4 +1,4 @@
-"""`grpo-jax init`: a small run that works at once, as a starting point for a custom run."""
+"""`grpo-jax init`: writes a small example run as a starting point."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo_jax.types import Tokenizer
 _RUN = """\
 # A first run, in this directory:
 #
-#     grpo-jax train my_run.yaml             # run it again, and it resumes
+#     grpo-jax train my_run.yaml             # if run again, it resumes
 #     grpo-jax chat runs/{name} --say "cat: "
 #
-# Then replace the rows, the reward function and the model, one after another.
+# Then replace the rows, the reward function and the model with your own.
 
-model: model                      # a tiny model with new weights; or a name on the hub, or a directory
+model: model                      # a tiny randomly initialized model; or a name on the hub, or a directory
 data: rows.jsonl                  # one JSON object per line; or a CSV or Parquet file, or a dataset on the hub
-prompt: "{{word}}: "                # built from a row's columns; or a list of messages, for an instruct model
+prompt: "{{word}}: "                # a template of a row's columns; for an instruct model, a list of messages
 rewards: [rewards.py:in_word]     # a function in a file next to this one
 run_dir: runs/{name}               # relative to the current directory: report.html, metrics.jsonl, checkpoints
 
@@ -31,7 +31,7 @@ num_generations: 8                # completions per prompt
 per_device_train_batch_size: 8    # completions per micro-batch: one group
 gradient_accumulation_steps: 8    # micro-batches per step: 8 prompts
 max_completion_length: 8
-learning_rate: 3e-3               # use smaller values for larger models: see docs/recipes.md
+learning_rate: 3e-3               # larger models need smaller values; see docs/recipes.md
 lr_scheduler_type: constant       # allows max_steps to be raised later
 """
 
@@ -42,7 +42,7 @@ _REWARDS = '''\
 def in_word(completions, word, **columns):
     """Return the fraction of characters of each completion that occur in the word of its row.
 
-    `completions` is a list of strings, and every column of rows.jsonl is a list of the same length.
+    `completions` is a list of strings. Every column of rows.jsonl is passed as a list of the same length.
     """
     return [
         sum(character in letters for character in completion) / max(len(completion), 1)
@@ -54,15 +54,15 @@ _WORDS = ("cat", "bird", "hello", "moon", "apple", "jump", "quick", "water", "fo
 
 
 def write_start(folder: str | Path) -> list[Path]:
-    """Write a run file, ten rows, a reward function and a tiny model. Returns the paths of the three files.
+    """Write a run file, ten rows, a reward function and a tiny model. Returns the paths of the files, not of the model.
 
-    The task is to write the letters of a given word. Raises ValueError if one of the files exists.
+    The task is to write letters that occur in a given word. Raises ValueError if one of the files exists.
     """
     folder = Path(folder).expanduser()
     files = [folder / name for name in ("my_run.yaml", "rows.jsonl", "rewards.py")]
     existing = [path for path in (*files, folder / "model") if path.exists()]
     if existing:
-        raise ValueError(f"{existing[0]} already exists; use a new folder, or move the file away")
+        raise ValueError(f"{existing[0]} already exists; pass a new directory, or move the file")
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_make_tokenizer()))
     rows = "".join(json.dumps({"word": word}) + "\n" for word in _WORDS)

@@ -1,4 +1,4 @@
-"""The keys of a RUN.yaml: keys of the run itself, and the fields of `GRPOConfig` by group."""
+"""The keys of a RUN.yaml: keys that describe the run, and the fields of `GRPOConfig`, with their groups."""
 
 import dataclasses
 import re
@@ -12,32 +12,32 @@ RUN_KEYS = {
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of a list of rows or of "
     "a function that returns it, a mapping of `path` or `name` and optionally `config`, `split` and `rows` (use only "
     "the first), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
-    "eval_data": "the same for evaluation, before the first step, every `eval_steps` and after the last step",
-    "columns": "renames columns: `{answer: solution}` renames `solution` to `answer`, and "
+    "eval_data": "data for evaluations before the first step, every `eval_steps` and after the last step; see `data`",
+    "columns": "a mapping that renames columns: `{answer: solution}` renames `solution` to `answer`, and "
     "`{answer: reward_model.ground_truth}` extracts a nested column",
-    "prompt": "a template of the column `prompt`: a string or a list of messages, in which `{question}` is replaced "
-    "with the row's column `question`",
-    "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a shipped one; "
+    "prompt": "a template for the prompts: a string or a list of messages, in which `{question}` is replaced with the "
+    "row's column `question`",
+    "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a built-in function; "
     "`{number_reward: answer}` calls a function with arguments and uses its result; `suite`, the default for a suite "
     "of tasks, stands for the suite's reward functions",
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
     "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its `data`, `eval_data`, `columns` and `prompt`",
-    "tools": "a list of functions that the policy may call between its turns, as `module:function`",
+    "tools": "a list of functions that the policy can call, as `module:function`",
     "environment_factory": "`module:name` of a factory that creates an environment for each completion",
     "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}` with any "
-    "arguments of `engines.vllm`, or `module:name`; `evaluate` uses it only if it is passed as an option",
+    "arguments of `engines.vllm`, or `module:name`; `evaluate` uses it only if `--sampler` is passed",
     "advantage_fn": "`module:function` that computes advantages from rewards; replaces `advantage_estimator`",
     "surrogate": "`module:function` that computes the loss of each token; replaces `loss_type`",
-    "teacher": "a teacher, weighted by `distillation_coef`: a name on the hub, a directory, `module:name` of a Policy "
-    "or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of `engines.vllm_scorer`; "
-    "`rewards` may then be []",
-    "lora": "train adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
+    "teacher": "a teacher for distillation, weighted with `distillation_coef`: a name on the hub, a directory, "
+    "`module:name` of a Policy or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of "
+    "`engines.vllm_scorer`; `rewards` may then be []",
+    "lora": "trains adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "quantization of the base model under `lora`: `nf4` or `int8` (default: none)",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
-    "run_dir": "the directory of the run (default `runs/` and the name of the file); null writes no files",
+    "run_dir": "the directory of the run (default: `runs/` and the name of the file); if null, no files are written",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
-"""Key of a run that is not a config field → its meaning."""
+"""Key that is not a config field → its description."""
 
 RENAMED = {
     "model_name_or_path": "use model",
@@ -51,13 +51,13 @@ RENAMED = {
     "use_peft": "use lora",
     "config": "write its fields next to model, data and rewards",
 }
-"""Names of the Python API and of other libraries → the key to use."""
+"""Names used in the Python API and in other libraries → the key to use instead."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
 def _read_groups() -> dict[str, str]:
-    """Read the groups of the fields from the comments in the source."""
+    """Parse the group of each field from the comments in the source."""
     groups: dict[str, str] = {}
     for module in (config, settings):
         title = ""
@@ -70,4 +70,4 @@ def _read_groups() -> dict[str, str]:
 
 
 GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _read_groups()
-"""Every key → the title of its group."""
+"""Key → title of its group."""

@@ -1,6 +1,6 @@
-"""The parser of `grpo-jax`: commands, arguments and help.
+"""The command-line parser of `grpo-jax`: commands, arguments and help.
 
-Modules that import jax are imported only to run a command, so that help and usage errors are immediate.
+Modules that import jax are imported only when a command runs, so that help and usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from grpo_jax.cli.keys import GROUPS
 from grpo_jax.messages import nearest
 
 COMMANDS = {
-    "init": "Create a small run that works at once, to edit: a RUN.yaml, ten rows, a reward function, a tiny model.",
-    "train": "Train a policy with GRPO as described in RUN.yaml. Called again, resume from the last checkpoint.",
-    "resume": "Resume a run, with the RUN.yaml in its directory.",
-    "plan": "Print the memory and FLOPs of a run. Needs neither weights nor accelerators.",
+    "init": "Create a small example run to edit: a RUN.yaml, ten rows, a reward function and a tiny model.",
+    "train": "Train a policy with GRPO as described in RUN.yaml, or resume it from its last checkpoint.",
+    "resume": "Resume a run with the RUN.yaml in its directory.",
+    "plan": "Print the memory and FLOPs of a run. Does not need weights or accelerators.",
     "evaluate": "Sample completions for the rows of eval_data (or data) and print their mean rewards.",
     "chat": "Complete prompts from --say or standard input, one per line. An empty line starts a new conversation.",
-    "export": "Write the policy of a run in Hugging Face's layout, adapters in PEFT's.",
-    "report": "Redraw report.png and report.html from the files of a run.",
+    "export": "Write the policy of a run in Hugging Face's format, or its adapters in PEFT's format.",
+    "report": "Rewrite report.png and report.html from the files of a run.",
     "from-trl": "Convert the YAML config of a TRL script to a RUN.yaml, and list the fields that cannot be converted.",
 }
-"""Name of a command → its description. `cli.commands` has a function for each."""
+"""Name of a command → its description. Each command is a function in `cli.commands`."""
 
 _PACKAGE = Path(__file__).parents[1]
 _MODEL_KEYS = ("model", "lora", "quantize", "param_dtype", "folder")
@@ -41,18 +41,18 @@ KEYS: Mapping[str, Sequence[str]] = {
     "chat": [*_MODEL_KEYS, *_SAMPLING_KEYS, "seed", "compute_dtype"],
     "export": _MODEL_KEYS,
 }
-"""Name of a command → the keys of RUN.yaml that are options of the command."""
+"""Name of a command → the RUN.yaml keys that it accepts as options."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with one-line errors, whose help ends with the keys of RUN.yaml."""
+    """Parser with one-line errors. Its help ends with the keys of RUN.yaml."""
 
     def __init__(self, prog: str, usage: str, about: str, keys: Sequence[str] = ()):
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=30)
         usage = f"{prog} {usage}"
         super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
         self.keys = keys
-        self._positionals.title, self._optionals = "arguments", self._positionals  # list them together
+        self._positionals.title, self._optionals = "arguments", self._positionals  # list both in one section
         self.add_argument("-h", "--help", action="help", help="show this help")
         for key in keys:
             names = dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}"))
@@ -63,19 +63,19 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def format_help(self) -> str:
-        """Return the help, followed by the keys of each group."""
+        """Return the help text, followed by the keys of each group."""
         head = ["", "keys of RUN.yaml, also options: --KEY VALUE (see docs/cli.md, docs/reference/config.md)"]
         lines = head if self.keys else []
         for group in dict.fromkeys(GROUPS[key] for key in self.keys):
             names = " ".join(key for key in self.keys if GROUPS[key] == group)
-            width = shutil.get_terminal_size().columns - 2  # as argparse does
+            width = shutil.get_terminal_size().columns - 2  # the width that argparse uses
             lines += textwrap.wrap(f"{group}: {names}", width, initial_indent="  ", subsequent_indent="    ")
         return super().format_help() + "".join(f"{line}\n" for line in lines)
 
 
 def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
-    """Return the main parser, and the parsers of the commands by name."""
-    about = "GRPO in JAX from the command line. A run is described in a YAML file."
+    """Return the main parser, and a mapping from a command's name to its parser."""
+    about = "Train language models with GRPO in JAX. A run is described in a YAML file."
     parser = _Parser("grpo-jax", "COMMAND ..., and grpo-jax COMMAND --help", about)
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
@@ -89,7 +89,7 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     train = add("train", "RUN.yaml [OPTIONS]")
     train.add_argument("run", metavar="RUN.yaml", help="model, data, rewards and settings; see docs/cli.md")
     train.add_argument(
-        "--dry-run", action="store_true", help="try one group and one update; print sizes, memory and likely mistakes"
+        "--dry-run", action="store_true", help="run one group and one update; print sizes, memory and likely mistakes"
     )
     modes = ["auto", "must", "never", "changed"]
     resume_help = f"whether to resume a run: {', '.join(modes)} (default auto); see docs/runs.md"
@@ -100,38 +100,39 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
         _add_processes(command)
 
     plan = add("plan", "[RUN.yaml] [OPTIONS]")
-    plan_help = "the run; without a file, --model and other keys describe the run"
+    plan_help = "the run; if omitted, --model and other keys describe it"
     plan.add_argument("run", metavar="RUN.yaml", nargs="?", help=plan_help)
-    plan.add_argument("--prompt-length", type=int, metavar="P", help="in tokens; default max_prompt_length, or 256")
+    prompt_help = "prompt length in tokens; default max_prompt_length, or 256"
+    plan.add_argument("--prompt-length", type=int, metavar="P", help=prompt_help)
     plan.add_argument("--device", help="H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)")
-    plan.add_argument("--memory", type=float, metavar="GB", help="memory of a device, to check whether the run fits")
+    plan.add_argument("--memory", type=float, metavar="GB", help="memory per device, to check whether the run fits")
     evaluate = add("evaluate", "RUN [OPTIONS]")
-    run_help = "a RUN.yaml (evaluates its untrained model), or the directory of a run"
+    run_help = "a RUN.yaml, to evaluate its model before training, or a run directory"
     evaluate.add_argument("run", metavar="RUN", help=run_help)
-    evaluate.add_argument("--out", metavar="FILE", help="write the completions to this file, as JSON lines")
+    evaluate.add_argument("--out", metavar="FILE", help="write the completions to this file as JSON Lines")
     chat = add("chat", "MODEL [OPTIONS]")
-    chat.add_argument("model", metavar="MODEL", help="a name on the hub, a directory, or the directory of a run")
+    chat.add_argument("model", metavar="MODEL", help="a name on the hub, a model directory, or a run directory")
     chat.add_argument("--say", action="append", metavar="TEXT", help="a prompt; may be repeated")
     export = add("export", "RUN_DIR OUT [OPTIONS]")
-    export.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
-    export.add_argument("out", metavar="OUT", help="directory to write")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="run directory")
+    export.add_argument("out", metavar="OUT", help="output directory")
     export.add_argument("--merge", action="store_true", help="write the whole model, with the adapters merged")
     for command in (evaluate, chat, export):
         command.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a checkpoint; default the latest")
 
-    add("report", "RUN_DIR").add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
+    add("report", "RUN_DIR").add_argument("run_dir", metavar="RUN_DIR", help="run directory")
     from_trl = add("from-trl", "SCRIPT.yaml [OPTIONS]")
     script_help = "the file passed to `trl grpo --config`, or the fields of a GRPOConfig as YAML or JSON"
     from_trl.add_argument("script", metavar="SCRIPT.yaml", help=script_help)
-    from_trl.add_argument("--out", metavar="RUN.yaml", help="file to write; default standard output")
+    from_trl.add_argument("--out", metavar="RUN.yaml", help="output file; default standard output")
     return parser, commands.choices
 
 
 def _add_processes(parser: _Parser) -> None:
-    """Add the flags of `run.distributed.add_flags`, which is not imported since it imports jax."""
-    detected = "several processes, detected from Slurm, TPU pod, Kubernetes or MPI"
+    """Add the flags of `run.distributed.add_flags`, without importing that module, which imports jax."""
+    detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
     parser.add_argument("--distributed", choices=["auto"], help=detected)
-    address = "several processes: the address of process 0"
+    address = "use several processes; address of process 0"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
     parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: number of processes")
     index = "with --coordinator: index of this process, from 0 to N - 1"
@@ -142,15 +143,16 @@ def _version() -> str:
     try:
         return f"grpo_jax {version('grpo_jax')}"
     except PackageNotFoundError:
-        return "unknown: grpo_jax is not installed"
+        return "unknown version: grpo_jax is not installed"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. `keys` of the result maps keys of RUN.yaml to their values as strings."""
+    """Parse a command line. In the result, `keys` maps RUN.yaml keys to their values as strings."""
     parser, parsers = make_parsers()
     if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
         close = nearest(argv[0], COMMANDS)
-        parser.error(f"no command {argv[0]}; " + (f"did you mean {close}?" if close else f"use {', '.join(COMMANDS)}"))
+        hint = f"did you mean {close}?" if close else f"use one of {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {argv[0]}; {hint}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command = parsers.get(argv[0], parser)
@@ -165,11 +167,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. Errors raised by this package exit with status 1 and their message, without a traceback."""
+    """Run a command. Errors raised in this package are printed without a traceback and exit with status 1."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
-    except KeyboardInterrupt:  # before training, which handles the first interrupt, or the second one
+    except KeyboardInterrupt:  # outside training, or the second interrupt; training handles the first one
         print(f"grpo-jax {arguments.command}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
 
@@ -185,12 +187,12 @@ def _run(arguments: argparse.Namespace) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if isinstance(error, RewardError) and error.__cause__ is not None:  # show the frames of the user's function
+        if isinstance(error, RewardError) and error.__cause__ is not None:  # print the frames of the user's function
             cause = traceback.TracebackException.from_exception(error.__cause__)
             frames = [frame for frame in cause.stack if _PACKAGE not in Path(frame.filename).parents]
             cause.stack = traceback.StackSummary.from_list(frames)
             print("".join(cause.format()), end="", file=sys.stderr)
         elif _PACKAGE not in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
-            raise  # raised elsewhere, so the message alone may not explain it
+            raise  # raised by a dependency or user code, so the message alone may not be sufficient
         distributed.end_by_error()
         raise SystemExit(f"grpo-jax {arguments.command}: {error}") from error

@@ -1,4 +1,4 @@
-"""Resolves the names in a RUN.yaml: `module:name` or `file.py:name`, reward functions, servers, rows and files."""
+"""Resolution of names in a RUN.yaml: `module:name` or `file.py:name`, reward functions, servers, rows and files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grpo_jax.types import RewardFn
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
     name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
-"""Name → function of `grpo_jax.rewards` that returns a reward function."""
+"""Name → built-in function that returns a reward function."""
 
 _Server = TypeVar("_Server")
 _FORM = "use module:name or file.py:name"
 
 
 def is_reference(text: object) -> TypeGuard[str]:
-    """Return whether a value names an object of a module or of a Python file.
+    """Return whether a value is a string `module:name` or `file.py:name`.
 
     Example:
       >>> [is_reference(text) for text in ("my.rewards:right", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
@@ -40,11 +40,11 @@ def is_reference(text: object) -> TypeGuard[str]:
 def find(text: object, folder: Path) -> Any:
     """Return the object that `module:name` or `file.py:name` refers to.
 
-    Files are relative to `folder`. Modules in it are found too, after the installed ones. Raises ValueError if there is
-    no such module or name, or if importing the module fails.
+    Files are relative to `folder`. Modules in `folder` can also be imported, but installed modules take precedence.
+    Raises ValueError if the module or name does not exist, or if importing the module fails.
     """
     if not is_reference(text):
-        raise ValueError(f"is not a reference: {_FORM}")
+        raise ValueError(f"is not a reference; {_FORM}")
     where, _, name = text.rpartition(":")
     try:
         module = _import_file(folder / where) if where.endswith(".py") else _import_module(where, folder)
@@ -54,8 +54,8 @@ def find(text: object, folder: Path) -> Any:
         return operator.attrgetter(name)(module)
     except AttributeError:
         close = nearest(name, [other for other in vars(module) if not other.startswith("_")])
-        hint = f"did you mean {close}?" if close else "use a name that it defines"
-        raise ValueError(f"{where} has no {name}; {hint}") from None
+        hint = f"did you mean {close}?" if close else "use a name defined in it"
+        raise ValueError(f"{where} does not define {name}; {hint}") from None
 
 
 def _import_module(name: str, folder: Path) -> ModuleType:
@@ -65,7 +65,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under its own name, so that worker processes find it, unless that is the name of another module."""
+    """Import a file as a module with its name, so that worker processes find it, unless that name is already taken."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -84,19 +84,19 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def reward_function(entry: object, folder: Path) -> RewardFn:
-    """Return the reward function of an entry of `rewards`; files are relative to `folder`.
+    """Return the reward function for an entry of `rewards`. Files are relative to `folder`.
 
-    An entry is a reference, the name of a shipped function, or `{name: arguments}`, which calls the function with a
-    mapping of keyword arguments, a list of positional arguments, or one argument. Raises ValueError for other entries.
+    An entry is a reference, the name of a built-in function, or `{name: arguments}`, where `arguments` is a mapping of
+    keyword arguments, a list of positional arguments, or one argument. Raises ValueError for other entries.
     """
     if isinstance(entry, dict) and len(entry) != 1:
-        raise ValueError("names more than one function; write each as a separate list entry")
+        raise ValueError("must name exactly one function; write each function as a separate list entry")
     name, arguments = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
     shipped = SHIPPED.get(str(name))
     if shipped is None and not is_reference(name):
         close = nearest(name, SHIPPED)
         hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
-        raise ValueError(f"no such reward function; {hint}")
+        raise ValueError(f"unknown reward function; {hint}")
     found: Any = shipped or find(name, folder)
     if shipped or isinstance(entry, dict):
         found = _call(found, name, arguments)
@@ -107,30 +107,30 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
 
 
 def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _Server:
-    """Call a factory with the arguments of a RUN.yaml."""
+    """Call a factory with arguments from a RUN.yaml: a mapping, a list or a single value."""
     try:
         if isinstance(arguments, dict):
             return factory(**arguments)
         return factory(*arguments) if isinstance(arguments, list) else factory(arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} rejects its arguments ({error})") from error
+        raise ValueError(f"{name} rejected its arguments ({error})") from error
 
 
 def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
-    """Return the server of an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`, created by `factory`."""
+    """Create the server of an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}` with `factory`."""
     if not isinstance(entry, dict) or [*entry] != ["vllm"]:
         raise ValueError("use {vllm: {base_url: http://HOST:PORT}}, or module:name")
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
     if "api_key" in arguments:
         raise ValueError(
-            "api_key: keys must not be stored in files; set the environment variable VLLM_API_KEY, or pass the name of"
-            " another one as api_key_env"
+            "api_key must not be stored in a file; set the environment variable VLLM_API_KEY, or set api_key_env to the"
+            " name of a different variable"
         )
     return _call(factory, factory.__name__, arguments)
 
 
 def resolve_source(source: object, folder: Path, argument: str) -> Any:
-    """Return the value of a key such as `data` for `load_rows`: absolute paths, with references and suites loaded."""
+    """Convert the value of a key such as `data` to an argument of `load_rows`: rows, an absolute path or a hub name."""
     if is_suite(source):
         return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:
@@ -141,7 +141,7 @@ def resolve_source(source: object, folder: Path, argument: str) -> Any:
 
 
 def _resolve_path(source: object, folder: Path, argument: str) -> object:
-    """Return the rows of a reference, or the absolute path of a file; other values are returned unchanged."""
+    """Return the rows of a reference or the absolute path of a file. Other values are returned unchanged."""
     if is_reference(source):
         try:
             found = find(source, folder)
@@ -152,6 +152,6 @@ def _resolve_path(source: object, folder: Path, argument: str) -> object:
 
 
 def in_folder(name: str, folder: Path) -> str:
-    """Return the path of `name` in `folder` if it exists; otherwise `name`, which may be a name on the hub."""
+    """Return the path of `name` in `folder` if it exists. Otherwise, return `name`, which may be a name on the hub."""
     path = folder / Path(name).expanduser()
     return str(path) if path.exists() else name

@@ -1,4 +1,4 @@
-"""Reads a RUN.yaml together with the command line, and reports all errors at once before any weights are loaded."""
+"""Reading and validation of a RUN.yaml and the command line. Reports all errors together, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from grpo_jax.types import AdvantageFn, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import reject_object_store
 
 NAME = "run.yaml"
-"""Name of the RUN.yaml that is kept in a run directory."""
+"""File name of the RUN.yaml that is copied into the run directory."""
 
 SUITE = "suite"
 """Entry of `rewards` that stands for the reward functions of the suite in `data`."""
 
 _KINDS = {"run_dir": str, "param_dtype": Literal["float32", "bfloat16"], "quantize": Literal[METHODS]}
-# Types of keys with simple values, as annotations for `config.fields.read`.
+# Types of keys with scalar values, as annotations for `config.fields.read`.
 _LORA = {
     "rank": Count,
     "alpha": Positive,
@@ -45,16 +45,16 @@ _LORA = {
 }
 # Types of the arguments of `add_lora`.
 _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
-# Keys of the mapping `sft` that are not fields of SFTConfig.
+# Keys of the mapping `sft` that are not fields of `SFTConfig`.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
-# Fields of the run that are also the defaults of its SFT stage.
+# Fields whose values in the run are the defaults of its SFT stage.
 _Arguments = TypeVarTuple("_Arguments")
 _R = TypeVar("_R")
 Part = Literal["model", "data", "rewards"]
 
 
 class SFTStage(NamedTuple):
-    """Arguments of `sft` for the stage before GRPO, which runs in the subdirectory `sft` of the run directory."""
+    """Arguments of `sft` for the SFT stage, which runs in the subdirectory `sft` of the run directory."""
 
     config: SFTConfig
     rows: list[Row]
@@ -65,8 +65,8 @@ class SFTStage(NamedTuple):
 class RunFile:
     """A validated run file, converted to the arguments of `train`. Parts that were not requested are not loaded.
 
-    `values` are the keys of the file and the command line, `folder` is the directory that files and modules are
-    relative to, and `lora` the arguments of `add_lora`. `stages` lists "sft" and "grpo" in the order in which they run.
+    `values` are the keys from the file and the command line, `folder` is the directory that files and modules are
+    relative to, and `lora` are the arguments of `add_lora`. `stages` lists "sft" and "grpo" in execution order.
     """
 
     values: Json
@@ -91,13 +91,13 @@ class RunFile:
 
 
 class _Problems(list[str]):
-    """Collects error lines."""
+    """List of error messages, one per line."""
 
     def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
-        """Return the function's result. If it raises, record the error with the key and the first argument.
+        """Call a function and return its result. On an error, append "key = value: message" and return None.
 
-        An empty key means that the message contains the key already. The value of a sampler or teacher is left out,
-        since the address of a server may contain a password.
+        The value is the first argument. If `key` is empty, only the message is appended. The values of samplers and
+        teachers are omitted, because the URL of a server may contain a password.
         """
         try:
             return function(*args)
@@ -115,13 +115,13 @@ def read_run(
     """Read a run file and check it as far as possible without loading weights.
 
     Args:
-      path: path of the file; None for a run described by the command line alone.
-      overrides: keys of the command line and their values as strings.
-      load: parts that the caller needs. A model is only checked; data and reward functions are loaded.
+      path: path of the file. If None, the run is described by `overrides` alone.
+      overrides: mapping from keys on the command line to their values as strings.
+      load: parts to load. A model is checked but not loaded.
 
     Raises:
       FileNotFoundError: if the file does not exist.
-      ValueError: with one line per error, which contains the key, its value and the fix.
+      ValueError: if the run is invalid. The message has one line per error, with the key, its value and the fix.
     """
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
@@ -167,7 +167,7 @@ def read_run(
 
 
 def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
-    """Yield an error line for each unknown or missing key, and for each wrong value of a key in `_KINDS`."""
+    """Yield an error message for each unknown or missing key, and for each invalid value of a key in `_KINDS`."""
     for name in values:
         if name not in GROUPS:
             yield unknown_field(name, set(GROUPS), hints() | RENAMED).replace("no such field", "no such key", 1)
@@ -183,19 +183,19 @@ def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
 
 
 def _read_stages(stated: Json) -> tuple[str, ...]:
-    """Return the stages of a run (default: only GRPO)."""
+    """Return the stages of a run, by default only GRPO."""
     stages = stated.get("stages", ["grpo"])
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
     if "sft" in stages and not isinstance(stated.get("sft"), dict):
-        raise ValueError("sft is missing; set it to a mapping of data and of fields of SFTConfig")
+        raise ValueError("sft is missing; set it to a mapping with data and fields of SFTConfig")
     if "sft" not in stages and "sft" in stated:
-        raise ValueError("sft is set, but stages has no sft; set stages: [sft, grpo], or remove sft")
+        raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)
 
 
 def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
-    """Read the SFT stage from the keys of a run. Raises ValueError with one line per error."""
+    """Read the SFT stage from the keys of a run. Raises ValueError if it is invalid, with one line per error."""
     own, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, *_SFT_KEYS}
@@ -221,7 +221,7 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
 
 
 def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
-    """Load reward functions, tools and other objects. The suite provides the defaults."""
+    """Load the reward functions, tools and other objects of a run. The suite provides defaults."""
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns
@@ -243,7 +243,7 @@ def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
-        columns, prompt = None, "any"  # so that errors in the data are still reported
+        columns, prompt = None, "any"  # continue with a valid template, to report errors in the data too
 
     def read_rows(source: object, key: str) -> list[Row]:
         return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
@@ -259,7 +259,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) -> dict[str, Any]:
-    """Return the values of the given names. A mesh such as "data=2,fsdp=4" is converted to a mapping."""
+    """Select the given names from a mapping. A mesh such as "data=2,fsdp=4" is converted to a mapping."""
     picked = {name: value for name, value in values.items() if name in names}
     if isinstance(picked.get("mesh"), str):
         picked["mesh"] = parse_mesh(picked["mesh"])
@@ -272,7 +272,7 @@ def _sampler(entry: object, folder: Path) -> Sampler:
 
 
 def read_lora(entry: object) -> dict[str, Any] | None:
-    """Return the arguments of `add_lora` for a rank or a mapping. By default alpha is twice the rank."""
+    """Convert a rank or a mapping to the arguments of `add_lora`. By default, alpha is twice the rank."""
     if entry is None:
         return None
     stated = {"rank": entry} if isinstance(entry, int) else entry
@@ -284,7 +284,7 @@ def read_lora(entry: object) -> dict[str, Any] | None:
 
 
 def _check_model(entry: object, folder: Path) -> None:
-    """Raise an error unless the entry names an existing model."""
+    """Raise ValueError or OSError if the entry does not name an existing model."""
     if is_reference(entry):
         find(entry, folder)
     elif isinstance(entry, str):
@@ -294,7 +294,7 @@ def _check_model(entry: object, folder: Path) -> None:
 
 
 def _check_teacher(entry: object, folder: Path) -> None:
-    """Raise an error unless the entry describes a server or names an existing teacher."""
+    """Raise ValueError or OSError if the entry is not a server or an existing teacher."""
     if isinstance(entry, dict):
         server_of(entry, vllm_scorer)
     else:

@@ -1,4 +1,4 @@
-"""YAML with the scalars of version 1.2: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
+"""YAML with the scalars of YAML 1.2: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 scalars. Rejects duplicate keys, and aliases, which can expand a small file without limit."""
+    """Loader for YAML 1.2 scalars. Rejects duplicate keys, and aliases, which can expand a small file without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            message = f"*{event.anchor}: aliases are not supported; write out the value"
+            message = f"*{event.anchor}: aliases are not supported; repeat the value"
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes values that `_Loader` reads back unchanged: strings that look like another scalar are quoted."""
+    """Dumper whose output `_Loader` reads back unchanged. Strings that would be parsed as other types are quoted."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -52,12 +52,12 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Return a mapping as YAML."""
+    """Serialize a mapping to YAML. An empty mapping gives an empty string."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse the value of a key on the command line: as YAML, or as a string if the key only accepts strings."""
+    """Parse the value of a key on the command line as YAML, or as a string if the key accepts only strings."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
@@ -71,15 +71,15 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file. Raises ValueError with the path if it is not YAML or not a mapping."""
+    """Read a mapping from a YAML file. Raises ValueError if the file is not YAML or not a mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; pass the path of a RUN.yaml")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an integer with too many digits
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8 and for huge integers
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has only a few levels") from error
+        raise ValueError(f"{path} is nested too deeply; use at most a few levels, as in a RUN.yaml") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} contains {show(values)}; write keys with values, such as model: Qwen/Qwen3-0.6B")
+        raise ValueError(f"{path} must be a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")
     return {str(name): value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Watching a run: its files, plots, page and display, hints, callbacks and trackers."""
+"""Monitoring of a run: log files, plots, the HTML report, the progress display, hints, callbacks and trackers."""
 
 from grpo_jax.watch.monitor import Callback, StopRun
 

@@ -1,4 +1,4 @@
-"""Display of a run: a progress bar with the latest metrics in a terminal, one line per logged step elsewhere."""
+"""Progress display: a progress bar with the latest metrics in a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SHOWN = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Metrics of the display: name, label, decimals (None: three significant digits). The loss is shown only for SFT."""
+"""Displayed metrics: (name, label, decimals), or three significant digits if None. The loss is shown only for SFT."""
 
 SILENCE = 30
-"""Seconds without output after which a log file gets a line."""
+"""Seconds without output after which the current activity is printed."""
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES: dict[int, int | str] = {
@@ -36,17 +36,17 @@ _ESCAPES: dict[int, int | str] = {
 
 
 def escape_controls(text: str) -> str:
-    r"""Replace characters that control a terminal or reorder text with visible ones, such as ␛ or `\u202e`.
+    r"""Replace characters that control the terminal or reorder text with visible escapes such as ␛ or `\u202e`.
 
-    These are the control characters except newline and tab, bidirectional marks, and surrogates.
+    The replaced characters are control characters (except newline and tab), bidirectional controls and surrogates.
     """
     return text.translate(_ESCAPES)
 
 
 def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
-    """Format the metrics of a logged step, and the time per iteration split by phase ("" if no times were logged).
+    """Format the metrics of a logged step and the time per iteration, split by phase.
 
-    The times in `metrics` are totals over `iterations`.
+    The times in `metrics` are totals over `iterations`. The second string is empty if no times were logged.
     """
     shown = [entry for entry in _SHOWN if entry[0] in metrics and (entry[0] != "loss" or "reward" not in metrics)]
     values = [f"{label} {_format(metrics[name], decimals)}" for name, label, decimals in shown]
@@ -59,12 +59,12 @@ def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple
 
 
 class Display:
-    """The display of a run, and a callback: call it as `display(step, metrics)` after each logged step.
+    """Progress display of a run. It is a callback: call `display(step, metrics)` after each logged step.
 
-    A terminal shows a progress bar, redrawn after each optimizer step. A log file, pipe or notebook gets one line per
-    logged step, and after `SILENCE` seconds without output a line with the current `activity`, so that a long rollout
-    or compilation is not mistaken for a hang. Output goes to standard error (in a notebook to the cell) or to
-    `console`. Leaving the context restores the terminal, also after an error.
+    In a terminal, a progress bar is redrawn after each optimizer step. In a log file, pipe or notebook, one line is
+    printed per logged step, and after `SILENCE` seconds without output a line with the current `activity`, so that a
+    long rollout or compilation is not mistaken for a hang. Output goes to `console`, by default standard error (in a
+    notebook, the output cell). Exiting the context restores the terminal, also after an error.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._activity, self._clock = activity, clock
-        # When the first iteration ended. Its compile time is left out of the estimate of the time left.
+        # Time when the first iteration ended. The estimate of the remaining time excludes it, since it compiles.
         self._started: float | None = None
         self._total_steps = self._step = self._first = self._logged = 0
         self._updates = 1
@@ -100,7 +100,7 @@ class Display:
             self._live = None
 
     def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
-        """Show a run with `total_steps` optimizer steps, `step` of them done, and `updates` steps per iteration."""
+        """Start the display at `step` of `total_steps` optimizer steps. An iteration has `updates` steps."""
         self._total_steps, self._updates, self._started = total_steps, updates, None
         self._step = self._first = self._logged = step
         self._last_step = self._clock()
@@ -111,13 +111,13 @@ class Display:
 
             self._bar = _progress_bar(self._console, total_steps, step)
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
-            self._live.start()  # its thread updates the elapsed time
+            self._live.start()  # starts a thread that updates the elapsed time
         else:
             self._thread = threading.Thread(target=self._report_activity, daemon=True)
             self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a logged step."""
+        """Display the metrics of a logged step."""
         self._lines = format_metrics(metrics, max(step - self._logged, 1) / self._updates)
         if self._lines[1]:
             self._logged = step
@@ -125,7 +125,7 @@ class Display:
         self._show(*self._lines, self._time_left())
 
     def advance(self, step: int) -> None:
-        """Show an optimizer step that is not logged."""
+        """Update the progress bar after an optimizer step that is not logged."""
         self._set_step(step)
         if self._live is not None:
             self._show(*self._lines, self._time_left())
@@ -140,7 +140,7 @@ class Display:
             self.report_activity()
 
     def report_activity(self) -> None:
-        """Print the current activity if there was no output for `SILENCE` seconds."""
+        """Print the current activity if there has been no output for `SILENCE` seconds."""
         now = self._clock()
         if now - self._last_output >= SILENCE:
             self._last_output = now
@@ -148,7 +148,7 @@ class Display:
             self._show(f"{self._activity()} ({waited} s since the last step)" if waited else "", self._time_left())
 
     def _show(self, *parts: str) -> None:
-        """Redraw the bar or print a line. The last part is the time left."""
+        """Redraw the progress bar or print a line. The last element of `parts` is the remaining time."""
         if self._live is not None and self._bar is not None:
             from rich.console import Group
             from rich.text import Text
@@ -161,15 +161,15 @@ class Display:
             self.say(" · ".join(part.strip() for part in (progress, *parts) if part))
 
     def say(self, text: str) -> None:
-        """Print a message, in a terminal above the bar. Markup is not interpreted."""
+        """Print a message (in a terminal, above the progress bar). Markup is not interpreted."""
         self._last_output = self._clock()
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def completions(self, rows: Sequence[CompletionRow]) -> None:
-        """Print a table of completions: prompt (once per group), completion, each reward, advantage.
+        """Print a table of completions with their rewards and advantages. The prompt is printed once per group.
 
-        Control characters are escaped, since models and environments produce untrusted text.
+        Control characters are escaped, because models and environments produce untrusted text.
         """
         if self._console is None:
             return
@@ -192,7 +192,7 @@ class Display:
         self._console.print(table)
 
     def _time_left(self) -> str:
-        """Format the estimated time of the remaining steps; "" before the second iteration has ended."""
+        """Format the estimated remaining time. Returns "" until a step after the first iteration is complete."""
         done, todo = self._step - self._first, self._total_steps - self._step
         if self._started is None or done <= 0 or todo <= 0:
             return ""
@@ -202,7 +202,7 @@ class Display:
 
 
 def _default_console() -> Console:
-    """Return a console that writes to standard error, or to the cell in a notebook."""
+    """Return a console that writes to standard error or, in a notebook, to the output cell."""
     from rich.console import Console
 
     console = Console()
@@ -227,14 +227,14 @@ def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
 
 
 def _format(value: float | None, decimals: int | None) -> str:
-    """Format a value with `decimals` (None: three significant digits); "–" if missing or not finite."""
+    """Format a value, with three significant digits if `decimals` is None. Missing or non-finite values give "–"."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.{decimals}f}" if decimals is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _join(text: str | Iterable[Mapping[str, object]]) -> str:
-    """Return a string, or messages as lines "role: content", with control characters escaped."""
+    """Format a string or a list of messages (as "role: content" lines), with control characters escaped."""
     if not isinstance(text, str):
         text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
     return escape_controls(text)

@@ -1,7 +1,7 @@
-"""Hints during a run: signs of a problem in the logged metrics, and the config fields that address it.
+"""Hints: messages about problems visible in the logged metrics, with the config fields that address them.
 
-A hint is a pure function of the logged lines and the config that returns a message or None. `HINTS` lists them, and
-`Hints` applies them to each new line and reports each hint once. A resumed run first replays the lines in its files.
+A hint is a pure function of the logged lines and the config, and returns a message or None. `HINTS` lists all hints;
+`Hints` applies them to each new line and reports each one once. A resumed run first replays the lines in its files.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ from grpo_jax.watch.summary import finite_values
 from grpo_jax.watch.writer import Line
 
 KL_WINDOW = 50
-"""Number of logged steps over which the KL must keep rising."""
+"""Number of logged steps over which the KL must rise for a hint."""
 WINDOW = 10
-"""Number of logged steps that are averaged into the current value of a metric."""
+"""Number of logged steps that the current value of a metric is averaged over."""
 FIRST, LAST = 12, 100
-"""Number of lines kept: the first ones of the run and the latest ones."""
+"""Number of lines kept from the start of the run, and of latest lines kept."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
-"""Largest |l − l_sampling| of a batch, in nats, that rounding can explain; the second if products are exact float32.
+"""Largest |l − l_sampling| in a batch, in nats, that is due to rounding, in general and with exact float32 products.
 
 On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to
 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits (as a GPU does for float32 products), 0.1 with
-operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54 in bfloat16. The limits leave room for larger models.
+operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54 in bfloat16. The limits allow for larger models.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| per token, in nats, that rounding can explain. Engines in bfloat16 reach 0.01."""
+"""Largest mean |log π_old − log π_sampler| per token, in nats, without a hint. bfloat16 engines reach 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Smallest mean importance weight of an engine's completions that is not reported."""
+"""Smallest mean importance weight of an engine's completions without a hint."""
 ONE_TURN = 1.02
-"""Mean number of turns below which almost no completion has a second turn."""
+"""Mean number of turns up to which a run counts as single-turn."""
 
 History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
     """Return `SAMPLER_GAP_FLOAT32` if this machine computes float32 products exactly, else `SAMPLER_GAP`."""
-    settings: Any = jax.config  # jax adds its attributes at run time
+    settings: Any = jax.config  # its attributes are defined at run time
     exact = jax.default_backend() == "cpu" or settings.jax_default_matmul_precision in ("highest", "float32")
     return SAMPLER_GAP_FLOAT32 if exact and resolve(compute_dtype) == "float32" else SAMPLER_GAP
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
-    """Almost all groups have equal rewards, so their advantages are 0."""
+    """Report that almost all groups have equal rewards, so their advantages are 0."""
     share, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
     if unscored > 0.5:  # rewards that are all missing count as equal
         return (
-            f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps have no reward and give no"
-            " gradient: see rewards/*/missing, and rewards/*/errors for reward functions that raised an error"
+            f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps had no reward and did not"
+            " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
         )
     more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
-        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and gave no gradient."
-        " If all completions are correct, the task is learned; if not, use rewards that distinguish completions, raise"
+        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and zero gradient. If"
+        " all completions are correct, the task is learned. Otherwise, use rewards that distinguish completions, raise"
         f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){more}"
     )
 
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
-    """Almost all completions are truncated, so they are scored without their end."""
+    """Report that almost all completions are truncated, so that rewards are computed from incomplete text."""
     share, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if share is None or share < (0.9 if turns > ONE_TURN else 0.995):
         return None
     fixes = (
-        ", or check that the model was trained with this chat template and EOS; mask_truncated_completions=True leaves"
+        ", or check that the model was trained with this chat template and EOS. mask_truncated_completions=True leaves"
     )
     fixes += " truncated completions out of the loss"
     if turns > ONE_TURN:
         fixes = (
-            f" (all {turns:.1f} turns and their observations share it), shorten the observations, or limit the number"
+            f" (it covers all {turns:.1f} turns and their observations), shorten the observations, or limit the number"
         )
-        fixes += " of turns (with max_tool_calling_iterations, or return None from respond)"
+        fixes += " of turns (set max_tool_calling_iterations, or return None from respond)"
     return (
         f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps were truncated at"
-        f" max_completion_length = {config.max_completion_length} tokens: raise it{fixes}"
+        f" max_completion_length = {config.max_completion_length} tokens. Raise it{fixes}"
     )
 
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
-    """The KL to a frozen reference has kept rising, which TR-DPO's moving reference prevents."""
+    """Report that the KL to a frozen reference keeps rising. TR-DPO's moving reference limits it."""
     values = finite_values(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
@@ -96,14 +96,14 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
     if not all(later > earlier for earlier, later in itertools.pairwise(means)) or means[-1] <= 2 * means[0]:
         return None
     return (
-        f"the KL to the frozen reference has risen over the last {KL_WINDOW} logged steps, from {means[0]:.3g} to"
-        f" {means[-1]:.3g} nats per token: set sync_ref_model=True to move the reference, or raise beta (now"
+        f"the KL to the frozen reference rose from {means[0]:.3g} to {means[-1]:.3g} nats per token over the last"
+        f" {KL_WINDOW} logged steps. Set sync_ref_model=True to update the reference, or raise beta (now"
         f" {config.beta:g}) or lower learning_rate to keep the policy closer to it"
     )
 
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
-    """The policy is almost deterministic, so the completions of a group are the same."""
+    """Report that the policy is almost deterministic, so that the completions of a group are nearly identical."""
     values = finite_values(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
@@ -111,70 +111,70 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
     if now >= 0.05 * first or now >= 0.05:
         return None
     return (
-        f"the entropy of the policy has fallen from {first:.3g} to {now:.3g} nats per token, so it hardly explores."
-        " This is fine if the task is learned. If not, set entropy_coef"
+        f"the entropy of the policy fell from {first:.3g} to {now:.3g} nats per token, so there is little exploration."
+        " This is expected if the task is learned. Otherwise, set entropy_coef"
         f" (now {config.entropy_coef:g}) or use_adaptive_entropy=True, raise epsilon_high or temperature, or lower"
         " learning_rate"
     )
 
 
 def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> str | None:
-    """Return a message if the `sampler/…` metrics of a custom sampler are wrong, else None.
+    """Return a message if the `sampler/…` metrics show that a custom sampler does not match the policy, else None.
 
-    `metric(name)` returns the value of a metric, or None.
+    `metric` maps the name of a metric to its value, or to None if it was not logged.
     """
     weight, gap = metric("sampler/importance_weight_mean"), metric("sampler/log_prob_difference_mean")
-    advice = "check that the engine has the current params and the same temperature, top_k, top_p and min_p"
+    advice = "check that the engine uses the current params and the same temperature, top_k, top_p and min_p"
     if weight is not None and weight < ENGINE_WEIGHT:
         return (
-            f"the mean importance weight of the sampler's completions is {weight:.2g}, but should be about 1: {advice}."
-            f" If its log-probs are right, change sampler_correction_max (now {config.sampler_correction_max}) or"
+            f"the mean importance weight of the sampler's completions is {weight:.2g}, but should be about 1; {advice}."
+            f" If its log-probs are correct, change sampler_correction_max (now {config.sampler_correction_max}) or"
             f" sampler_correction (now {config.sampler_correction!r}) to discard less"
         )
     if gap is not None and gap > ENGINE_DIFFERENCE and config.sampler_correction is None:
         return (
-            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token: {advice},"
-            " or set sampler_correction to weight its completions by the difference"
+            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token; {advice},"
+            " or set sampler_correction to apply importance weights to its completions"
         )
     return None
 
 
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
-    """The sampler and the trainer compute different log-probs for the same tokens."""
+    """Report that the sampler and the trainer compute different log-probs for the same tokens."""
     if finite_values(history, "sampler/log_prob_difference_mean"):
         return engine_fault(lambda name: _mean(history, name), config)
     gap = _mean(history, "sampler_gap")
-    # With several updates per batch, the policy has changed since sampling.
+    # With several updates per batch, a gap is expected: the policy has changed since sampling.
     if gap is None or gap <= sampler_gap_limit(config.compute_dtype) or not config.on_policy:
         return None
     return (
-        f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps:"
-        ' check that the model computes the same logits with and without a cache; compute_dtype="float32" reduces'
-        " rounding errors, and off_policy_mask_threshold leaves out the completions with the largest difference"
+        f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps."
+        ' Check that the model computes the same logits with and without a cache. compute_dtype="float32" reduces'
+        " rounding errors, and off_policy_mask_threshold excludes the completions with the largest differences"
     )
 
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
-    """Almost no completion has a second turn, or most completions end with a call beyond the limit."""
+    """Report that almost no completion has a second turn, or that most end with a call beyond the limit."""
     turns, share = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
     if share is not None and share >= 0.5:
         return (
             f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a tool call beyond"
-            f" the limit: raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state the limit"
+            f" the limit. Raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state the limit"
             " in the prompt, or reward shorter dialogues"
         )
     if turns is None or turns > ONE_TURN:
         return None
     return (
-        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average: the policy calls no tool, or"
-        " its environment ends immediately. Show an example in the prompt, teach the format of a call with supervised"
-        f" examples, or reward it; a higher temperature (now {config.temperature:g}) and more completions per prompt"
+        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average. The policy does not call"
+        " tools, or its environment ends immediately. Show an example in the prompt, teach the format of calls with"
+        f" SFT, or reward calls. A higher temperature (now {config.temperature:g}) and more completions per prompt"
         f" (num_generations, now {config.num_generations}) increase exploration"
     )
 
 
 def failing_tools(history: History, config: GRPOConfig) -> str | None:
-    """Almost all tool calls fail."""
+    """Report that almost all tool calls fail."""
     lines = [line for line in history if finite_values([line], "tools/calls")][-WINDOW:]
     calls, failures = sum(finite_values(lines, "tools/calls")), sum(finite_values(lines, "tools/failures"))
     if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
@@ -182,9 +182,9 @@ def failing_tools(history: History, config: GRPOConfig) -> str | None:
     seconds = config.environment_timeout
     late = "" if seconds is None else f"; calls longer than environment_timeout = {seconds:g} s fail"
     return (
-        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed: read the calls and"
-        " their results (report.html, log_completions=True). The prompt describes tools only by their names, docstrings"
-        f" and type hints{late}"
+        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed. Read the calls and"
+        " their results (report.html, log_completions=True). The prompt contains only the names, docstrings and type"
+        f" hints of tools{late}"
     )
 
 
@@ -200,7 +200,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 
 
 class Hints:
-    """The hints of one run. Each is reported once."""
+    """Applies the hints to the metrics of a run. Each hint is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config
@@ -208,7 +208,7 @@ class Hints:
         self._history: list[Line] = []
 
     def __call__(self, line: Line) -> list[str]:
-        """Add the next line of metrics, and return the new hints."""
+        """Add a line of metrics and return the new hints."""
         self._history.append(line)
         if len(self._history) > FIRST + LAST:
             del self._history[FIRST]

@@ -1,4 +1,4 @@
-"""Logging of a run: counters, a stopwatch, and `Monitor`, which sends metrics to files, callbacks and the display."""
+"""Logging of a run: counters, a stopwatch, and `Monitor`, which passes metrics to files, callbacks and the display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_jax.watch.display import Display
 from grpo_jax.watch.summary import describe_run
 from grpo_jax.watch.writer import CompletionRow, Line, RunWriter, read_lines
 
-if TYPE_CHECKING:  # optional: imported if `report_to` names a tracker
+if TYPE_CHECKING:  # otherwise imported only if `report_to` names a tracker
     from grpo_jax.watch.trackers import Tracker
 
 MAX_WARNINGS = 200
@@ -38,21 +38,21 @@ If a callback raises `StopRun`, the run saves a checkpoint and ends. Any other e
 
 
 class StopRun(Exception):
-    """Raised by a callback to end the run after this step. The run is saved, and `train` returns its state."""
+    """Exception that a callback raises to end the run after this step. The run is saved; `train` returns its state."""
 
 
 @dataclasses.dataclass
 class Progress:
-    """Counters of a run, all JSON. A checkpoint stores them next to `TrainState` and an unfinished batch.
+    """Counters of a run, as JSON values. A checkpoint stores them with the `TrainState` and a partly used batch.
 
     Attributes:
-      cursor: prompts sampled since the start of the run; `tokens` counts the tokens of their completions.
-      updates_done: updates made on the current batch; 0 between iterations.
+      cursor: number of prompts sampled since the start of the run; `tokens` is the number of tokens sampled for them.
+      updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
-      skipped: consecutive updates skipped up to now because the loss or gradient was not finite.
+      skipped: number of consecutive updates, up to the last one, skipped because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
-      asked: whether an engine is sampling the completions of the prompts from `cursor` on.
-      window: name → [sum, count] of the metrics since the last logged line.
+      asked: whether an engine is already sampling completions of the prompts that start at `cursor`.
+      window: metric name → [sum, count] since the last logged line.
     """
 
     step: int = 0
@@ -67,20 +67,20 @@ class Progress:
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def count_batch(self, cursor: int, metrics: Mapping[str, float]) -> None:
-        """Count the completions of an iteration."""
+        """Add the completions of an iteration: their tokens and metrics, and the position after their prompts."""
         self.cursor = cursor
         self.tokens += int(metrics["num_tokens"])
         self._add(metrics)
 
     def count_update(self, metrics: Mapping[str, float]) -> None:
-        """Count an optimizer step."""
+        """Add an optimizer step and its metrics."""
         self.step += 1
         self.updates_done += 1
         self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
         self._add(metrics)
 
     def keep_metric(self, name: str | None, metrics: Mapping[str, float]) -> None:
-        """Set `metric` to the value of `name`, if `metrics` has a finite one."""
+        """Set `metric` to the metric `name` if its value is finite."""
         if name is not None and math.isfinite(metrics.get(name, math.nan)):
             self.metric = float(metrics[name])
 
@@ -92,17 +92,17 @@ class Progress:
                 total[1] += 1
 
     def log_line(self) -> dict[str, float]:
-        """Return the totals and the means since the last call. `ratio_max` is a mean of the updates' maxima."""
+        """Return totals, and means of metrics since the last call. `ratio_max` is a mean over the updates' maxima."""
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
 
 
 class Phases:
-    """A stopwatch for the phases of an iteration.
+    """Stopwatch for the phases of an iteration.
 
-    Phases may be nested; time counts for the innermost one only. JAX dispatches asynchronously, so a phase must wait
-    for its results, or their time is attributed to the next phase.
+    Phases may be nested; time is attributed to the innermost phase only. JAX dispatches asynchronously, so a phase must
+    wait for its results. Otherwise, their time is attributed to the next phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -113,7 +113,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase. Repeated phases of the same name add up."""
+        """Time a phase. The times of phases with the same name are summed."""
         self._lap()
         self._open.append(name)
         try:
@@ -124,11 +124,11 @@ class Phases:
 
     @property
     def current(self) -> str:
-        """The innermost open phase, or ""."""
+        """Name of the innermost open phase, or "" outside all phases."""
         return self._open[-1] if self._open else ""
 
     def take(self) -> dict[str, float]:
-        """Return `seconds/<phase>` and `seconds/total` since the last call, and reset them."""
+        """Return the seconds since the last call as `seconds/<phase>` and `seconds/total`, and reset them."""
         self._lap()
         seconds = {f"seconds/{name}": value for name, value in self._seconds.items()}
         seconds["seconds/total"] = self._last - self._start
@@ -143,11 +143,11 @@ class Phases:
 
 
 class Monitor:
-    """Files, callbacks, stopwatch, hints and display of one run.
+    """Log files, callbacks, trackers, stopwatch, hints and display of a run.
 
-    Inside the context, Python's warnings are also written to `warnings.jsonl`. Leaving it writes the report and closes
-    the trackers of `report_to`. `hints` returns the new hints for a line of metrics (`watch.hints`). Processes that do
-    not log pass `quiet=True`, which also disables the trackers. `stopped` is True once a callback has raised `StopRun`.
+    Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting it writes the report and closes
+    the trackers. `hints` maps a line of metrics to its new hints (see `watch.hints`). `quiet=True`, for processes that
+    do not log, disables the display and the trackers. `stopped` is True once a callback has raised `StopRun`.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Monitor:
         resumed: bool = False,
         updates: int = 1,
     ) -> None:
-        """Print the sizes of the run, and truncate its files to the step at which it resumes."""
+        """Open the files and trackers of a run and print its sizes. Drops lines after the step that it resumes from."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         self._writer.config(self._config, prompts=num_rows, param_dtype=max(dtypes, default="float32"))
@@ -223,12 +223,12 @@ class Monitor:
             )
         )
         if num_dropped:
-            self.say(f"{num_dropped} rows were dropped: their prompts are longer than max_prompt_length")
+            self.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
         self._complete = resumed and progress.step >= total_steps
         if self._complete:
             fix = "to train longer, raise max_steps; to start a new run, pass a different run_dir"
             if not self._config.lr_scheduler_type.startswith("constant"):
-                fix = "to train longer, start a new run in a different run_dir: its learning rates differ at every step"
+                fix = "to train longer, start a new run in a different run_dir, since max_steps changes the schedule"
             self.say(f"complete: {progress.step} of {total_steps} steps; {fix}")
         elif resumed:
             self.say(f"resuming after step {progress.step}")
@@ -237,11 +237,11 @@ class Monitor:
         self.phase.take()
 
     def say(self, message: str) -> None:
-        """Show a message that does not belong to a step."""
+        """Print a message that does not belong to a step."""
         self._display.say(message)
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions used by the updates from `step` on."""
+        """Write the completions of the batch whose updates start at `step`, and print them with `log_completions`."""
         self._step = step
         if rows:
             self._writer.completions(step, rows)
@@ -249,11 +249,11 @@ class Monitor:
             self._display.completions(rows[: self._config.num_completions_to_print])
 
     def advance(self, step: int) -> None:
-        """Show an optimizer step that is not logged."""
+        """Update the display after an optimizer step that is not logged."""
         self._display.advance(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a line of training metrics and its hints."""
+        """Log a line of training metrics, and print and store its hints."""
         seconds = self.phase.take()
         tokens, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
         rate = {"tokens_per_second": tokens / seconds["seconds/total"]} if seconds["seconds/total"] > 0 else {}
@@ -265,11 +265,11 @@ class Monitor:
             self._keep("hint", message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show the metrics of an evaluation."""
+        """Log the metrics of an evaluation."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
-        """Print the best checkpoint, and how to resume if the run is not complete."""
+        """Print the best checkpoint, the path of the report and, if the run is incomplete, how to resume it."""
         if best is not None:
             self.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
         if self._writer.run_dir is not None:
@@ -280,11 +280,11 @@ class Monitor:
             )
 
     def draw(self) -> None:
-        """Write the report before the end, for publishing."""
+        """Write the report before the run ends, for publishing."""
         self._report()
 
     def _report(self) -> None:
-        from grpo_jax.watch.page import write_report  # imported at the end of a run only
+        from grpo_jax.watch.page import write_report  # imported only to write a report
 
         if self._writer.run_dir is not None:
             write_report(self._writer.run_dir)
@@ -312,10 +312,10 @@ class Monitor:
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write a warning of a started run to its file, once."""
+        """Write each distinct warning once, after `start` has opened the files."""
         if self._step is not None and (category, message) not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add((category, message))
-            with contextlib.suppress(OSError):  # a warning must not end a run; writing metrics reports a full disk
+            with contextlib.suppress(OSError):  # the next write of metrics raises the same error, such as a full disk
                 self._writer.warning(self._step, category, message)
 
 
@@ -331,7 +331,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:
     """Call each callback with a copy of the metrics as Python scalars. Returns whether one raised `StopRun`.
 
-    Other exceptions get a note with the index of the callback.
+    Other exceptions propagate with a note that contains the index of the callback.
     """
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
     stop = False

@@ -1,6 +1,6 @@
 """The report of a run: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
-The page needs no server, and its content security policy forbids requests. Data is embedded as escaped JSON and
+The page does not need a server, and its content security policy forbids requests. Data is embedded as escaped JSON and
 inserted as text, never as markup. Its size is bounded: curves have at most `POINTS` values, and completions are shown
 for `STEPS` steps, up to `COMPLETION_BYTES` in total.
 """
@@ -25,15 +25,15 @@ from grpo_jax.watch.summary import changed_settings, finite_values, headline, me
 from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
 
 STEPS = 12
-"""Number of steps whose completions are shown: the first, the last and evenly spaced ones in between."""
+"""Number of steps whose completions are shown. They are evenly spaced and include the first and the last step."""
 COMPLETION_BYTES = 2_000_000
-"""Maximum size of all completions, in bytes."""
+"""Maximum total size of the completions, in bytes."""
 TEXT = 6000
-"""Maximum characters of a prompt or completion. The middle of longer ones is left out."""
+"""Maximum length of a prompt or completion, in characters. The middle of longer ones is omitted."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> None:
-    """Write `report.html` and `report.png`. A failure gives a warning and leaves the previous file unchanged."""
+    """Write `report.html` and `report.png`. If one fails, warns and leaves the previous file unchanged."""
     run_dir = Path(run_dir)
 
     def draw(file: IO[bytes]) -> None:
@@ -88,13 +88,13 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
 
 
 def _embedded(data: object) -> str:
-    """Return JSON for a script element: ASCII only, with `<`, `>` and `&` escaped, so that no markup can end it."""
+    """Return ASCII JSON for a script element. `<`, `>` and `&` are escaped, so that data cannot close the element."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _as_json(panel: Panel) -> dict[str, object]:
-    """Return the JSON of a panel, with values rounded to five significant digits."""
+    """Convert a panel to JSON, with values rounded to five significant digits."""
 
     def rounded(values: np.ndarray) -> list[float | None]:
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
@@ -107,7 +107,7 @@ def _as_json(panel: Panel) -> dict[str, object]:
 
 
 def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
-    """Return the total seconds of each phase of a run, and of the time outside all phases as "other"."""
+    """Return the total seconds of each phase of a run. The time outside all phases is "other"."""
     names = [name for name in metric_names(lines) if name.startswith("seconds/")]
     seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := finite_values(lines, name))}
     other = seconds.pop("total", 0.0) - sum(seconds.values())
@@ -115,7 +115,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps by group, and a note that says whether they are all completions."""
+    """Return the completions of up to `STEPS` steps by group, and a note on completions that are left out."""
     offsets = _line_offsets(path)
     at = list(offsets)
     chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
@@ -146,7 +146,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:
-    """Return step → byte offsets of its lines, without parsing the JSON of a file that may have gigabytes."""
+    """Return step → byte offsets of its lines. The JSON is not parsed, since the file may have gigabytes."""
     offsets: dict[int, list[int]] = {}
     if not path.exists():
         return offsets

@@ -1,4 +1,4 @@
-"""Curves of a run: the panels of metrics and their colours, and `report.png`."""
+"""Plots of a run: panels of metrics and their colors, and `report.png`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 POINTS = 400
 """Maximum number of values per curve. A panel is about 400 pixels wide."""
 SMOOTHED = 20
-"""Curves with at least this many values are smoothed."""
+"""Minimum number of values of a smoothed curve."""
 
 COLOURS = {
     "policy": ("#0072b2", "#56b4e9"),
@@ -34,15 +34,15 @@ COLOURS = {
     "reward2": ("#7f5539", "#c29a7b"),
     "reward3": ("#9b1d64", "#f06aae"),
 }
-"""Meaning → (colour on a light page, colour on a dark page): Okabe and Ito's palette, darkened if too pale on white.
+"""Meaning → (color on a light page, color on a dark page): Okabe and Ito's palette, darkened if too pale on white.
 
-`policy` is the trained policy, `start` the initial policy; `high` and `low` are values beyond a bound; `nothing` means
-no learning signal; `reward0` … are the reward functions.
+`policy` is the trained policy, `start` the initial policy, and `reference` the reference. `high` and `low` are for
+values beyond a bound, `nothing` for groups without a learning signal, and `reward0` … for reward functions.
 """
 
 
 class Theme(NamedTuple):
-    """Colours of the page, text, secondary text and grid lines."""
+    """Colors of the page, text, secondary text and grid lines."""
 
     page: str
     ink: str
@@ -55,7 +55,7 @@ DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
 
 
 class Curve(NamedTuple):
-    """A metric in a panel: label, key of `COLOURS`, values [n] (NaN if missing) and smoothed values [n] or None."""
+    """A metric in a panel: label, key of `COLOURS`, values [n] (NaN if missing), and smoothed values [n] or None."""
 
     label: str
     colour: str
@@ -64,7 +64,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel: title, unit, lower end of the y axis (None: the lowest value), steps [n ≤ `POINTS`] and curves."""
+    """A panel: title, unit, lower limit of the y axis (None: the lowest value), steps [n ≤ `POINTS`] and curves."""
 
     title: str
     unit: str
@@ -93,16 +93,17 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
 # fmt: on
-"""(title, unit, lower end of the y axis, regular expression of metric names → (label, meaning)).
+"""(title, unit, lower limit of the y axis, regular expression of metric names → (label, meaning)).
 
-An empty label stands for group 1 of the expression, an empty meaning for the colour of the reward with this label."""
+If the label is empty, group 1 of the match is used. If the meaning is empty, the color of the reward function is used.
+"""
 
 _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels whose all-zero curves are left out: runs without a reference, or with one update per batch."""
+"""Panels without their all-zero curves, which occur without a reference or with one update per batch."""
 
 
 def colour(meaning: str, *, dark: bool = False) -> str:
-    """Return a colour of `COLOURS`."""
+    """Return a color of `COLOURS`."""
     return COLOURS[meaning][dark]
 
 
@@ -113,7 +114,7 @@ def find_panels(lines: Sequence[Line]) -> list[Panel]:
     metrics = {f"held out: {labels[name]}" if name in labels else name: _values(lines, name) for name in names}
     panels = []
     for title, unit, low, patterns in _PANELS:
-        if title == "Loss" and "reward" in metrics:  # the loss of GRPO stays near 0 and says nothing about progress
+        if title == "Loss" and "reward" in metrics:  # GRPO's loss stays near 0 and does not measure progress
             continue
         curves = [
             (label or match[1], meaning or functions[match[1]], values)
@@ -122,7 +123,7 @@ def find_panels(lines: Sequence[Line]) -> list[Panel]:
             if np.isfinite(values).any() and (match := re.fullmatch(pattern, name))
             if title not in _HIDDEN_AT_ZERO or np.nan_to_num(values).any()
         ]
-        # The weighted sum of a single reward function repeats that function.
+        # With a single reward function, the weighted sum is the same curve.
         if len(curves) == 2 and title == "Reward" and np.allclose(curves[0][2], curves[1][2], equal_nan=True):
             curves = curves[1:]
         if curves:
@@ -138,7 +139,7 @@ def _curve(label: str, meaning: str, values: np.ndarray) -> Curve:
 
 
 def reward_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return label → key of `COLOURS` for all reward functions and held-out rewards in the names of metrics."""
+    """Return label → key of `COLOURS` for the training and held-out rewards among metric names."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -147,15 +148,15 @@ def reward_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def _values(lines: Sequence[Line], name: str) -> np.ndarray:
-    """Return the value of a metric in each line, [n] float, NaN if missing."""
+    """Return the value of a metric in each line: [n] float, NaN if missing."""
     logged = [line.get(name) for line in lines]
     return np.array([value if isinstance(value, int | float) else np.nan for value in logged], float)
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Smooth [n] values with a centred Gaussian kernel of standard deviation `width`.
+    """Smooth [n] values with a centered Gaussian kernel of standard deviation `width`.
 
-    NaN values are left out of the averages and stay NaN.
+    NaN values are excluded from the averages and stay NaN.
     """
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)
@@ -166,7 +167,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Reduce [n] values to at most `most` by averaging neighbours; NaN values are left out of the averages."""
+    """Reduce [n] values to at most `most` by averaging neighbors. NaN values are excluded from the averages."""
     size = -(-len(values) // most)
     values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
     there = np.isfinite(values)
@@ -189,10 +190,10 @@ _STYLE: Any = {  # matplotlib types each key separately
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
-    """Draw the panels of a run, or those whose titles are in `only`, from the lines of `metrics.jsonl`.
+    """Draw the panels of a run from the lines of `metrics.jsonl`. `only` selects panels by their titles.
 
-    Curves with at least `SMOOTHED` values are drawn smoothed, over the raw values in a paler colour. Legends show the
-    last value of each curve.
+    Curves with at least `SMOOTHED` values are smoothed, with the raw values in a paler color. Legends show the last
+    value of each curve.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -235,12 +236,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _text(text: str) -> str:
-    """Escape dollar signs, which matplotlib would interpret as a formula."""
+    """Escape dollar signs, which matplotlib would parse as math."""
     return text.replace("$", r"\$")
 
 
 def save_figure(figure: Figure, file: str | IO[bytes]) -> None:
-    """Write a figure as PNG, without matplotlib's warning about characters missing from the font."""
+    """Write a figure as PNG. Suppresses matplotlib's warnings about characters missing from the font."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(file, format="png")

@@ -1,4 +1,4 @@
-"""Descriptions of a run: its sizes at the start, its result as a headline, and names of metrics."""
+"""Summaries of a run: its sizes at the start, its result in one line, and the names of its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_jax.watch.writer import JSON, Line
 
 _NOT_REWARDS = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NOT_REWARDS |= {"seconds", "std", "missing", "errors", "unscored"}
-"""Last parts of the names of `eval/` metrics that are not rewards."""
+"""Last components of the names of `eval/` metrics that are not rewards."""
 
 
 def finite_values(lines: Iterable[Line], name: str) -> list[float]:
@@ -21,19 +21,19 @@ def finite_values(lines: Iterable[Line], name: str) -> list[float]:
 
 
 def metric_names(lines: Iterable[Line]) -> list[str]:
-    """Return the names of all metrics in the lines, in the order of their first appearance."""
+    """Return the names of all metrics in the lines, in order of first appearance."""
     return list(dict.fromkeys(name for line in lines for name in line))
 
 
 def held_out(name: str) -> str | None:
-    """Return the label of an `eval/` metric that is a reward: "right" for "eval/right"; None for other metrics."""
+    """Return the label of a held-out reward, such as "right" for "eval/right". Returns None for other metrics."""
     if not name.startswith("eval/") or name.rpartition("/")[2] in _NOT_REWARDS:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return metric → label of the held-out rewards. With a single reward function, `eval/reward` repeats it."""
+    """Return metric → label for the held-out rewards, without `eval/reward` if there is only one reward function."""
     found = {name: label for name in names if (label := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)
@@ -41,7 +41,7 @@ def held_out_scores(names: Iterable[str]) -> dict[str, str]:
 
 
 def count_of(count: int, noun: str, plural: str = "s") -> str:
-    """Return a count with its noun: "1 prompt", "2 prompts"."""
+    """Format a count with its noun: "1 prompt", "2 prompts"."""
     return f"{count} {noun}{plural if count != 1 else ''}"
 
 
@@ -56,11 +56,11 @@ def short_number(number: float, unit: str = "") -> str:
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str) -> str:
     """Describe the sizes of a run in three lines.
 
-    `state_bytes` is the size of the `TrainState`, `device` the kind of the devices.
+    `state_bytes` is the size of the `TrainState` in bytes, and `device` the device kind.
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
-    if config.num_generations == 1:  # SFT: a sequence is an example or a packed block
+    if config.num_generations == 1:  # SFT, where a sequence is an example or a packed block
         row = "sequence"
         iteration, total = f"update: {count_of(sizes.prompts, row)}", count_of(steps, "optimizer step")
     else:
@@ -84,9 +84,9 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """Describe the result of a run: first and last value of its first held-out reward, else of its training reward.
+    """Describe the result of a run in one line: the first and last value of a reward, and the number of steps.
 
-    Returns "" if nothing was logged.
+    The reward is the first held-out reward or, without one, the training reward. Returns "" if nothing was logged.
     """
     if not lines:
         return ""

@@ -1,6 +1,6 @@
-"""Trackers: TensorBoard, Weights & Biases and trackio, and plots in a notebook.
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio, and live plots in a notebook.
 
-`GRPOConfig(report_to=...)` opens trackers in `train`. For other services, wrap two functions in a `Tracker`:
+`train` opens the trackers in `GRPOConfig(report_to=...)`. For other services, wrap two functions in a `Tracker`:
 
 ```python
 with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as tracker:
@@ -26,13 +26,15 @@ from grpo_jax.messages import import_extra
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
-"""File of a run directory with the ids of its runs in trackers, so that a resumed run continues them."""
+"""File in the run directory that stores the tracker's run ids, so that a resumed run continues them."""
 
 
 class Tracker:
-    """A callback for a tracker, and a context manager that closes it.
+    """A callback that logs to a tracker, and a context manager that closes it.
 
-    `log(step, metrics)` is called with the finite metrics of each logged step, `close()` once at the end.
+    Args:
+      log: function called as `log(step, metrics)` with the finite metrics of each logged step.
+      close: function called once, without arguments, at the end.
     """
 
     def __init__(self, log: Callable[[int, dict[str, float]], object], close: Callable[[], object]):
@@ -40,7 +42,7 @@ class Tracker:
         self._close = close
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step."""
+        """Log the finite metrics of a step."""
         self._log(step, {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)})
 
     def __enter__(self) -> Tracker:
@@ -51,7 +53,7 @@ class Tracker:
 
 
 def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergence")) -> Tracker:
-    """Return a tracker that redraws the panels of `plots.draw_report` whose titles are in `only` in a notebook cell."""
+    """Return a tracker that plots metrics in a notebook cell. `only` lists panel titles, as in `plots.draw_report`."""
     from grpo_jax.watch.plots import draw_report, save_figure
 
     display = import_extra("IPython.display", "ipython")
@@ -76,9 +78,9 @@ def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergenc
 
 
 def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
-    """Return the names of the trackers in `report_to`; "all" stands for all that are installed.
+    """Return the names of the trackers in `report_to`. "all" is expanded to all installed trackers.
 
-    Raises ValueError if a package is not installed, or if TensorBoard has no directory for its files.
+    Raises ValueError if a package is not installed, or if `run_dir` is None and TensorBoard needs it.
     """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or ())
     if names == ["all"]:
@@ -92,11 +94,11 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
 
 
 def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
-    """Open the trackers in `report_to`. A run that resumes after `step` > 0 continues its runs in the trackers."""
+    """Open the trackers in `report_to`. If `step` > 0, the trackers' previous runs are continued after this step."""
     names = check_trackers(config, run_dir)
     path = None if run_dir is None else Path(run_dir) / RUNS
     runs = json.loads(path.read_text(encoding="utf-8")) if step and path is not None and path.exists() else {}
-    with contextlib.ExitStack() as opened:  # if one cannot be opened, the others are closed
+    with contextlib.ExitStack() as opened:  # closes the opened trackers if another one cannot be opened
         trackers = []
         for name in names:
             tracker = _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)
@@ -108,7 +110,7 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
 
 
 def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Tracker:
-    """Write TensorBoard's files without TensorFlow. Entries after `step` of an interrupted run are dropped."""
+    """Open a TensorBoard writer, without TensorFlow. Entries after `step` from an interrupted run are dropped."""
     directory = Path(run_dir or ".") / "tensorboard"
     package = import_extra("tensorboardX", "tensorboardX")
     writer = package.SummaryWriter(logdir=str(directory.expanduser()), purge_step=step + 1 if step else 0)
@@ -122,13 +124,13 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
 
 
 def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
-    """Open a run of wandb or trackio. `runs` maps their names to the run to continue, and is updated."""
+    """Open a run of wandb or trackio. `runs` maps a tracker's name to the run to continue, and is updated in place."""
     package = import_extra(name, name)
     settings = config.to_dict()
     if name == "trackio":  # trackio identifies a run by its name
         run_name = runs.get(name, config.run_name)
         run = package.init(project=config.project, name=run_name, config=settings, resume="allow")
-    elif getattr(package, "run", None) is not None:  # use the active run; the caller closes it
+    elif getattr(package, "run", None) is not None:  # use the active run, which the caller closes
         return Tracker(lambda step, metrics: package.run.log(metrics, step=step), lambda: None)
     else:
         project, resume = os.environ.get("WANDB_PROJECT", config.project), "allow" if name in runs else None

@@ -1,15 +1,15 @@
-"""Writes and reads the files of a run directory.
+"""Reading and writing of the files in a run directory.
 
 | file | content |
 |---|---|
 | `run.json` | the config, package versions and the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
-| `completions.jsonl` | one JSON object per completion, see `CompletionRow` |
+| `completions.jsonl` | one JSON object per completion; see `CompletionRow` |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
-Metrics have TRL's names where TRL has them. The others are `kl_initial`, `seconds/<phase>` (time since the previous
-line), and `eval/<function>` and `eval/reward` of held-out prompts.
+Metrics that TRL also logs have TRL's names. The others are `kl_initial`, `seconds/<phase>` (time since the previous
+line), and `eval/<function>` and `eval/reward` for held-out prompts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
 """A JSON value."""
 
 Line = Mapping[str, float | None]
-"""An object of `metrics.jsonl`: "step" and the metrics by name. Values that are not finite are None."""
+"""A line of `metrics.jsonl`: "step", and metric name → value. Values that are not finite are None."""
 
 CompletionRow = Mapping[str, Any]
-"""An object of `completions.jsonl`: "prompt" and "completion" (a string or messages), "rewards" (function → reward,
-None if not scored), "advantage", "ended", and the columns that reward functions add with `log_extra`. Completions of
+"""A line of `completions.jsonl`: "prompt" and "completion" (a string or messages), "rewards" (function → reward, or
+None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`. Completions with
 several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have "turn_rewards"
 (function → one reward per turn)."""
 
@@ -48,7 +48,7 @@ _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, up to a truncated line. Yields nothing if the file does not exist."""
+    """Yield the objects in a JSON Lines file, up to a truncated line. Yields nothing if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for _, line in _complete_lines(file):
             yield line
@@ -62,7 +62,7 @@ def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of the next line, object) for each line, up to a truncated one, as a killed process leaves it."""
+    """Yield (offset of the next line, object) per line. Stops at a truncated line, which a killed process may leave."""
     end = 0
     for text in file:
         end += len(text)
@@ -76,7 +76,7 @@ def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def to_json(value: object) -> JSON:
-    """Convert a value to JSON types: arrays to lists, NaN and infinities to None, unknown objects to strings."""
+    """Convert a value to JSON types: arrays to lists, NaN and infinities to None, other objects to strings."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -91,7 +91,7 @@ def to_json(value: object) -> JSON:
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with `***` instead of passwords in URLs and the values of options named like secrets."""
+    """Replace secrets in a command line with `***`: passwords in URLs, and values of options such as `--api-key`."""
     shown: list[str] = []
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -114,10 +114,10 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """Writes the files of a run directory during the run; without a directory, all methods do nothing.
+    """Writer of the files in a run directory. If `run_dir` is None, its methods do nothing.
 
-    Every line is flushed. When a run resumes, `truncate` drops the lines after the step of its checkpoint, so that none
-    appears twice. The constructor raises ValueError if the directory cannot be created or written to.
+    Every line is flushed. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step is
+    logged twice. The constructor raises ValueError if the directory cannot be created or written to.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -129,7 +129,7 @@ class RunWriter:
                 self.path(".writable").unlink()
 
     def path(self, name: str) -> pathlib.Path:
-        """Return the path of a file in the run directory."""
+        """Return the path of the file `name` in the run directory."""
         assert self.run_dir is not None
         return self.run_dir / name
 
@@ -162,7 +162,7 @@ class RunWriter:
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the lines of steps after `step` (−1: all lines) and a truncated last line.
 
-        An evaluation of `step` itself is dropped too, unless the checkpoint includes it (`evaluated`).
+        The evaluation at `step` is also dropped if `evaluated` is False, i.e. if the checkpoint was written before it.
         """
         for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
@@ -184,7 +184,7 @@ class RunWriter:
 
 
 def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file atomically: on an error in `write`, the previous file is unchanged."""
+    """Replace a file atomically. If `write` raises an error, the previous file is unchanged."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         write(file)
@@ -192,7 +192,7 @@ def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> No
 
 
 def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if `run_dir` is in an object store: a run locks, appends to and renames files."""
+    """Raise ValueError if `run_dir` is in an object store, where files cannot be locked, appended to or renamed."""
     found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # `Path` turns "//" into "/"
     if found:
         address = re.sub(":/+", "://", str(run_dir), count=1)
@@ -204,7 +204,7 @@ def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
 
 @contextlib.contextmanager
 def reject_unwritable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an `OSError` to a `ValueError` that names the run directory."""
+    """Convert an `OSError` to a `ValueError` that contains the run directory."""
     try:
         yield
     except OSError as error:

@@ -102,7 +102,7 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
 
 
 def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, params):
-    assert "the policy of step 2" in run("export", trained, folder / "adapters")
+    assert "wrote the policy of step 2" in run("export", trained, folder / "adapters")
     exported = load_lora(folder / "adapters", from_pretrained(folder / "model"))
     assert same(exported.params, params)
     run("export", trained, folder / "merged", "--merge")
@@ -137,15 +137,15 @@ def test_evaluation_equals_the_last_one_of_the_run(folder, trained, params):
 
 @pytest.mark.quick
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    neither = r"is not the directory of a run: it has neither run.yaml nor run.json"
+    neither = r"is not a run directory; it contains neither run.yaml nor run.json"
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
             run(*command)
-    with pytest.raises(SystemExit, match=r"nothere does not exist; pass a RUN.yaml or the directory of a run"):
+    with pytest.raises(SystemExit, match=r"nothere does not exist; pass a RUN.yaml or a run directory"):
         run("evaluate", tmp_path / "nothere")
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "run.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"has no metrics.jsonl; pass the directory of a run"):
+    with pytest.raises(SystemExit, match=r"does not contain metrics.jsonl; pass a run directory"):
         run("report", tmp_path)
     for command in (["export", tmp_path / "sums", "out"], ["chat", tmp_path / "sums", "--say", "ab"]):
         with pytest.raises(SystemExit, match="does not contain its data, its reward functions or the base model"):
@@ -261,5 +261,5 @@ def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypa
     assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
     assert 0 < found["in_word"] < 1, "the first rewards are a signal"
-    with pytest.raises(SystemExit, match=r"my_run.yaml already exists; use a new folder, or move"):
+    with pytest.raises(SystemExit, match=r"my_run.yaml already exists; pass a new directory, or move"):
         run("init", "first")

@@ -72,8 +72,8 @@ def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(comm
         (["train", "a", "--bta", "1"], "grpo-jax train: unrecognized arguments: --bta 1; did you mean --beta?; see"),
         (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
         (["train", "a", "--xyz"], "grpo-jax train: unrecognized arguments: --xyz; see grpo-jax train --help\n"),
-        (["trian"], "grpo-jax: no command trian; did you mean train?; see grpo-jax --help\n"),
-        (["xyz"], "grpo-jax: no command xyz; use init, train, resume, "),
+        (["trian"], "grpo-jax: unknown command trian; did you mean train?; see grpo-jax --help\n"),
+        (["xyz"], "grpo-jax: unknown command xyz; use one of init, train, resume, "),
     ],
 )
 def test_a_wrong_command_line_is_one_line(argv, message, capsys):

@@ -58,13 +58,13 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
     [
         (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
         (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
-        (reward_function, "get_soft_overlong_punishment", r"rejects its arguments \(.*missing 2 required"),
-        (reward_function, {"format_reward": "("}, "format_reward rejects its arguments .pattern"),
-        (reward_function, {"a:b": 1, "c:d": 2}, "names more than one function"),
+        (reward_function, "get_soft_overlong_punishment", r"rejected its arguments \(.*missing 2 required"),
+        (reward_function, {"format_reward": "("}, "format_reward rejected its arguments .pattern"),
+        (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
         (reward_function, "os:sep", "must be a function; got str"),
         (server_of, {"sglang": {}}, "use {vllm: {base_url"),
         (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url.*127.0.0.1:8000"),
-        (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejects its arguments .*patient"),
+        (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
     ],
 )
 def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):

@@ -48,10 +48,10 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "learning_rate": (-1, "learning_rate = -1: must be at least 0"),
         "data": ("none.jsonl", "data='"),
         "eval_data": (7, "eval_data must be a list of dicts"),
-        "tools": ("os:nothing", "tools = 'os:nothing': os has no nothing"),
-        "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os has no nothing"),
-        "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os has no nothing"),
-        "surrogate": ("ppo", "surrogate = 'ppo': is not a reference: use module:name or file.py:name"),
+        "tools": ("os:nothing", "tools = 'os:nothing': os does not define nothing"),
+        "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os does not define nothing"),
+        "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os does not define nothing"),
+        "surrogate": ("ppo", "surrogate = 'ppo': is not a reference; use module:name or file.py:name"),
         "prompt": ("{question", "prompt='{question': expected '}' before end of string"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping of rank, alpha, targets, dropout"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': did you mean "float32"? must be "float32" or "bfloat16"'),
@@ -70,8 +70,8 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
     for begin in (
         *(begin for _, begin in wrong.values()),
         "max_steps = 'many': must be a whole number, not str",
-        "rewards[0] = 'judging.py:eraly': judging.py has no eraly; did you mean early?",
-        "rewards[1] = 'nubmer_reward': no such reward function; did you mean number_reward?",
+        "rewards[0] = 'judging.py:eraly': judging.py does not define eraly; did you mean early?",
+        "rewards[1] = 'nubmer_reward': unknown reward function; did you mean number_reward?",
     ):
         assert [line for line in lines if line.startswith(begin)], begin
     assert len(lines) == 19
@@ -92,7 +92,7 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
     ("changes", "said"),
     [
         ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
-        ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejects its arg.*k"),
+        ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
         ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
         ({"model": 7}, "model = 7: use a name on the hub, a directory, or module:function"),
         ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),

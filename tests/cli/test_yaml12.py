@@ -29,13 +29,13 @@ def test_scalars_follow_yaml_1_2(text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("beta: 1\nbeta: 2", "is not YAML: duplicate key beta"),
-        ("a: &a [x, x]\nb: [*a, *a]", r"is not YAML: \*a: aliases are not supported"),  # nested, a billion values
+        ("beta: 1\nbeta: 2", "is not valid YAML: duplicate key beta"),
+        ("a: &a [x, x]\nb: [*a, *a]", r"is not valid YAML: \*a: aliases are not supported"),  # nested, a billion values
         ("model: " + "[" * 1500 + "]" * 1500, "is nested too deeply"),
-        ("max_steps: " + "9" * 5000, "is not YAML: Exceeds the limit"),
-        ("a: [", "is not YAML"),
-        ("- a", r"contains \['a'\]; write keys with values"),
-        ("", "contains None"),
+        ("max_steps: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("a: [", "is not valid YAML"),
+        ("- a", r"must be a mapping, such as model: .*; got \['a'\]"),
+        ("", "must be a mapping, .*; got None"),
     ],
     ids=["duplicate", "alias", "nested", "digits", "syntax", "list", "empty"],
 )

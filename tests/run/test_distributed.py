@@ -92,7 +92,7 @@ def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(er
 
 
 def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
-    with pytest.raises(SystemExit, match=r"grpo-jax resume: .* is not the directory of a run"):
+    with pytest.raises(SystemExit, match=r"grpo-jax resume: .* is not a run directory"):
         main(["resume", str(tmp_path)])
     distributed._leave()
     assert exits == [1]

@@ -70,7 +70,7 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
     ("data: {made: sums, sead: 0}", "data: made: got an unexpected keyword argument 'sead'"),
     ("data: {openenv: 'http://127.0.0.1:1'}", "data: openenv: missing a required .*argument: 'prompt'"),
     ("data: {made: sums, reasoning_gym: acre}", "data must name one suite; got made and reasoning_gym"),
-    ("data: {path: rows.jsonl}\nrewards: [suite]", "no such reward function"),
+    ("data: {path: rows.jsonl}\nrewards: [suite]", "unknown reward function"),
 ])  # fmt: skip
 def test_errors_name_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
