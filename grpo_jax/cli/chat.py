@@ -54,8 +54,7 @@ def read_stdin() -> Iterator[str]:
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, prompts form a conversation, and an empty prompt starts a new one. Without a template, prompts
-    are independent.
+    With a chat template, prompts form a conversation, which an empty prompt ends. Otherwise, prompts are independent.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

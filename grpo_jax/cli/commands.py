@@ -147,10 +147,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume the SFT stage, unless the GRPO stage has a checkpoint.
-
-    Returns the initial policy and the argument `resume` of the GRPO stage.
-    """
+    """Run or resume SFT, unless GRPO has a checkpoint. Returns the initial policy of GRPO and its value of `resume`."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -208,10 +205,7 @@ def load_policy(run: RunFile) -> Policy:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
     found = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
     if isinstance(found, Policy) and run.quantize is not None:
-        raise ValueError(
-            f"quantize = {run.quantize!r} does not apply to {run.model}, which returns a Policy; quantize the policy in"
-            " that function"
-        )
+        raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it in that function")
     policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)

@@ -1,4 +1,4 @@
-"""TRL's trainer on top of `train`, and conversion of its settings."""
+"""Compatibility with TRL: its `GRPOTrainer` on top of `train`, and conversion of its configs."""
 
 from grpo_jax.compat.migrate import from_trl
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer

@@ -1,4 +1,4 @@
-"""Conversion of TRL's settings: its `GRPOConfig` (`from_trl`) and the YAML file of its script (`from_trl_script`)."""
+"""Conversion of TRL configs: its `GRPOConfig` (`from_trl`) and the YAML config of its script (`from_trl_script`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
-NO_FLOAT16 = "since float16 is not supported: the run computes in bfloat16 if the device has it, else in float32"
-"""End of the notes on settings that request float16."""
+NO_FLOAT16 = "since float16 is not supported: the run uses bfloat16 if the device supports it, else float32"
+"""Ending of the notes on settings that request float16."""
 
-# Arguments of transformers' from_pretrained that only affect PyTorch.
+# Arguments of transformers' `from_pretrained` that affect only PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
-# Sampling arguments of transformers and vLLM → fields of the config.
+# Sampling argument of transformers or vLLM → field of `GRPOConfig`.
 _GENERATION = {
     "stop_strings": "stop",
     "stop": "stop",
@@ -34,16 +34,16 @@ _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server
 
 @dataclasses.dataclass
 class Migration:
-    """A converted TRL config: the fields that carry over, and a note on each of the others.
+    """A converted TRL config: the equivalent settings, and notes on all fields that could not be copied.
 
     Attributes:
       values: fields of `GRPOConfig`.
-      run_dir: `run_dir` of `train`, from `output_dir`.
-      translated: name → the setting that replaces it.
-      left_out: name → why it is not needed, or where it is set instead.
-      missing: name → why it is not supported, and what to do. If empty, the run is equivalent.
+      run_dir: argument `run_dir` of `train`, from `output_dir`.
+      translated: TRL's field → the setting that replaces it.
+      left_out: TRL's field → why it is not needed, or where to set it instead.
+      missing: TRL's field → why it is not supported, and what to do. If empty, the run is equivalent.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
-      sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None uses the built-in sampler.
+      sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,11 +55,11 @@ class Migration:
     sampler: dict[str, Any] | None = None
 
     def config(self) -> GRPOConfig:
-        """Return the config of the fields that carry over. Raises ValueError if `GRPOConfig` rejects a value."""
+        """Build a `GRPOConfig` from `values`. Raises ValueError if a value is invalid."""
         return GRPOConfig.from_dict(self.values)
 
     def notes(self) -> list[str]:
-        """Return the notes on fields that were translated, were left out, or are missing, as lines."""
+        """Return the notes on translated, omitted and unsupported fields, one per line."""
         lines: list[str] = []
         for title, notes in (
             ("translated", self.translated),
@@ -70,16 +70,16 @@ class Migration:
         return lines
 
     def set_field(self, theirs: str, ours: str, value: object, note: str = "") -> None:
-        """Set a field of `GRPOConfig`, with a note on TRL's field that it replaces."""
+        """Set the field `ours` of `GRPOConfig`, and add a note to TRL's field `theirs`."""
         self.values[ours] = value
         self.translated[theirs] = note or f"{ours}={value!r}"
 
 
 def from_trl(values: Json) -> Migration:
-    """Convert the fields of a TRL GRPO config, as passed to its `GRPOConfig(...)` or returned by its `to_dict()`.
+    """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    The notes cover every value that is not TRL's default. Raises ValueError with all names that neither TRL nor this
-    library has.
+    Every value that differs from TRL's default has a note. Raises ValueError if some names are fields of neither TRL's
+    `GRPOConfig` nor `grpo_jax.GRPOConfig`; the message lists all of them.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -99,27 +99,27 @@ def from_trl(values: Json) -> Migration:
     if values.get(_CORRECTION, True) is False and "sampler_correction" not in values:
         moved.set_field(_CORRECTION, "sampler_correction", None)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
-        del moved.values["generation_batch_size"]  # `to_dict()` has both, one derived from the other
+        del moved.values["generation_batch_size"]  # `to_dict()` returns both; one is derived from the other
     return moved
 
 
 def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
-    """Translate or note a field of TRL that is not a field of `GRPOConfig`."""
+    """Translate a field of TRL that is not a field of `GRPOConfig`, or add a note on it."""
     default, kind, advice, field = ELSEWHERE[name]
     if value and _translate_value(moved, name, value):
         return
     if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
-        return  # `to_dict()` has <HUB_TOKEN> instead of the token; `from_trl` translates the others
+        return  # `to_dict()` replaces the token with <HUB_TOKEN>; `from_trl` translates the other two
     if field:
         if field not in values:
             moved.set_field(name, field, value)
-    elif value or default:  # not both empty, such as None and {}
+    elif value or default:  # different empty values, such as None and {}, are equivalent
         notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
         notes[name] = advice
 
 
 def _translate_value(moved: Migration, name: str, value: Any) -> bool:
-    """Translate a field whose value matters. Returns False for other fields."""
+    """Translate a field whose replacement depends on its value. Returns False for other fields."""
     match name:
         case "output_dir":
             moved.run_dir = str(value)
@@ -143,14 +143,14 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
-    """Translate a strategy of logging, evaluation or saving."""
+    """Translate `logging_strategy`, `eval_strategy` or `save_strategy`."""
     steps = name.replace("strategy", "steps")
     if value == "steps":
         return
     if value != "no":
-        moved.missing[name] = f"{value!r}: only steps are supported; set {steps} to a number of steps"
+        moved.missing[name] = f'{value!r}: only "steps" is supported; set {steps} to a number of steps'
     elif name == "logging_strategy":
-        moved.missing[name] = "metrics are always logged; set logging_steps to a larger number to log less"
+        moved.missing[name] = "logging cannot be disabled; set logging_steps to a larger number to log less often"
     elif name == "save_strategy":
         moved.set_field(name, steps, None, f"{steps}=None: only the last checkpoint is kept")
     elif moved.values.get(steps) is not None:  # "no" is TRL's default, and disables eval_steps
@@ -167,16 +167,16 @@ def _translate_model(moved: Migration, name: str, value: Json) -> None:
         moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
     elif stored != "None":
         moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
-    if stored == "bfloat16":  # PyTorch computes in the dtype of the params whatever bf16 is
+    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
         moved.values["compute_dtype"] = dtype
     if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
         moved.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
     elif kwargs:
-        moved.left_out[name] = f"{', '.join(sorted(kwargs))}: settings of PyTorch"
+        moved.left_out[name] = f"{', '.join(sorted(kwargs))}: used only by PyTorch"
 
 
 def _translate_generation(moved: Migration, name: str, value: Json) -> None:
-    """Translate sampling arguments of transformers or vLLM, which override the fields."""
+    """Translate the sampling arguments of transformers or vLLM, which override the fields of TRL's config."""
     no_effect = {"do_sample": True, "repetition_penalty": 1.0}
     kwargs = {key: x for key, x in value.items() if x is not None and no_effect.get(key) != x}
     fields = {_GENERATION[key]: x for key, x in kwargs.items() if key in _GENERATION}
@@ -188,35 +188,35 @@ def _translate_generation(moved: Migration, name: str, value: Json) -> None:
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:
-    """Set the steps of evaluations, and the metric of the best model."""
+    """Set `eval_steps` and `metric_for_best_model`."""
     evaluates = values.get("eval_strategy") == "steps"
     if evaluates and moved.values.get("eval_steps") is None:
         steps = moved.values.get("logging_steps", GRPOConfig.logging_steps)
         moved.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, from logging_steps")
     name = "metric_for_best_model"
     best = moved.values.get(name)
-    # transformers' `to_dict()` has the loss and False if neither was set.
+    # If neither field was set, transformers' `to_dict()` returns "loss" and False.
     unset = best is None or (best == "loss" and moved.values.get("greater_is_better") is False)
     if values.get("load_best_model_at_end") and unset:
         moved.values.pop("greater_is_better", None)
-        moved.set_field(name, name, "eval/reward", '"eval/reward", where transformers uses the evaluation loss')
+        moved.set_field(name, name, "eval/reward", '"eval/reward", instead of the evaluation loss')
     elif isinstance(best, str) and (best.startswith("eval_") or evaluates):
-        # With several evaluation datasets, the name of one is a prefix.
+        # With several evaluation datasets, the dataset's name is a prefix.
         metric = r"(?:eval_)?(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
         if found := re.fullmatch(metric, best):
             ours = "/".join(["eval", *filter(None, found.groups())])
             moved.set_field(name, name, ours, f'"{ours}"')
         elif best.startswith("eval_") or best == "loss":
-            moved.missing[name] = f"{best!r} is not a metric; use eval_reward or eval_rewards/<function>/mean"
+            moved.missing[name] = f"{best!r} is not logged here; use eval_reward or eval_rewards/<function>/mean"
 
 
 def _translate_server(moved: Migration, values: Json) -> None:
-    """Translate the settings of a vLLM server, which have no effect without `use_vllm`, as in TRL."""
+    """Translate the settings of a vLLM server. As in TRL, they have no effect without `use_vllm`."""
     defaults = {name: ELSEWHERE[name].default for name in _SERVER}
     changed = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
     mode, url, host, port, seconds = (defaults | changed).values()
     if not values.get("use_vllm") or mode == "colocate":
-        moved.left_out |= dict.fromkeys(changed, 'only has an effect with use_vllm=True and vllm_mode="server"')
+        moved.left_out |= dict.fromkeys(changed, 'has an effect only with use_vllm=True and vllm_mode="server"')
     elif mode != "server":
         moved.missing["vllm_mode"] = f'{mode!r}: use "server" for a vLLM server, or "colocate" for the built-in sampler'
     else:
@@ -228,33 +228,33 @@ def _translate_server(moved: Migration, values: Json) -> None:
 
 # TRL's script ---------------------------------------------------------------------------------------------------------
 
-# Arguments of TRL's script and of its ModelConfig that are translated below, and notes on the others.
+# Arguments of TRL's script and of its `ModelConfig` that are translated below, and notes on the other arguments.
 _TRANSLATED = (
     "reward_funcs dataset_name dataset_config dataset_train_split dataset_test_split model_name_or_path torch_dtype"
     " dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_8bit load_in_4bit bnb_4bit_quant_type"
 )
 _NOT_NEEDED = {
-    "attn_implementation": "the implementation of attention depends on the device",
-    "trust_remote_code": "the model families are implemented in this library",
-    "lora_task_type": "there is only one task",
-    "use_bnb_nested_quant": "NF4 always quantizes the scales too",
+    "attn_implementation": "the attention implementation is selected for the device",
+    "trust_remote_code": "model architectures are implemented in this library",
+    "lora_task_type": "only causal language models are supported",
+    "use_bnb_nested_quant": "NF4 always uses double quantization",
     "bnb_4bit_quant_storage": "4-bit weights are always packed",
     "ignore_bias_buffers": "models do not have buffers",
 }
 _MISSING = {
     "reward_model_name_or_path": "use a reward function that calls the reward model; see docs/rewards.md",
-    "lora_modules_to_save": "only adapters are trained",
-    "use_rslora": "multiply alpha by the square root of the rank",
+    "lora_modules_to_save": "only adapters are trained; remove it",
+    "use_rslora": "multiply lora_alpha by the square root of lora_r",
     "use_dora": "DoRA is not supported",
-    "lora_target_parameters": "adapters are supported for projections only; list them in lora_target_modules",
-    "model_revision": "download the revision, and pass its directory",
-    "dataset_streaming": "all rows are read before the run",
-    "datasets": "write a function that returns the rows of all datasets: data: module:function",
+    "lora_target_parameters": "only projections can have adapters; list them in lora_target_modules",
+    "model_revision": "download the revision and pass its directory",
+    "dataset_streaming": "streaming is not supported; all rows are read before the run",
+    "datasets": "write a function that returns the rows of all datasets, and set data to module:function",
 }
 _NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    # The arguments are those of TRL's script.
+    # TRL's script uses these arguments.
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },
@@ -264,13 +264,13 @@ _REWARDS: dict[str, Json] = {
 
 
 def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
-    """Convert the YAML config of TRL's GRPO script to the keys of a RUN.yaml, with notes on all values.
+    """Convert the YAML config of TRL's GRPO script to the keys of a RUN.yaml.
 
-    The values are arguments of the script, of its `ModelConfig` and of `GRPOConfig`. Raises ValueError for unknown
-    names and invalid values.
+    `values` may contain arguments of the script and fields of `ModelConfig` and `GRPOConfig`. The `Migration` has notes
+    on all of them. Raises ValueError if a name is unknown or a value is invalid.
     """
     values = dict(values)
-    if values.get("eval_strategy") is False:  # PyYAML, which TRL uses, reads an unquoted no as False
+    if values.get("eval_strategy") is False:  # PyYAML, which TRL uses, parses an unquoted no as False
         values["eval_strategy"] = "no"
     names = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
     script = {name: values.pop(name) for name in list(values) if name in names}
@@ -294,7 +294,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
 
 
 def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, object]:
-    """Return `data` and `eval_data`, which in TRL is the split "test" of the same dataset."""
+    """Return `data` and `eval_data`. As in TRL, `eval_data` is by default the split "test" of the same dataset."""
     name = script.get("dataset_name")
     if name is None:
         return {}
@@ -304,12 +304,12 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
     elif "dataset_test_split" in script:
-        left_out["dataset_test_split"] = "there is no evaluation, since eval_strategy is 'no' by default"
+        left_out["dataset_test_split"] = 'evaluation is disabled, since eval_strategy is "no" by default'
     return data
 
 
 def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json]:
-    """Return `rewards` for TRL's reward functions and for functions with dotted paths."""
+    """Convert names of TRL's reward functions and dotted paths of functions to entries of `rewards`."""
     entries: list[str | Json] = []
     for name in [names] if isinstance(names, str) else names:
         if name in _REWARDS:
@@ -317,19 +317,19 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json
         elif "." in name:
             entries.append(":".join(name.rsplit(".", 1)))
         else:
-            missing[f"reward_funcs, {name}"] = "use a reward function as module:function"
+            missing[f"reward_funcs, {name}"] = "add a reward function as module:function"
         if _REWARDS.get(name) is _NUMBERS:
-            note = "TRL verifies LaTeX with math_verify; the replacement, number_reward, compares numbers"
+            note = "TRL verifies LaTeX with math_verify; its replacement number_reward compares numbers"
             missing[f"reward_funcs, {name}"] = note
     return entries
 
 
 def _quantize(script: Json, missing: dict[str, str]) -> str | None:
-    """Return the quantization of the base model."""
+    """Return the quantization method of the base model, or None."""
     for bits, method in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if script.get(bits):
             if not script.get("use_peft"):
-                missing[bits] = "quantized weights are not trained; set use_peft to train adapters on them"
+                missing[bits] = "quantized weights cannot be trained; set use_peft to train adapters"
                 return None
             if method == "nf4" and script.get("bnb_4bit_quant_type", "nf4") != "nf4":
                 missing["bnb_4bit_quant_type"] = f"{script['bnb_4bit_quant_type']!r}: 4-bit weights are stored as nf4"
@@ -338,7 +338,7 @@ def _quantize(script: Json, missing: dict[str, str]) -> str | None:
 
 
 def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
-    """Return `lora`, with the defaults of TRL's `ModelConfig`."""
+    """Return the value of `lora`, with the defaults of TRL's `ModelConfig`."""
     lora: dict[str, object] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")
@@ -346,6 +346,6 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     if targets and targets != ["all-linear"]:
         lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
     elif targets is None:
-        note = "PEFT's default depends on the model family, here all projections get adapters; list them to be sure"
+        note = "by default all projections get adapters, in PEFT those of the model family; list them explicitly"
         missing["lora_target_modules"] = note
     return lora

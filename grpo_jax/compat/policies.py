@@ -1,4 +1,4 @@
-"""The policy of a trainer: loading it, adapters from PEFT's `LoraConfig`, its tokenizer, and saving it."""
+"""Loading and saving of a trainer's policy, its tokenizer, and adapters from PEFT's `LoraConfig`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-# Fields of a LoraConfig that are read below, record the origin of the config, apply to PyTorch only, or only qualify
-# rejected fields.
+# Accepted fields of a `LoraConfig`. They are read below, or are metadata, affect only PyTorch, or have an effect only
+# with rejected fields.
 _PEFT_FIELDS = (
     "r lora_alpha lora_dropout use_rslora target_modules peft_type task_type auto_mapping peft_version revision"
     " base_model_name_or_path runtime_config fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying"
@@ -30,16 +30,17 @@ _PEFT_FIELDS = (
 
 
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
-    """Load a policy with params in `dtype`, and return it with the compute dtype of the run.
+    """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run.
 
-    `dtype=None` means float32. "auto" is the dtype of the checkpoint; if that is bfloat16, so is the compute dtype.
+    If `dtype` is None, float32 is used. If it is "auto", the checkpoint's dtype is used; for bfloat16, the compute
+    dtype is then also bfloat16.
     """
     if isinstance(model, Policy):
         if dtype is not None:
-            raise ValueError(f"model_init_kwargs has dtype {dtype!r}, but model is a Policy; load it with that dtype")
+            raise ValueError(f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; load it with that dtype")
         return model, compute
     if not isinstance(model, str | Path):
-        raise ValueError(f"model must be a name, a directory or a Policy; got {type(model).__name__}")
+        raise ValueError(f"model must be a name on the hub, a directory or a Policy; got {type(model).__name__}")
     if dtype == "auto":
         stored = checkpoint_config(find_checkpoint(model, weights=False))
         dtype = "float32" if stored.get("dtype", stored.get("torch_dtype")) in (None, "float32") else "bfloat16"
@@ -48,7 +49,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with the given tokenizer or processor. Its EOS also ends completions."""
+    """Return the policy with a tokenizer or a processor's tokenizer, whose EOS token also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids
@@ -58,10 +59,10 @@ def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
 
 
 def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
-    """Return the policy with new adapters as described by a `peft.LoraConfig`.
+    """Add new adapters to a policy, as configured by a `peft.LoraConfig`.
 
     `target_modules` must be a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". Raises
-    ValueError for fields that are not supported.
+    ValueError if an unsupported field is set.
     """
     kind = getattr(peft, "peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
@@ -75,7 +76,7 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
     rejected = [name for name, x in fields.items() if x != default.get(name) and (x or default.get(name))]
     if rejected:
         found = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(rejected))
-        raise ValueError(f"peft_config has unsupported fields: {found}; remove them")
+        raise ValueError(f"peft_config sets unsupported fields: {found}; remove them")
     scale = math.sqrt(peft.r) if getattr(peft, "use_rslora", False) else 1.0
     return add_lora(
         policy,
@@ -88,11 +89,11 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
 
 
 def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
-    """Return the paths of the projections named in `target_modules`."""
+    """Return the paths of the projections that `target_modules` selects."""
     paths = [path for path in ("/".join(path) for path, _ in projections(policy.params)) if re.fullmatch(TARGETS, path)]
     if isinstance(names, str) and names.lower() == "all-linear":
         return paths
-    listed = [] if names is None or isinstance(names, str) else sorted(names)  # a LoraConfig stores a set
+    listed = [] if names is None or isinstance(names, str) else sorted(names)  # `LoraConfig` stores a set
     found = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
     if not found or not all(found.values()):
         unknown = next((name for name in found if not found[name]), names)
@@ -102,9 +103,9 @@ def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
 
 
 def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:
-    """Write a policy and its tokenizer into a directory, replacing a previous model and keeping other files.
+    """Write a policy and its tokenizer to a directory. Replaces the previous model and keeps other files.
 
-    All processes of a run must call it. `base_name` is the base model in the config of PEFT adapters.
+    All processes must call it. `base_name` is the name of the base model in the adapters' PEFT config.
     """
     scratch = directory / ".model"
     write_policy(scratch, policy, base_name=base_name)

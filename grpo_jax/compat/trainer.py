@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` and `GRPOTrainer` on top of `train`. Anything that is not supported raises an error."""
+"""TRL's `GRPOConfig` and `GRPOTrainer` on top of `train`. Unsupported arguments and attributes raise an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELS
 _PAGE = "docs/coming_from_trl.md lists what is supported"
 _EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
 _SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
-# Arguments and attributes of TRL's trainer → their replacements.
+# Argument or attribute of TRL's trainer → its replacement.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
@@ -41,23 +41,23 @@ _INSTEAD = {
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
     **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= of grpo_jax.train"),
     **dict.fromkeys(("rollout_func", "_generate", "_generate_and_score_completions"), _SAMPLER),
-    "reward_processing_classes": "pass a reward function that calls the reward model, see docs/rewards.md",
+    "reward_processing_classes": "pass a reward function that calls the reward model; see docs/rewards.md",
     "quantization_config": 'load the model with from_pretrained(name, quantize="nf4") and pass the policy',
 }
 
 
 class GRPOConfig:
-    """Settings of `GRPOTrainer`: TRL's fields and those of `grpo_jax.GRPOConfig`.
+    """Settings of `GRPOTrainer`: fields of TRL's `GRPOConfig` and of `grpo_jax.GRPOConfig`.
 
-    Fields are keyword arguments and attributes, which may be changed before training.
+    Fields are keyword arguments of the constructor, and attributes that may be changed before training.
 
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
-      sampler: arguments of `engines.vllm` for `vllm_mode="server"`; None uses the built-in sampler.
-      dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None means float32.
+      sampler: arguments of `engines.vllm` for `vllm_mode="server"`; None for the built-in sampler.
+      dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None is float32.
 
     Raises:
-      ValueError: if fields are not supported (each is listed with its replacement), or a value is invalid.
+      ValueError: if a field is not supported (the message lists replacements), or a value is invalid.
       AttributeError: if an attribute is not a field.
 
     Example:
@@ -70,7 +70,7 @@ class GRPOConfig:
     config: _config.GRPOConfig
     dtype: str | None
     sampler: dict[str, Any] | None
-    _values: Json  # as passed by the caller
+    _values: Json  # the caller's values, unconverted
 
     def __init__(self, output_dir: str | None = None, **values: Any):
         self._set({"output_dir": output_dir, **values}, values)
@@ -80,7 +80,7 @@ class GRPOConfig:
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
-            raise ValueError("\n  ".join(["GRPOConfig has fields that are not supported:", *lines]))
+            raise ValueError("\n  ".join(["GRPOConfig has unsupported fields:", *lines]))
         for name in moved.translated.keys() & {*changed}:
             if moved.translated[name].endswith(NO_FLOAT16):
                 warnings.warn(f"GRPOConfig: {name} was converted to {moved.translated[name]}", stacklevel=3)
@@ -91,8 +91,8 @@ class GRPOConfig:
 
     def __getattr__(self, name: str) -> Any:  # called only for names that are not fields
         close = nearest(name, _FIELDS)
-        hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists every field"
-        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no {name}; {hint}")
+        hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists all fields"
+        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no field {name}; {hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _FIELDS:
@@ -100,19 +100,19 @@ class GRPOConfig:
         self._set({**self._values, name: value}, [name])
 
     def to_dict(self) -> Json:
-        """Return all fields of TRL with their values."""
+        """Return the values of all of TRL's fields."""
         return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """`trainer.state`: the logged metrics under TRL's names, each line with its `step`."""
+    """Value of `trainer.state`: the logged metrics under TRL's names. Each line also has `step`."""
 
     log_history: list[dict[str, float]]
 
     @property
     def global_step(self) -> int:
-        """The last logged optimizer step."""
+        """Last logged optimizer step; 0 before the first."""
         return int(self.log_history[-1]["step"]) if self.log_history else 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -121,7 +121,7 @@ class TrainerState:
 
 @dataclasses.dataclass(slots=True)
 class TrainerControl:
-    """The `control` of callbacks. `should_training_stop=True` saves and ends the run after the logged step."""
+    """Argument `control` of callbacks. `should_training_stop=True` saves and ends the run after the logged step."""
 
     should_training_stop: bool = False
 
@@ -129,27 +129,27 @@ class TrainerControl:
 class GRPOTrainer:
     """TRL's `GRPOTrainer` on top of `train`.
 
-    It has TRL's constructor, `train`, `evaluate`, `save_model`, `push_to_hub`, `add_callback`, and `state` with
+    It supports TRL's constructor, `train`, `evaluate`, `save_model`, `push_to_hub`, `add_callback`, and `state` with
     `log_history` and `global_step`.
 
     Args:
-      model: a name on the hub, a directory or a `Policy`.
+      model: name on the hub, directory or `Policy`.
       reward_funcs: one or more reward functions; may be omitted if the environment has `get_reward`.
-      args: a `GRPOConfig` of this module.
+      args: `grpo_jax.compat.GRPOConfig` with the settings.
       train_dataset: rows with a `prompt`.
-      eval_dataset: rows for evaluation during the run, a dict of such datasets by name, or None.
-      processing_class: a tokenizer that replaces the checkpoint's. Its EOS also ends completions.
-      callbacks: see `add_callback`.
-      optimizers: (an optax transformation or None, None).
-      peft_config: PEFT's `LoraConfig`, see `compat.policies.with_adapters`.
-      tools: functions that the policy may call, as in `train`.
+      eval_dataset: rows for evaluation during the run, a dict from names to such datasets, or None.
+      processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
+      callbacks: callbacks as accepted by `add_callback`.
+      optimizers: pair of an optax transformation (or None) and None.
+      peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
+      tools: functions that the policy can call, as in `train`.
       environment_factory: factory of environments, as in `train`.
-      others: other arguments of TRL, which must be None.
+      others: other arguments of TRL's trainer, which must be None.
 
     Attributes:
-      policy: the policy, trained after `train`.
-      train_state: the final `TrainState`; None before `train`.
-      args: the settings, and `config` the equivalent `grpo_jax.GRPOConfig`.
+      policy: initial policy or, after `train`, the trained policy.
+      train_state: final `TrainState`; None before `train`.
+      args: settings of the run; `config` is the equivalent `grpo_jax.GRPOConfig`.
 
     Raises:
       ValueError: if an argument is not supported.
@@ -181,11 +181,11 @@ class GRPOTrainer:
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a grpo_jax.compat.GRPOConfig; got a config of {type(args).__module__}")
         if optimizers[1] is not None:
-            raise ValueError("optimizers must not have a scheduler; an optax transformation contains its schedule")
+            raise ValueError("optimizers must not contain a scheduler; set the schedule in the optax transformation")
         self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset
         self._reward_funcs = as_list(reward_funcs or [])
         self._base_name = None if isinstance(model, Policy) else str(model)
-        self._donates = peft_config is not None or not isinstance(model, Policy)  # the params belong to this trainer
+        self._donates = peft_config is not None or not isinstance(model, Policy)  # the caller does not hold the params
         self._tokenizer = processing_class
         self._load = functools.partial(self._load_policy, model, peft_config)
         self.policy = self._load()
@@ -200,24 +200,24 @@ class GRPOTrainer:
 
     def __init_subclass__(cls) -> None:
         for name in _INSTEAD.keys() & vars(cls).keys():
-            raise AttributeError(f"{cls.__name__}.{name} would never be called; {_INSTEAD[name]}")
+            raise AttributeError(f"{cls.__name__}.{name} would have no effect; {_INSTEAD[name]}")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"GRPOTrainer has no {name}; {_INSTEAD.get(name, _PAGE)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _INSTEAD:
-            raise AttributeError(f"GRPOTrainer.{name} would never be used; {_INSTEAD[name]}")
+            raise AttributeError(f"GRPOTrainer.{name} would have no effect; {_INSTEAD[name]}")
         super().__setattr__(name, value)
 
     @property
     def config(self) -> _config.GRPOConfig:
-        """The config of the run."""
+        """Config of the run."""
         return self.args.config
 
     @property
     def processing_class(self) -> Tokenizer:
-        """The tokenizer. A newly assigned one is also used in saved models."""
+        """Tokenizer of the policy. If a new one is assigned, it is also saved with the model."""
         return self.policy.tokenizer
 
     @processing_class.setter
@@ -225,7 +225,7 @@ class GRPOTrainer:
         self._tokenizer, self.policy = tokenizer, policies.with_tokenizer(self.policy, tokenizer)
 
     def _load_policy(self, model: str | Path | Policy, peft_config: Any) -> Policy:
-        """Return the initial policy of the run."""
+        """Load the initial policy of the run."""
         policy, compute = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
         if compute != self.config.compute_dtype:
             self.args.compute_dtype = compute
@@ -234,7 +234,7 @@ class GRPOTrainer:
 
     @property
     def state(self) -> TrainerState:
-        """The progress and the log of the run."""
+        """Progress and logged metrics of the run."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         return TrainerState([{**self._trl_names(line), "step": line["step"]} for line in lines])
 
@@ -245,7 +245,7 @@ class GRPOTrainer:
         """Add a callback.
 
         Args:
-          callback: a function of (step, metrics), as in `train`; or an object or class of transformers'
+          callback: function of (step, metrics), as in `train`; or an instance or subclass of transformers'
             `TrainerCallback` with `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
         """
         callback = callback() if isinstance(callback, type) else callback
@@ -258,8 +258,8 @@ class GRPOTrainer:
         if not events or events - supported:
             found = ", ".join(sorted(events - supported)) or "no method on_..."
             raise ValueError(
-                f"callbacks has a {type(callback).__name__} with {found}; pass a function of (step, metrics), or an"
-                " object with the events on_train_begin, on_log, on_train_end and, with logging_steps=1, on_step_end"
+                f"unsupported callback: {type(callback).__name__} with {found}; pass a function of (step, metrics), or"
+                " an object with on_train_begin, on_log, on_train_end or, if logging_steps=1, on_step_end"
             )
         self._objects.append(callback)
 
@@ -270,7 +270,7 @@ class GRPOTrainer:
                 self._control = method(self.args, self.state, self._control, logs=logs) or self._control
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The callback passed to `train`: record a line of metrics and call the callback objects."""
+        """Record a line of metrics and call the callback objects. This is the callback passed to `train`."""
         self._lines.append({"step": step, **metrics})
         logs = self._trl_names(metrics)
         if "loss" in metrics:
@@ -280,19 +280,19 @@ class GRPOTrainer:
             raise StopRun
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
-        """Train, and return the final state, also stored as `train_state`. A run in `output_dir` is always resumed.
+        """Train and return the final state, which is also stored in `train_state`.
 
-        Params loaded by the trainer are donated to the run, so `policy` is empty until the run ends.
-        `resume_from_checkpoint` must be None or True.
+        A run in `output_dir` is always resumed; `resume_from_checkpoint` must be None or True. Params loaded by the
+        trainer are donated to the run, so `policy` does not have params until the run ends.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
                 f"resume_from_checkpoint must be None or True, since a run always resumes from the latest checkpoint in"
-                f" output_dir; got {resume_from_checkpoint!r}. For a new run use a different output_dir"
+                f" output_dir; got {resume_from_checkpoint!r}. To start a new run, set a different output_dir"
             )
         if self.train_dataset is None:
             raise ValueError("train_dataset is None; pass rows with a prompt to GRPOTrainer")
-        if isinstance(self.policy.params, Donated):  # the previous call was interrupted
+        if isinstance(self.policy.params, Donated):  # a previous call was interrupted
             self.policy = self._load()
         self._lines, self._control = [], TrainerControl()
         self._call("on_train_begin", {})
@@ -331,9 +331,9 @@ class GRPOTrainer:
         return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], named_datasets(data))
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the policy and its tokenizer to `output_dir` (default: `args.output_dir`), keeping other files there.
+        """Write the policy and its tokenizer to `output_dir`, by default `args.output_dir`. Other files are kept.
 
-        The layout is Hugging Face's, and PEFT's for adapters. With `push_to_hub`, the policy is also pushed.
+        The format is Hugging Face's or, for adapters, PEFT's. With `args.push_to_hub`, the policy is also pushed.
         """
         directory = self.run_dir if output_dir is None else output_dir
         if directory is None:
@@ -343,13 +343,13 @@ class GRPOTrainer:
             self.push_to_hub("Model save")
 
     def push_to_hub(self, commit_message: str = "End of training", *, dataset_name: str | None = None) -> str:
-        """Push the policy to `hub_model_id` (default: the name of `output_dir`), and return the URL of the commit.
+        """Push the policy to `hub_model_id`, by default the name of `output_dir`. Returns the URL of the commit.
 
-        `dataset_name` appears in the model card.
+        `dataset_name` is the name of the dataset in the model card.
         """
         repository = self.config.hub_model_id or (self.run_dir and Path(self.run_dir).absolute().name)
         if repository is None:
-            raise ValueError("hub_model_id and output_dir are None; set one of them in GRPOConfig")
+            raise ValueError("hub_model_id and output_dir are both None; set one of them in GRPOConfig")
         return push_to_hub(
             self.policy,
             repository,

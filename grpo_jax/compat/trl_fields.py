@@ -1,6 +1,6 @@
-"""All fields of TRL 1.16's `GRPOConfig`, with advice on the ones that are not fields here, and TRL's metric names.
+"""All fields of TRL 1.16's `GRPOConfig`, with advice on those that are not fields here, and TRL's metric names.
 
-The error messages of `GRPOConfig`, `compat.from_trl` and the page `docs/coming_from_trl.md` use this table.
+The table is used by error messages of `GRPOConfig`, by `compat.from_trl` and by the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
-    """A field of TRL that is not a field here: TRL's default, how to replace it, and what to do.
+    """A field of TRL that is not a field here.
 
-    "other name": another argument replaces it (`field`, if it is a field of `GRPOConfig` with the same values). "set
-    outside": the environment, JAX or Python sets it. "not needed": it has no effect here. "not here": not supported.
+    Attributes:
+      default: TRL's default.
+      kind: "other name" if a different argument replaces it, "set outside" if it is set in the environment, JAX or
+        Python, "not needed" if it would have no effect, or "not here" if it is not supported.
+      advice: what to use instead, or why it is not needed.
+      field: field of `GRPOConfig` that replaces it and accepts the same values, or None.
     """
 
     default: object
@@ -38,18 +42,18 @@ _needless = functools.partial(_fields, "not needed")
 _absent = functools.partial(_fields, "not here")
 
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
-_ENGINE = "; it only has an effect with a sampler passed to train"
+_ENGINE = "; it has an effect only if a sampler is passed to train"
 _OPTIMIZER = "pass an optax transformation as optimizer to train"
-_TORCH = "it only affects PyTorch"
-_DECODED = "completions that have ended are not decoded further"
+_TORCH = "it affects only PyTorch"
+_DECODED = "decoding stops for completions that have ended"
 _VLLM = "it is an option of `vllm serve`"
 _TRACKIO = "call trackio.init(space_id=...) and pass its log function to train in callbacks"
-_ONE_WRITER = "only one process writes"
-_EVALUATION = "evaluation generates and scores completions; logits are not gathered"
-_LOADER = "prompts are read by index, without a data loader"
+_ONE_WRITER = "only process 0 logs"
+_EVALUATION = "evaluation generates completions and computes rewards; logits are not gathered"
+_LOADER = "there is no data loader; prompts are read by index"
 _LABELS = "there are no labels"
 _SCRIPTS = "it is an option for scripts, which trainers ignore; call train and evaluate"
-_MESH = "use mesh: there is one process per host, and XLA communicates between devices"
+_MESH = "use mesh: there is one process per host, and XLA handles communication between devices"
 _SHARDED = "mesh determines how params are sharded"
 
 _UNNOTED = (
@@ -65,39 +69,39 @@ _UNNOTED = (
 )
 
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
-    "pad_to_multiple_of": '"auto" is 32 here, since XLA compiles for every shape; in TRL it pads on Trainium only',
-    "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is left out",
+    "pad_to_multiple_of": '"auto" is 32, since XLA compiles a program for every shape; in TRL it pads on Trainium only',
+    "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is dropped",
     "seed": "the same seed gives different samples than in TRL",
-    "scale_rewards": "True and False are accepted too",
+    "scale_rewards": "True and False are also accepted",
     "epsilon_high": 'required with `loss_type="cispo"`; if it is unset, TRL scales on-policy gradients by 0.2',
-    "router_aux_loss_coef": "over the tokens of completions; TRL also counts a prompt's tokens, once per completion",
-    "use_bias_correction_kl": "as in TRL, but at the sequence level the token's ratio is used too, which is unbiased; "
-    '`kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and `kl_placement`'
-    " are not in TRL",
-    "sync_ref_model": "rejected with `beta = 0`; checkpoints contain the mixed reference",
-    "ref_model_mixup_alpha": "for adapters, the products A·B are mixed",
-    "lr_scheduler_type": "linear, cosine, constant, constant_with_warmup; for others pass `optimizer` to `train`",
-    "weight_decay": "not applied to norms and biases; applied to embeddings and LoRA's factors",
+    "router_aux_loss_coef": "averaged over completion tokens; TRL also includes prompt tokens, once per completion",
+    "use_bias_correction_kl": "at the token level as in TRL; at the sequence level, the token's ratio is used, which "
+    'is unbiased, and `kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and'
+    " `kl_placement` are not in TRL",
+    "sync_ref_model": "rejected with `beta = 0`; checkpoints contain the updated reference",
+    "ref_model_mixup_alpha": "for adapters, the products A·B are interpolated",
+    "lr_scheduler_type": "linear, cosine, constant or constant_with_warmup; for others, pass `optimizer` to `train`",
+    "weight_decay": "applied to embeddings and LoRA factors, not to norms and biases",
     "gradient_checkpointing": "TRL's default is True; here None enables it if activations would not fit into memory",
-    "eval_steps": "an integer or None; there is always an evaluation before the first step and after the last",
-    "num_generations_eval": "1 if evaluation is greedy (`temperature_eval`, not in TRL)",
+    "eval_steps": "an integer or None; evaluations also run before the first step and after the last step",
+    "num_generations_eval": "must be 1 if evaluation is greedy (`temperature_eval`, not in TRL)",
     "logging_steps": "an integer; ratios below 1 are not supported",
-    "save_steps": "an integer or None; the last step always writes a checkpoint",
-    "logging_first_step": "default True",
+    "save_steps": "an integer or None; a checkpoint is always written after the last step",
+    "logging_first_step": "the default is True",
     "metric_for_best_model": "`eval_reward` is `eval/reward`, `eval_rewards/<function>/mean` is `eval/<function>`; "
-    "metrics of training are accepted too; there is no evaluation loss",
-    "load_best_model_at_end": "without `metric_for_best_model`, the trainer of `compat` uses `eval/reward`; "
-    "checkpoints also keep the last policy",
-    "report_to": "tensorboard, wandb, trackio; the default is that of transformers 5 (transformers 4 reported to all)",
-    "push_to_hub": "pushes the directory `hub` of the run directory, with a model card of the run",
+    "training metrics are also accepted; there is no evaluation loss",
+    "load_best_model_at_end": "without `metric_for_best_model`, `compat.GRPOTrainer` uses `eval/reward`; checkpoints "
+    "also contain the last policy",
+    "report_to": "tensorboard, wandb, trackio; the default is the same as in transformers 5 (in transformers 4, all)",
+    "push_to_hub": "pushes the subdirectory `hub` of the run directory, with a model card",
     "hub_strategy": "checkpoints are not pushed",
 }
-"""TRL's fields that are also fields here, with the same meaning and default, and notes on them."""
+"""TRL's field that is also a field here, with the same meaning and default → note on differences, or ""."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numerics.
     **_other("pass dtype to from_pretrained", model_init_kwargs=None),
-    **_absent("the model families are implemented in this library; no code is downloaded", trust_remote_code=False),
+    **_absent("model architectures are implemented in this library; no code is downloaded", trust_remote_code=False),
     **_absent("set lora_dropout=0 in peft_config; models do not have other dropout", disable_dropout=False),
     **_needless("logits are always float32", cast_lm_head_to_fp32=False),
     **_other('use compute_dtype="bfloat16"', bf16=None),
@@ -110,15 +114,15 @@ ELSEWHERE: dict[str, Elsewhere] = {
         generation_kwargs=None,
     ),
     **_absent(
-        "it would also change the log-probs in the loss (which TRL ignores); use get_repetition_penalty_reward instead",
+        "it also changes the log-probs in the loss, which TRL ignores; use get_repetition_penalty_reward instead",
         repetition_penalty=1.0,
     ),
-    **_needless("the cache is built in", cache_implementation=None),
+    **_needless("the sampler's cache is built in", cache_implementation=None),
     **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **_needless(_DECODED, use_transformers_paged=False),
     **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
     **_needless(
-        "the sampler is built in; for a running vLLM server, pass sampler=engines.vllm(base_url), in a TRL script"
+        "the sampler is built in; to use a running vLLM server, pass sampler=engines.vllm(base_url), or in a TRL script"
         ' vllm_mode="server"',
         use_vllm=False,
     ),
@@ -126,69 +130,69 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
     **_needless(_VLLM, vllm_tensor_parallel_size=1),
     **_needless("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
-    **_absent("grammars are not supported; reward the format instead", vllm_structured_outputs_regex=None),
+    **_absent("grammars are not supported; use a format reward instead", vllm_structured_outputs_regex=None),
     **_other(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
     **_other(_SERVER + " with patience", vllm_server_timeout=240.0),
-    **_needless("the server reads weights from files that both sides can access", vllm_group_port=51216),
-    **_other("use sampler_correction, None for False" + _ENGINE, vllm_importance_sampling_correction=True),
+    **_needless("the server reads weights from files on a shared file system", vllm_group_port=51216),
+    **_other("use sampler_correction; None is False" + _ENGINE, vllm_importance_sampling_correction=True),
     **_other("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
     **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
     **_other("use sampler_correction_min" + _ENGINE, "sampler_correction_min", vllm_importance_sampling_clip_min=None),
     **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_cap=None),
     # Optimizer.
-    **_other("AdamW is the default; for others, " + _OPTIMIZER, optim="adamw_torch_fused"),
+    **_other("AdamW is the default; for other optimizers, " + _OPTIMIZER, optim="adamw_torch_fused"),
     **_absent(_OPTIMIZER, lr_scheduler_kwargs=None, optim_args=None, optim_target_modules=None),
     **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
     **_absent(_LABELS, label_smoothing_factor=0.0),
     **_absent("embedding noise is not supported", neftune_noise_alpha=None),
-    **_absent("half a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
+    **_absent("halving a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
     **_other("use gradient_checkpointing", "gradient_checkpointing", activation_checkpointing=None),
     **_needless("layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None),
     **_needless(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
     **_needless(_TORCH, torch_empty_cache_steps=None),
     **_needless("logits are computed for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
-    **_needless("training needs no cache, and sampling always uses one", use_cache=False),
+    **_needless("sampling always uses a cache; training does not need one", use_cache=False),
     # Logging.
     **_other("pass run_dir to train", output_dir=None),
     **_other("use logging_steps", logging_strategy="steps"),
     **_needless(_ONE_WRITER, log_on_each_node=True, log_level_replica="warning"),
-    **_needless("values that are not finite are left out of means and counted", logging_nan_inf_filter=True),
+    **_needless("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
     **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
-    **_outside("use the levels of logging and the filters of warnings", log_level="passive"),
-    **_needless("the progress bar is only shown in a terminal", disable_tqdm=None),
+    **_outside("set levels in logging and filters in warnings", log_level="passive"),
+    **_needless("the progress bar is shown only in a terminal", disable_tqdm=None),
     **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
-    **_absent("prompts are text", log_multimodal=True),
+    **_absent("prompts contain only text", log_multimodal=True),
     **_needless("completions.jsonl contains all prompts, and report.html filters them", log_unique_prompts=False),
     **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
     **_other("use eval_steps", eval_strategy="no"),
     **_needless("passing eval_dataset enables evaluation", do_eval=False),
-    **_absent("evaluations run before the first step, every eval_steps and after the last", eval_delay=0),
+    **_absent("evaluations run before the first step, every eval_steps and after the last step", eval_delay=0),
     **_needless("there is always an evaluation before the first step", eval_on_start=False),
     **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
     **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
     # Checkpoints.
-    **_other("use save_steps (None: at the end only)", save_strategy="steps"),
-    **_absent("checkpoints contain the whole state; save_pretrained writes the model", save_only_model=False),
-    **_absent("all processes write one checkpoint to a shared file system", save_on_each_node=False),
+    **_other("use save_steps; None saves only at the end", save_strategy="steps"),
+    **_absent("checkpoints contain the whole state; save_pretrained writes only the model", save_only_model=False),
+    **_absent("all processes write to the same checkpoint on a shared file system", save_on_each_node=False),
     **_needless("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
     **_absent("the state of callbacks is not saved", restore_callback_states_from_checkpoint=False),
-    **_other("call train again with the same run_dir: it resumes", resume_from_checkpoint=None),
-    **_needless("a resumed run continues with the next prompt, at no cost", ignore_data_skip=False),
-    **_absent("log in with `hf auth login` or set HF_TOKEN; the run directory contains the config", hub_token=None),
+    **_other("call train again with the same run_dir to resume", resume_from_checkpoint=None),
+    **_needless("a resumed run continues with the next prompt, without reading skipped rows", ignore_data_skip=False),
+    **_absent("log in with `hf auth login` or set HF_TOKEN; the config is stored in the run directory", hub_token=None),
     **_absent("a push is skipped while another one is running, except the last", hub_always_push=False),
     # Data.
-    **_other("use seed: it also determines the order of the prompts", data_seed=None),
+    **_other("use seed, which also determines the order of the prompts", data_seed=None),
     **_outside(
-        "on a CPU the same seed gives the same run; on a GPU also set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
+        "on a CPU, runs with the same seed are identical; on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
         full_determinism=False,
     ),
     **_needless(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
     **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
     **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
     **_needless(_LOADER, length_column_name="length"),
-    **_needless("reward functions get the columns that they name as arguments", remove_unused_columns=False),
+    **_needless("reward functions receive the columns that are their arguments", remove_unused_columns=False),
     **_needless(_LABELS, label_names=None),
     **_other("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
@@ -198,23 +202,23 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_MESH, local_rank=-1),
     **_other(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging and scripts.
-    **_needless("updates that are not finite are always skipped, counted and explained", debug=""),
+    **_needless("updates that are not finite are always skipped, counted and reported", debug=""),
     **_needless("`rehearse` prints the memory of a run", skip_memory_metrics=True),
     **_needless(_SCRIPTS, do_train=False, do_predict=False),
 }
-"""TRL's fields that are not fields here, in the order of docs/coming_from_trl.md."""
+"""TRL's fields that are not fields here, in the order of `docs/coming_from_trl.md`."""
 
 HINTS = {
-    name: f"leave it out: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
+    name: f"remove it: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
     for name, field in ELSEWHERE.items()
 }
-"""Name → advice, for error messages of `GRPOConfig`."""
+"""Name of a field → advice, for error messages of `GRPOConfig`."""
 
 
 def trl_names(
     metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics of a line, except "step", under TRL's names. `parts` are the names of evaluation datasets.
+    """Rename the metrics of a line, except "step", to TRL's names. `parts` are the names of evaluation datasets.
 
     Example:
       >>> trl_names({"step": 3, "loss": 0.5, "eval/right": 1.0, "eval/hard/reward": 0.0}, ["right"], ["hard"])

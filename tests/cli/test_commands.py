@@ -148,7 +148,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"does not contain metrics.jsonl; pass a run directory"):
         run("report", tmp_path)
     for command in (["export", tmp_path / "sums", "out"], ["chat", tmp_path / "sums", "--say", "ab"]):
-        with pytest.raises(SystemExit, match="does not contain its data, its reward functions or the base model"):
+        with pytest.raises(SystemExit, match="so its data, its reward functions and the base model"):
             run(*command)
 
 

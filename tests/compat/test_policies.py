@@ -81,9 +81,9 @@ def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
 
     assert dtypes("full", None) == dtypes("full", "auto") == dtypes("half", None) == ({"float32"}, "auto")
     assert dtypes("half", "auto") == ({"bfloat16"}, "bfloat16")
-    with pytest.raises(ValueError, match="model_init_kwargs has dtype 'float32', but model is a Policy"):
+    with pytest.raises(ValueError, match="model_init_kwargs sets dtype 'float32', but model is a Policy"):
         load_policy(tiny_policy(), "float32", "auto")
-    with pytest.raises(ValueError, match="model must be a name, a directory or a Policy; got object"):
+    with pytest.raises(ValueError, match="model must be a name on the hub, a directory or a Policy; got object"):
         load_policy(object(), None, "auto")
 
 

@@ -204,9 +204,9 @@ def test_a_callback_object_can_stop_the_run(calls):
         ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
         ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
         ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config of grpo_jax.conf"),
-        ({"optimizers": (None, 1)}, "optimizers must not have a scheduler"),
-        ({"callbacks": [Logged([])]}, "a Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
-        ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "a Saving with on_save; pass a function"),
+        ({"optimizers": (None, 1)}, "optimizers must not contain a scheduler"),
+        ({"callbacks": [Logged([])]}, "Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
+        ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "Saving with on_save; pass a function"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -222,11 +222,11 @@ def test_an_unsupported_argument_is_refused_by_name(arguments, message):
         (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
         (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
         (lambda t: t.state.best_metric, "trainer.state has no best_metric, only global_step and log_history"),
-        (lambda t: t.args.learning_rat, "has no learning_rat; did you mean learning_rate"),
-        (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would never be called"),
-        (lambda t: setattr(t, "model", 1), "GRPOTrainer.model would never be used; use trainer.policy"),
+        (lambda t: t.args.learning_rat, "has no field learning_rat; did you mean learning_rate"),
+        (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would have no effect"),
+        (lambda t: setattr(t, "model", 1), "GRPOTrainer.model would have no effect; use trainer.policy"),
         (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
-        (lambda t: t.push_to_hub(), "hub_model_id and output_dir are None; set one"),
+        (lambda t: t.push_to_hub(), "hub_model_id and output_dir are both None; set one"),
         (lambda t: t.train(), "train_dataset is None; pass rows"),
     ],
 )
@@ -241,7 +241,7 @@ def test_fields_are_translated_and_checked_when_they_are_set():
     assert args.config == grpo_jax.GRPOConfig(compute_dtype="bfloat16", beta=0.1)
     args.learning_rate = 1e-4
     assert (args.output_dir, args.learning_rate, args.config.learning_rate) == ("out", 1e-4, 1e-4)
-    with pytest.raises(ValueError, match=r"fields that are not supported:\n  hub_token: .*\n  optim: 'sgd': pass an"):
+    with pytest.raises(ValueError, match=r"unsupported fields:\n  hub_token: .*\n  optim: 'sgd': pass an"):
         GRPOConfig(hub_token="hf_secret", optim="sgd")
     with pytest.warns(UserWarning, match='fp16 was converted to compute_dtype="auto", since float16'):
         assert GRPOConfig(fp16=True).config == grpo_jax.GRPOConfig()
