@@ -247,6 +247,7 @@ def test_estimators_by_hand():
     # A baseline from one token, and a group without any.
     rewards, lengths = np.array([[2.0, 0.0], [2.0, 0.0]]), np.array([[1, 0], [0, 0]])
     np.testing.assert_allclose(estimated(rewards, "opo", lengths=lengths), [[0, -2], [1, -1]], atol=1e-6)
+    np.testing.assert_allclose(estimated(rewards, "rloo"), [[2, -2], [2, -2]], atol=1e-6)  # against the other one
 
 
 def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
