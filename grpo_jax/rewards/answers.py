@@ -1,7 +1,7 @@
 r"""Numbers in completions and datasets: extraction, exact parsing and comparison.
 
 Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` are the number 18.
-`formula_reward` compares formulas.
+For formulas, see `formula_reward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
-"""Maximum number of characters of a number, to bound the time of parsing."""
+"""Maximum length of a number in characters. It bounds the parsing time."""
 
 _ADVICE = (
     "Remove such rows, or set the column to None and use accuracy_reward (compares strings) or formula_reward (compares"
@@ -31,7 +31,7 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,12}(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"""
     (?<![\w.^/])                                     # not inside a word or a number, not an exponent or a denominator
-    (?:(?<![)\]}}%])(?P<sign>[-+])(?=[$€£¥₹.\d]))?    # after a bracket a minus is an operation, as after a number
+    (?:(?<![)\]}}%])(?P<sign>[-+])(?=[$€£¥₹.\d]))?    # after a bracket or a number, - is an operator
     (?:[$€£¥₹]\s?(?P<inner>-)?)?
     (?>(?P<above>{_DIGITS})(?:\s?/\s?(?P<below>\d+)(?![\d/]))?(?:e(?P<power>[-+]?\d\d?)\b)?)
     (?!\s?\^|_\d|(?:st|nd|rd|th|k)\b|\s?(?:thousand|million|billion|trillion)\b)  # 2^5, 101_2 and 3rd are not amounts
@@ -49,7 +49,7 @@ _SPELLINGS = (
     (re.compile(r"\\(?:[,;:! ]|(?:left|right|quad)(?![a-z]))"), " "),
     (re.compile(r"\\[dtc]?frac\s?\{\s?(-?[\d,.]{1,60})\s?\}\s?\{\s?(\d{1,60})\s?\}"), r"\1/\2"),
 )
-# Marks of a final answer. `####` also starts headings, so it counts only before a number, and not before "2. Add".
+# Markers of a final answer. `####` also starts headings, so a number must follow, but not a list item ("2. Add").
 _MARK = re.compile(r"####\s?(?=[-.\d$€£¥₹])(?!\d+[.)] [a-z])([^\n]*)|<answer>([^<]*)</answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s?\{|[{}]")
 _PHRASE = re.compile(
@@ -57,16 +57,16 @@ _PHRASE = re.compile(
     r"(?:[^\d\n.:=]{0,60}?\b(?:is|are|be)\b(?!\s+not\b)|\s*(?:\([^()\n]{0,40}\)\s*)?[:=])(?=\s*([^\n]{1,200}))",
     re.IGNORECASE,
 )
-# Text allowed around the number of an answer: words and units, but no digits and no operators.
+# Text allowed around the number of an answer: words and units, but no digits or operators.
 _BEFORE = re.compile(r"(?:[^\W\d_√π∞]|[\s.,:;'\"$*(`])*")
 _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;'\"$%°²³*()`]|/(?!\d))*")
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the number that a completion or solution gives as its answer, or None.
+    r"""Return the number that is the final answer of a completion or solution, or None.
 
-    It is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. Without marks, it is the last
-    number after "the answer is", or else the last number. A mark must contain a single number, or a chain such as
+    This is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. If nothing is marked, it is
+    the last number after "the answer is", else the last number. Marked text must be a single number or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
     (`1e6`) are supported; number words are not.
 
@@ -88,10 +88,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    r"""Return the only number in a string, or in its last mark (see `final_number`).
+    r"""Return the only number in a string, or in its last marked answer (see `final_number`).
 
-    Words and units are ignored. Returns None if there are no or several numbers, and for formulas, intervals and
-    numerals with a base.
+    Words and units are ignored. Returns None for strings without a number or with several numbers, for formulas, for
+    intervals and for numerals with a base.
     """
     text = _plain(text)
     marked = _marked(text)
@@ -99,12 +99,12 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def number_reward(column: str = "answer") -> RewardFn:
-    r"""Score 1 if the final number of a completion equals the number in a dataset column, else 0.
+    r"""Return a reward function: 1 if a completion's final number equals the number in a dataset column, else 0.
 
-    Completions are parsed with `final_number` and the column with `sole_number`: a number, a string, or a solution that
-    ends in `#### 18`, as in GSM8K. If the column is None, the completion is not scored. A column that is not a single
-    number (3√13, an interval, a word) raises ValueError. `check_rows`, which a run calls before sampling, reports all
-    such rows.
+    The column holds numbers, strings, or solutions that end in `#### 18`, as in GSM8K. It is parsed with `sole_number`,
+    and completions with `final_number`. If the column is None, the completion is not scored. The function raises
+    ValueError if a value is not a single number (3√13, an interval, a word). A run calls its `check_rows` before
+    sampling, which reports all such rows.
 
     Example:
       >>> right = number_reward()
@@ -135,7 +135,7 @@ class _NumberReward(ColumnReward):
         return truth
 
 
-# The completions of a group share one answer.
+# Cached, since the completions of a group share one answer.
 _truth_of = functools.lru_cache(1024)(sole_number)
 
 
@@ -164,7 +164,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _sole(text: str) -> Fraction | None:
-    """Return the number of a string with one number among words and units, or of a chain `… = number`."""
+    """Return the value of a string with one number among words and units, or of a chain `… = number`."""
     if "|" in text:  # |x| = 5 has two solutions
         return None
     text = re.sub(r"^\s*-\s+(?=[\d.$])", "-", text.rpartition("=")[2])
@@ -175,7 +175,7 @@ def _sole(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a number, or None if it is too long or divides by 0."""
+    """Return the value of a matched number, or None if it is too long or its denominator is 0."""
     if len(match[0]) > LONGEST or (match["below"] and int(match["below"]) == 0):
         return None
     value = Fraction(match["above"].replace(",", "")) / int(match["below"] or 1)

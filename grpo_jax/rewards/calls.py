@@ -1,4 +1,4 @@
-"""Calling reward functions, validating their results, and reward metrics.
+"""Calls of reward functions, validation of their results, and reward metrics.
 
 Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists have B·G entries in prompt-major order:
 
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""Warn if a larger share of a function's completions has a fault."""
+"""Share of completions with a fault above which a warning is issued, for each function."""
 
 
 class Rewards(NamedTuple):
     """The rewards of a batch from K functions, and the values that the functions logged.
 
     Attributes:
-      values: [B, G, K] float32, finite, or NaN for "not scored".
+      values: rewards [B, G, K] float32, finite, or NaN for "not scored".
       stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
         omitted if there are too few), `/missing` (share of completions without a score, including faults), `/errors`
         (number of faults) and `/seconds`. `rewards/unscored` is the share of completions without any score.
-      parts: rewards per turn or token, for completions whose reward is their sum.
-      metrics: values logged with `log_metric`, by name.
-      columns: values logged with `log_extra`, a dict for each of the B·G completions.
+      parts: rewards per turn or token, where a function returned them; `values` has their sum.
+      metrics: values logged with `log_metric`, keyed by name.
+      columns: values logged with `log_extra`, one dict for each of the B·G completions.
       completions: the B·G completions as passed to the functions.
     """
 
@@ -79,16 +79,16 @@ def compute_rewards(
     trainer_state: TrainerState | None = None,
     on_error: str = "raise",
 ) -> Rewards:
-    """Score B·G completions with one or K reward functions.
+    """Compute the rewards of B·G completions with K reward functions.
 
     Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
-    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the others, on one event loop for
-    the whole process, so they can keep clients and locks. `turns` holds the number of turns of each completion, for
-    functions that return rewards per turn or token; None allows only one number per completion.
+    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous ones. They share one
+    event loop per process, so they can reuse clients and locks. `turns` has the number of turns of each completion. If
+    it is None, functions cannot return rewards per turn or token.
 
     A fault is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
-    nor None. `on_error` "raise" raises RewardError at the first fault. "none" scores the completion (or all, if the
-    whole call failed) as missing. A `SetupError` is always raised.
+    nor None. If `on_error` is "raise", the first fault raises RewardError. If it is "none", the completion (or all, if
+    the whole call failed) is not scored. A `SetupError` is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -97,7 +97,7 @@ def compute_rewards(
     count = len(completions)
     for name, values in inputs.items():
         if len(values) != count:
-            raise ValueError(f"{name} must have B·G={count} entries, as completions; got {len(values)}")
+            raise ValueError(f"{name} must have B·G={count} entries, one per completion; got {len(values)}")
     if num_generations < 1 or count == 0 or count % num_generations:
         raise ValueError(f"num_generations={num_generations} must divide the number of completions, {count}")
 
@@ -117,9 +117,9 @@ def compute_rewards(
         if faults and (on_error == "raise" or errors > LOUD_SHARE * count):
             explanation, first = _explain(name, faults, inputs, num_generations), next(iter(faults.values()))
             if on_error == "raise":
-                fix = "Fix it, or score such completions as missing with on_error='none' (GRPOConfig: on_reward_error)"
+                fix = "Fix it, or set on_error='none' (GRPOConfig: on_reward_error) to leave such completions unscored"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
-            message = f"{errors} of {count} completions scored as missing: {explanation}"
+            message = f"{errors} of {count} completions were not scored: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         counted |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
     grouped, stats = rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | counted
@@ -148,14 +148,14 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
 
 
 def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
-    """Await all concurrently on the event loop. Returns pairs of result or exception, and time in seconds."""
+    """Await all concurrently on the event loop. Returns pairs (result or exception, time in seconds)."""
 
     async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
         started = time.perf_counter()
         result: object
         try:
             result = await awaitable
-        except BaseException as error:  # SystemExit would end the loop's thread and block this one forever
+        except BaseException as error:  # SystemExit would end the loop's thread and block the caller forever
             result = error
         return result, time.perf_counter() - started
 
@@ -172,7 +172,7 @@ def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object,
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of asynchronous rewards. Its thread is separate since a notebook's already runs a loop."""
+    """Return the event loop of asynchronous rewards. It has a separate thread, since notebooks already run a loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
     thread.start()
@@ -200,7 +200,7 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], 
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
-    """Return `Rewards.stats` of rewards [B·G, K], without errors and seconds."""
+    """Compute `Rewards.stats` from rewards [B·G, K], without `/errors` and `/seconds`."""
     stats: dict[str, float] = {}
     for name, scores in zip(names, rewards.T.astype(np.float64), strict=True):
         scored = scores[~np.isnan(scores)]
@@ -212,7 +212,7 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Return Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64; NaN if none did.
+    """Compute Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64; NaN if none did.
 
     The default weights are 1. The metric `reward` is the mean of these sums.
     """
@@ -227,5 +227,5 @@ def mean_of_scored(totals: np.ndarray) -> float:
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each list."""
+    """Return the mean of each list, keyed by name."""
     return {name: float(np.mean(items)) for name, items in values.items()}

@@ -1,6 +1,6 @@
-"""Reward functions built from functions: per row, clipped and gated.
+"""Reward functions built from other functions: per row, clipped and gated.
 
-A combinator is asynchronous if one of its functions is, and it passes on their faults.
+A combined function is asynchronous if one of its functions is. It reports their faults.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
 ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
-"""Returns the score of one completion from its text and its dataset row."""
+"""Function of (completion, dataset row) that returns the completion's reward; None means "not scored"."""
 
 
 def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
-    `completion` is a string, also in conversations; `row` is the dataset row with its `prompt`. An exception affects
-    only its completion. If `fn` is asynchronous, all completions are scored concurrently.
+    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
+    affects only one completion. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -75,7 +75,7 @@ class _FromRow:
 
 
 def _without_exceptions(outcomes: list[Any]) -> list[Any]:
-    """Return the outcomes. Raises `PartialRewards` if some of them are exceptions."""
+    """Return `outcomes`. Raises `PartialRewards` if any of them is an exception."""
     faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
@@ -83,17 +83,17 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Clip the scores of a reward function to [low, high]. Infinite scores remain faults."""
+    """Return a reward function with the values of `fn` clipped to [low, high]. Infinite values are still faults."""
     if not low <= high:
         raise ValueError(f"low={low} must not exceed high={high}")
     return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
-    """Score only completions that pass a gate: r = fn if gate > threshold, else `otherwise`.
+    """Score only completions that pass a gate: the reward is `fn` if gate > threshold, else `otherwise`.
 
-    `fn`, for example an expensive judge, is called only with the completions that passed. Completions that the gate
-    does not score are not scored. If `otherwise` is None, failed completions are not scored either; the policy then
+    `fn`, for example an expensive judge, is called only with the completions that pass. Completions for which the gate
+    returns None are not scored. If `otherwise` is None, completions that fail are not scored either. The policy then
     learns to pass the gate only if the gate is also a reward function of the run.
 
     Example:
@@ -107,7 +107,7 @@ def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: fl
 
 @dataclasses.dataclass(frozen=True)
 class _Combinator:
-    """A reward function that calls functions and takes their arguments."""
+    """A reward function that calls other reward functions. It accepts the arguments of all of them."""
 
     fn: RewardFn
 
@@ -136,7 +136,7 @@ class _Combinator:
         if self.is_async:
             return scoring
         try:
-            scoring.send(None)  # runs to the end, since nothing is awaited
+            scoring.send(None)  # runs to completion, since nothing is awaited
         except StopIteration as done:
             scores: Scores = done.value
             return scores
@@ -177,7 +177,7 @@ class _Gated(_Combinator):
 
 
 async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
-    """Call a function. Returns its scores, NaN for None, and the faults of single completions."""
+    """Call a function. Returns its scores (NaN for None) and the faults of single completions."""
     outcome: object
     try:
         outcome = contract.call_selected(fn, inputs)

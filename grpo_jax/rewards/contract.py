@@ -23,22 +23,22 @@ EXTRAS = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are not lists. They are passed only to functions that declare them."""
 
 Inputs = Mapping[str, Any]
-"""Arguments of reward functions by name: lists with one entry per completion, and `EXTRAS`."""
+"""Arguments of reward functions, keyed by name: lists with one entry per completion, and `EXTRAS`."""
 
 _Returned = TypeVar("_Returned")
 
 
 class RewardError(ValueError):
-    """A reward function failed or returned an invalid value."""
+    """Error raised if a reward function fails or returns an invalid value."""
 
 
 class SetupError(RewardError):
-    """A mistake in the program, not in a completion. It ends the run for every `on_reward_error`."""
+    """Error in the program rather than in a completion. It ends the run regardless of `on_reward_error`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """The progress of a run, for reward functions that depend on it: a subset of TRL's `trainer_state`.
+    """Progress of a run, for reward functions that depend on it. A subset of TRL's `trainer_state`.
 
     `max_steps` is the total number of optimizer steps, or 0 outside a run. `epoch` counts passes over the dataset.
     """
@@ -49,7 +49,7 @@ class TrainerState:
 
 
 def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
-    """Return one or several reward functions as a list."""
+    """Return one or more reward functions as a list."""
     if isinstance(reward_fns, dict) or not (callable(reward_fns) or isinstance(reward_fns, Iterable)):
         raise ValueError(f"reward_fns must be a function or a list of functions; got {show(reward_fns)}")
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
@@ -60,14 +60,14 @@ def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
 
 
 def function_name(fn: Callable[..., object]) -> str:
-    """Return the name of a function, of the function in a partial, or of a callable object's class."""
+    """Return the name of a function, of the function wrapped by a partial, or of a callable object's class."""
     if isinstance(fn, functools.partial):
         return function_name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
 def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
-    """Return unique names of reward functions, for metrics. The second function called `name` is `name_2`."""
+    """Return unique names of reward functions, for metrics. The second function with the name `name` gets `name_2`."""
     names: list[str] = []
     for fn in as_list(reward_fns):
         name = function_name(fn)
@@ -90,9 +90,9 @@ def takes_everything(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a dict from each keyword of a function to whether it is required.
+    """Return a dict from each keyword argument of a function to whether it is required.
 
-    A callable object with `**kwargs` can declare additional keywords in an attribute `reward_arguments`, also a dict.
+    A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
     """
     named = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in named if p.name not in _bound(fn)}
@@ -100,7 +100,7 @@ def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
 
 
 def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
-    """Return the keywords bound by a partial. Columns with these names must not replace them."""
+    """Return the arguments bound by a partial. Dataset columns with these names must not replace them."""
     return fn.keywords if isinstance(fn, functools.partial) else {}
 
 
@@ -121,7 +121,7 @@ def check_reward_fns(
 ) -> None:
     """Raise ValueError if a reward function cannot be called with the `columns` of a dataset, or rejects its `rows`.
 
-    If `columns` is None, only the types are checked. `argument` is the name of the dataset in messages.
+    If `columns` is None, only the types are checked. `argument` is the name of the dataset in error messages.
     """
     fns = as_list(reward_fns)
     if not fns:
@@ -175,9 +175,9 @@ _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy lists, dicts, tuples, sets and arrays at every depth.
+    """Copy lists, dicts, tuples, sets and arrays recursively.
 
-    Other objects, such as clients and images, are shared. They may be large, not copyable, or shared on purpose.
+    Other objects, such as clients and images, are not copied. They may be large, shared on purpose, or uncopyable.
     """
     kind = type(value)
     if kind in _IMMUTABLE:
@@ -217,7 +217,7 @@ RUN_METRICS = {
     "entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens", "clip_fraction",
     "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta",
 }  # fmt: skip
-"""Metrics that a run logs after the reward functions were called. Rollout metrics are compared in `check_metrics`."""
+"""Reserved metrics, which a run logs after calling the reward functions. `check_metrics` reserves rollout metrics."""
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
@@ -232,7 +232,7 @@ class Log:
         self.columns: list[Row] = [{} for _ in range(count)]
 
     def metric(self, name: str, value: float) -> None:
-        """Log a scalar. The metrics of the step contain the mean of all values logged under a name."""
+        """Log a scalar. The step's metrics contain the mean of all values logged under the same name."""
         check_metrics([name], [name] if name.startswith(RUN_METRIC_PREFIXES) else RUN_METRICS)
         self.metrics.setdefault(name, []).append(float(value))
 

@@ -1,4 +1,4 @@
-"""Validation of the results of reward functions: scores of completions, turns or tokens, and faults."""
+"""Validation of reward functions' results: rewards of completions, turns or tokens, and faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_jax.rewards.contract import RewardError
 if TYPE_CHECKING:
     from grpo_jax.types import Scores
 
-# A Python float: NumPy would convert the other operand of a comparison to float32, which may overflow.
+# A Python float, since comparing with a NumPy float32 converts the other operand, which may overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Faults = dict[int | None, BaseException | str]
@@ -22,9 +22,9 @@ Faults = dict[int | None, BaseException | str]
 
 
 class PartialRewards(RewardError):
-    """Raised by a reward function that scored only part of its completions.
+    """Error raised by a reward function that could score only some of its completions.
 
-    `values` has a float or None for each completion, `faults` the reasons for missing scores.
+    `values` has a float or None for each completion. `faults` has the reasons for missing values.
     """
 
     def __init__(self, values: Scores, faults: Faults):
@@ -36,7 +36,7 @@ class PartialRewards(RewardError):
 
 
 def describe_fault(fault: BaseException | str) -> str:
-    """Return a fault as a predicate, to follow the name of the function."""
+    """Describe a fault with a verb phrase that follows the name of the function."""
     return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
 
 
@@ -53,8 +53,8 @@ def read_outcome(
 ) -> tuple[np.ndarray, Faults]:
     """Validate the result or exception of a reward function.
 
-    Returns scores [count] float64 (NaN if missing) and faults. `read` converts the index and value of one completion to
-    its reward or a fault. The default is `read_number`.
+    Returns scores [count] float64 (NaN if missing) and faults. `read(index, value)` converts one completion's value to
+    a float or a fault. The default is `read_number`.
     """
     if isinstance(outcome, PartialRewards):
         values, faults = read_outcome(outcome.values, count, read)
@@ -73,7 +73,7 @@ def read_outcome(
 
 
 def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
-    """Return a result with `count` values as a list, or a fault."""
+    """Convert a result to a list of `count` values. Returns a fault if it is invalid."""
     if isinstance(outcome, BaseException):
         return outcome
     try:
@@ -94,7 +94,7 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
 
 
 def read_number(item: Any) -> float | str:
-    """Return one reward as a float (NaN for None), or a fault."""
+    """Convert one reward to a float (NaN for None). Returns a fault if it is invalid."""
     if item is None:
         return np.nan
     try:
@@ -115,7 +115,7 @@ def read_number(item: Any) -> float | str:
 
 
 class RewardParts(NamedTuple):
-    """The rewards that one function gave to the turns, or `per_token` to all tokens, of one completion.
+    """Rewards from one function for the turns of one completion, or for its tokens if `per_token` is True.
 
     `completion` is a prompt-major index and `function` an index in 0..K−1.
     """
@@ -137,8 +137,8 @@ def read_parts(
 ) -> float | str:
     """Return the reward of a completion (NaN for None) or a fault, and append rewards of its parts to `found`.
 
-    A list contains one reward per turn, an array one per token. The reward of the completion is their sum. `turns` and
-    `tokens` are the counts in each completion.
+    `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The reward of the
+    completion is their sum. `turns` and `tokens` have the number of turns and tokens of each completion.
     """
     to_list = getattr(item, "tolist", None)  # arrays and scalars of NumPy and JAX
     plain = item if to_list is None else to_list()
@@ -160,7 +160,7 @@ def read_parts(
 def place_rewards(
     rewards: np.ndarray, parts: Sequence[RewardParts], turns: np.ndarray, attended: np.ndarray
 ) -> np.ndarray:
-    """Return rewards per token, [B, G, T, K] float32, from rewards [B, G, K] and their parts; NaN means "not scored".
+    """Convert rewards [B, G, K] and their parts to rewards per token [B, G, T, K] float32. NaN means "not scored".
 
     The reward of a completion or a turn is placed at its last sampled token. `turns` [B, G, T] is the turn index of
     each sampled token and −1 elsewhere; `attended` [B, G, T] is True on all tokens of a completion.

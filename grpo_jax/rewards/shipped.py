@@ -1,4 +1,4 @@
-"""Built-in rewards: factories of reward functions, which can be pickled for worker processes."""
+"""Factories of built-in reward functions, which can be pickled for worker processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def completion_text(completion: str | Messages) -> str:
-    """Return a completion, a string or a list of messages, as a string."""
+    """Convert a completion, a string or a list of messages, to a string."""
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion)
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
-    """Score 1 if the answer in the completion equals `str(row[column])` up to surrounding white space, else 0.
+    """Return a reward function: 1 if a completion's answer equals `str(row[column])` without outer white space, else 0.
 
-    If the column is None, the completion is not scored. `extract` finds the answer in the completion: a regular
+    If the column is None, the completion is not scored. `extract` selects the answer in the completion. A regular
     expression selects the first group of its last match, or the whole match if it has no groups (`.` matches line
-    breaks); a function maps the completion to the answer or None; None selects the whole completion.
+    breaks). A function maps the completion to the answer or None. If `extract` is None, the whole completion is used.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -55,7 +55,7 @@ class ColumnReward:
     def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` finds no answer of this `kind` in a row whose column is not None."""
+        """Raise ValueError if `read` finds no answer of this `kind` in a row. Rows whose column is None are valid."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -88,7 +88,7 @@ class _Accuracy(ColumnReward):
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """Score 1 if the whole completion matches a regular expression, in which `.` matches line breaks, else 0.
+    """Return a reward function: 1 if the whole completion matches `pattern` (`.` matches line breaks), else 0.
 
     Example:
       >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
@@ -139,7 +139,7 @@ class _SoftOverlong:
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
     """Penalize repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
 
-    Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2. Shorter completions score 0.
+    Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2. Shorter completions get a reward of 0.
     The reward function is named "repetition".
     """
     if ngram_size < 1:
@@ -165,15 +165,15 @@ class _Repetition:
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
-    """Score 1 if [math-verify](https://github.com/huggingface/Math-Verify) finds the correct answer, else 0.
+    """Return a reward function: 1 if [math-verify](https://github.com/huggingface/Math-Verify) accepts it, else 0.
 
     math-verify parses and compares formulas, whereas `number_reward` supports only numbers; docs/suites.md compares the
     two. The column holds a number, a LaTeX formula with or without dollar signs, a string with `\\boxed{…}`, or a
     solution that ends in `#### 18`, as in GSM8K. If it is None, the completion is not scored.
 
     Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
-    seconds. None scores in this process without a limit. `check_rows` of the reward function, which a run calls before
-    sampling, rejects rows whose column math-verify cannot parse.
+    seconds. If `timeout` is None, this process scores them without a limit. A run calls the function's `check_rows`
+    before sampling, which rejects rows whose column math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     made = _FormulaReward(column, package.parse, package.verify)
@@ -182,7 +182,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaReward(ColumnReward):
-    """The result of `formula_reward`. A worker imports math-verify when it loads `parse`, before the timeout starts."""
+    """Function of `formula_reward`. Unpickling `parse` in a worker imports math-verify before the timeout starts."""
 
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]
@@ -195,7 +195,7 @@ class _FormulaReward(ColumnReward):
                 continue
             gold = _truth_of(self.parse, str(truth))
             if gold:
-                # The timeouts of math-verify need signals, which work only in the main thread.
+                # math-verify's timeouts use signals, which work only in the main thread.
                 found = self.parse(completion_text(completion), parsing_timeout=None)
                 values[index] = float(self.verify(gold, found, timeout_seconds=None))
             else:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0  # time limit for a worker's imports
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
-_MAX_TEXT = 2000  # characters of a fault and of its traceback
+_MAX_TEXT = 2000  # maximum length of a fault and of its traceback
 _NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 
 _Outcome = tuple[np.ndarray, Faults]
@@ -54,15 +54,15 @@ def isolated(
     workers: int = 1,
     completions_per_call: int | None = None,
 ) -> RewardFn:
-    """Run a reward function in worker processes that are killed when a call takes too long.
+    """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
     Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. Define the function at the top level of a module other than the running script. If workers cannot
-    import it, the run ends.
+    this process. Define the function at the top level of a module other than the running script. If a worker
+    cannot import it, the run ends.
 
     A fault (an exception, a limit, a crashed worker) affects only the completions of its call. Processes started by a
-    killed call are killed, too. Each reply must repeat a random number from its call, so a function cannot forge the
-    reply to a different call. Nothing else is restricted: see SECURITY.md.
+    killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
+    reply to a different call. Nothing else is restricted; see SECURITY.md.
 
     Args:
       fn: a reward function, synchronous or asynchronous, without `log_metric` and `log_extra`.
@@ -71,14 +71,14 @@ def isolated(
       memory_mb: limit of the address space in MiB, in addition to the worker's size after the imports. Linux only. None
         disables the limit.
       workers: number of processes.
-      completions_per_call: number of completions in one call, to which the limits apply. None splits the batch evenly
-        among the workers, so a single worker gets the whole batch.
+      completions_per_call: number of completions per call. The limits apply to each call. If None, the batch is split
+        evenly among the workers.
 
     Returns:
       A reward function with the name and arguments of `fn`.
 
     Raises:
-      ValueError: if a limit is not positive, or the function cannot be sent to a different process.
+      ValueError: if a limit is not positive, if `fn` logs, or if it cannot be sent to a worker process.
 
     Example:
       >>> isolated(lambda completions: [0.0] * len(completions), timeout=5.0)
@@ -94,7 +94,7 @@ def isolated(
     if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
     if not hasattr(os, "killpg") or (memory_mb is not None and not sys.platform.startswith("linux")):
-        raise ValueError(f"isolated needs a POSIX system, and memory_mb needs Linux; this is {sys.platform}")
+        raise ValueError(f"isolated needs a POSIX system, and memory_mb needs Linux; got {sys.platform}")
     return _IsolatedFunction(fn, timeout, memory_mb, workers, completions_per_call)
 
 
@@ -125,7 +125,7 @@ class _IsolatedFunction:
         values, faults = np.full(count, np.nan), Faults()
         for span, (scores, found) in zip(spans, outcomes, strict=True):
             values[span] = scores
-            if None in found and len(spans) > 1:  # the call failed as a whole, but it is only a part of the batch
+            if None in found and len(spans) > 1:  # the whole call failed, but it has only part of the batch
                 found = dict.fromkeys(range(len(scores)), found[None])
             faults |= {None if index is None else span.start + index: fault for index, fault in found.items()}
         return as_scores(values, faults)
@@ -141,21 +141,21 @@ class _IsolatedFunction:
             self._pool = None
 
     def _call_all(self, calls: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
-        """Return scores and faults of calls, given the number of completions and the pickled arguments of each."""
+        """Run calls, which are pairs (number of completions, pickled arguments). Returns scores and faults of each."""
         outcomes: dict[int, _Outcome] = {}
         try:
-            # Retry: pebble abandons a pool if an idle worker dies, or a worker that has not acknowledged its call.
+            # Retry: pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call.
             for _ in range(3):
                 if lost := [index for index in range(len(calls)) if index not in outcomes]:
                     found = self._schedule(self._started_pool(), [calls[index] for index in lost], self._timeout)
                     outcomes |= {index: outcome for index, outcome in zip(lost, found, strict=True) if outcome}
-        except BaseException:  # also Ctrl-C: later calls must not receive these replies
+        except BaseException:  # including Ctrl-C: later calls must not receive these replies
             self.close()
             raise
         return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(calls)]
 
     def _started_pool(self) -> ProcessPool:
-        """Return a pool in which a worker has loaded the function."""
+        """Return the pool. It is started if necessary, and a worker loads the function."""
         if self._pool is not None and self._pool.active:
             return self._pool
         from pebble import ProcessPool
@@ -166,25 +166,25 @@ class _IsolatedFunction:
         self._finalizer = weakref.finalize(self, _stop, pool)
         self._finalizer.atexit = False  # pebble stops the workers at exit
         if self._schedule(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
-            problem = f"its worker process ended, or did not load it in {START_SECONDS:g} s"
+            problem = f"its worker process ended or did not load it within {START_SECONDS:g} s"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         return pool
 
     def _schedule(self, pool: ProcessPool, calls: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
-        """Return scores and faults of each call, or None if the pool broke before its end."""
+        """Run calls in the pool. Returns scores and faults of each call, or None if the pool broke before its end."""
         requests = [(secrets.token_hex(8), count, inputs) for count, inputs in calls]
         try:
             futures = [pool.schedule(_serve, request, timeout=timeout) for request in requests]
         except RuntimeError:
             return [None] * len(calls)
-        # The limit excludes loading the function in new workers.
+        # The timeout excludes the time in which new workers load the function.
         end = time.monotonic() + math.ceil(len(calls) / self._workers) * (timeout + START_SECONDS)
         while concurrent.futures.wait(futures, timeout=1.0).not_done and pool.active and time.monotonic() < end:
             pass
         return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, requests, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return the outcome of a call as `_schedule` does. Raises SetupError if the function could not be loaded."""
+        """Return one element of the result of `_schedule`. Raises SetupError if the function could not be loaded."""
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):
             return None
@@ -210,7 +210,7 @@ class _IsolatedFunction:
         return _unscored(count, fault)
 
     def _describe(self, error: BaseException) -> str:
-        """Describe the failure of a worker as a predicate, to follow the function's name."""
+        """Describe the failure of a worker with a verb phrase that follows the function's name."""
         from pebble import ProcessExpired
 
         if isinstance(error, TimeoutError):
@@ -219,7 +219,7 @@ class _IsolatedFunction:
             return _NO_REPLY
         with contextlib.suppress(OSError):  # processes started by the function
             os.killpg(error.pid, signal.SIGKILL)
-        code, limit = error.exitcode, f": more than its memory_mb of {self._memory_mb}" if self._memory_mb else ""
+        code, limit = error.exitcode, f" (memory_mb={self._memory_mb})" if self._memory_mb else ""
         if code == OUT_OF_MEMORY:
             return f"ran out of memory{limit}"
         return f"ended its worker process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
@@ -234,7 +234,7 @@ def _read_score(_: int, item: object) -> float | str:
 
 
 def _stop(pool: ProcessPool) -> threading.Thread:
-    """Stop all workers in a thread, since the garbage collector may run in a thread of the pool."""
+    """Stop all workers in a new thread, since the garbage collector may call this in a thread of the pool."""
     thread = threading.Thread(target=lambda: (pool.stop(), pool.join()))
     thread.start()
     return thread
@@ -246,7 +246,7 @@ def _pickled_function(fn: Callable[..., object]) -> bytes:
         payload = pickle.dumps(fn)
     except Exception as error:
         raise ValueError(f"fn={function_name(fn)!r} cannot be sent to a worker process ({error}); {fix}") from error
-    if b"__main__" in payload:  # a pickle contains the names of modules to import
+    if b"__main__" in payload:  # a pickle contains the names of the modules that it imports
         raise ValueError(f"fn={function_name(fn)!r} is defined in the running script or notebook; {fix}")
     return payload
 
@@ -255,7 +255,7 @@ def _pickled_function(fn: Callable[..., object]) -> bytes:
 
 
 class _WorkerProcess(SpawnProcess):
-    """A process that does not import the running script, and is killed together with its child processes."""
+    """A worker process that does not import the running script and is killed together with its child processes."""
 
     _starting = threading.Lock()
 
@@ -264,7 +264,7 @@ class _WorkerProcess(SpawnProcess):
             data = prepare(name)
             return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
-        # multiprocessing has no option to skip the script, which would run its top level again and import JAX.
+        # multiprocessing cannot skip the script, whose top level would run again and import JAX.
         with self._starting:
             prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
             try:
@@ -275,7 +275,7 @@ class _WorkerProcess(SpawnProcess):
     def terminate(self) -> None:
         try:
             os.killpg(self.pid or 0, signal.SIGKILL)
-        except OSError:  # it has not created its process group yet
+        except OSError:  # the worker has not created its process group yet
             self.kill()
 
 
@@ -285,7 +285,7 @@ class _WorkerContext(SpawnContext):
 
 # In a worker process --------------------------------------------------------------------------------------------------
 
-# In a worker, its function or the exception raised when loading it.
+# In a worker: the function, or the exception raised when loading it.
 _served: Callable[..., object] | BaseException | None = None
 _event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, since clients are bound to a loop
 
@@ -294,8 +294,8 @@ def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
     """Initialize a worker process and load its function."""
     global _served
     os.setsid()
-    # Batch systems send SIGTERM to all processes of a run, but the run needs the rewards to finish its step. Unlike
-    # SIG_IGN, a handler is not inherited by child processes.
+    # Ignore SIGTERM, which batch systems send to all processes of a run: the run needs the rewards to finish its step.
+    # Unlike SIG_IGN, a handler is not inherited by child processes.
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -303,7 +303,7 @@ def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
         _served = pickle.loads(payload)
     except BaseException as error:
         _served = error
-    if memory_mb is not None:  # after the imports: the limit excludes libraries
+    if memory_mb is not None:  # set after the imports, so that the limit excludes libraries
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -330,7 +330,7 @@ def _serve(nonce: str, count: int, inputs: bytes) -> str:
         outcome = error
     values, faults = read_outcome(outcome, count)
     if isinstance(faults.get(None), MemoryError):
-        os._exit(OUT_OF_MEMORY)  # objects kept by the function could make later calls fail
+        os._exit(OUT_OF_MEMORY)  # memory held by the function could make later calls fail
     sys.stdout.flush()
     sys.stderr.flush()
     reply: dict[str, object] = {"nonce": nonce, "loaded": callable(_served)}

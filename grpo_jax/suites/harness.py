@@ -1,11 +1,11 @@
-"""The policy as an agent of verifiers: a chat with tools in this process, whose model is the policy.
+"""An agent for verifiers whose model is the policy: a chat with tools that runs in this process.
 
 ```
 the environment's run ──► policy_agent ──► a verifiers rollout: tools, stops, hooks, limits, scores
 the rollout ──► ToolChat ──► the rollout's model server ──► Conversation ──► the policy
 ```
 
-verifiers allows a harness in the caller's process if each turn is requested from the rollout's model server. This
+verifiers supports a harness in the caller's process if it requests each turn from the rollout's model server. This
 server records the conversation and stops the rollout. It forwards requests to a client, here a `Conversation`.
 """
 
@@ -28,11 +28,11 @@ PACKAGE = "verifiers"
 V1 = "verifiers.v1"
 
 Results: TypeAlias = list[tuple[str, bool]]
-"""The result of each call in a turn, and whether the call failed."""
+"""Pairs (result, whether the call failed) for the calls in a turn."""
 
 
 class Conversation:
-    """Exchanges turns of the policy and replies of an episode, which run concurrently. A model client of verifiers.
+    """A verifiers model client that exchanges the policy's turns and the episode's replies between concurrent tasks.
 
     Attributes:
       trace: verifiers' record of the conversation, or None before it starts.
@@ -46,10 +46,10 @@ class Conversation:
         self.schemas = schemas
         self.problems: dict[str, str] = {}
         self.failed: set[str] = set()
-        self._seen = list(map(_role_and_text, prompt))  # the messages that every request must start with
+        self._seen = list(map(_role_and_text, prompt))  # prefix of the messages in every request
         self._ids = map("call_{}".format, itertools.count())
-        self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # turns of the policy; None at its end
-        self._replies: asyncio.Queue[str | Results | None] = asyncio.Queue()  # replies of the episode; None at its end
+        self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # the policy's turns; None when it ends
+        self._replies: asyncio.Queue[str | Results | None] = asyncio.Queue()  # the episode's replies; None when it ends
 
     @property
     def policy_ended(self) -> bool:
@@ -60,7 +60,7 @@ class Conversation:
         self._turns.put_nowait(None)
 
     def end_episode(self) -> None:
-        """Reply None from now on."""
+        """Return None from all further calls of `reply`."""
         self._replies.put_nowait(None)
 
     async def add_turn(self, message: Message, problems: Sequence[str] = ()) -> None:
@@ -82,25 +82,25 @@ class Conversation:
         await self._turns.put(turn)
 
     async def reply(self) -> str | Results | None:
-        """Return the next reply of the episode: a message or results of calls, or None at its end."""
+        """Return the next reply of the episode: a message, results of calls, or None if the episode has ended."""
         reply = await self._replies.get()
         if reply is None:
             self.end_episode()  # later calls also return None
         return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
-        """Answer a request of the model server with a turn of the policy. A method of verifiers' clients."""
+        """Return the policy's turn for a request of the model server. Implements a method of verifiers' clients."""
         messages: Messages = body["messages"]
         if list(map(_role_and_text, messages[: len(self._seen)])) != self._seen:
-            raise ValueError("the environment changes earlier messages, which the policy has already seen")
+            raise ValueError("the environment changes earlier messages, which are already part of the completion")
         new = messages[len(self._seen) :]
         results = [(_text(one), one["tool_call_id"] in self.failed) for one in new if one["role"] == "tool"]
         if results and len(results) < len(new):
-            raise ValueError("the environment adds messages to the results of tools, which is not supported")
+            raise ValueError("the environment adds messages after tool results, which is not supported")
         await self._replies.put(results or "\n\n".join(map(_text, new)))
         message = await self._turns.get()
         if message is None:
-            self.end_policy()  # later requests fail, too
+            self.end_policy()  # later requests also fail
             raise RuntimeError("the completion has ended")
         self._seen = [*map(_role_and_text, messages), _role_and_text(message)]
         reason = "tool_calls" if "tool_calls" in message else "stop"
@@ -130,7 +130,7 @@ class Servers:
         self._starting: asyncio.Task[tuple[Foreign, Mapping[str, Foreign]]] | None = None
 
     async def start(self) -> tuple[Foreign, Mapping[str, Foreign]]:
-        """Start the servers at the first call. Returns the model server and the tool servers by name."""
+        """Start the servers at the first call. Returns the model server and a dict of tool servers."""
         self._starting = self._starting or asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
@@ -160,7 +160,7 @@ class _ModelServer:
 def policy_agent(
     conversation: Conversation, models: Foreign, tools: Mapping[str, Foreign], name: str, config: Foreign
 ) -> Foreign:
-    """Return a `verifiers.v1.Agent` for one episode, whose model is the policy and whose harness is a `ToolChat`."""
+    """Return a `verifiers.v1.Agent` for one episode, with the policy as its model and a `ToolChat` as its harness."""
     v1 = import_extra(V1, PACKAGE)
     clients = import_extra(f"{V1}.configs.client", PACKAGE)
     unused = clients.EvalClientConfig(base_url="http://127.0.0.1", api_key_var="NO_KEY")
@@ -169,11 +169,11 @@ def policy_agent(
 
     def start(trace: Foreign) -> None:
         if conversation.trace is not None:
-            raise ValueError("the environment has several conversations in an episode, but a completion is only one")
+            raise ValueError("the environment has several conversations in an episode, but only one is supported")
         trace.agent.name, conversation.trace = name, trace
 
     async def install(_: Foreign) -> None:
-        """Do nothing, since the chat needs no program."""
+        """Do nothing: the chat does not need a program."""
 
     async def open_chat(*arguments: Foreign, tool_interception_url: str | None = None) -> ToolChat:
         _, trace, _, endpoint, secret, mcp_urls, data = arguments
@@ -200,13 +200,13 @@ def _tool_error(name: str, error: BaseException) -> Foreign:
 
 
 class ToolChat:
-    """A chat with tools behind the interface of `verifiers.v1.HarnessSession` that rollouts use."""
+    """A chat with tools. Implements the part of `verifiers.v1.HarnessSession` that rollouts use."""
 
     def __init__(self, conversation: Conversation, trace: Foreign, url: str, secret: str):
         self._conversation, self._trace, self._url = conversation, trace, url
         self._messages: Messages = []
         self._tools: list[Json] = []
-        self._origins: dict[str, tuple[str, str]] = {}  # tool → its server and its name there
+        self._origins: dict[str, tuple[str, str]] = {}  # tool → (server, name on the server)
         self._servers: dict[str, Foreign] = {}
         self._stack = contextlib.AsyncExitStack()
         httpx = import_extra("httpx", PACKAGE)
@@ -225,7 +225,7 @@ class ToolChat:
         if self._conversation.schemas is None:
             self._conversation.schemas = self._tools
         elif self._conversation.schemas != self._tools:
-            raise ValueError("the tools of this task differ from the first task's, which all prompts show")
+            raise ValueError("the tools of this task differ from the first task's, which are in all prompts")
         if system is not None:
             self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):
@@ -237,7 +237,7 @@ class ToolChat:
         self._messages += map(import_extra(f"{V1}.dialects.chat", PACKAGE).message_to_wire, messages)
 
     async def turn(self, messages: Sequence[Foreign] | None = None) -> None:
-        """Continue until a turn without a call, or until the rollout or the policy ends."""
+        """Run the chat until a turn has no calls, or until the rollout or the policy ends."""
         self._add(messages or ())
         while (reply := await self._request()) is not None:
             self._messages.append(reply)
@@ -262,7 +262,7 @@ class ToolChat:
         return None
 
     async def _call(self, call: Json) -> tuple[str, bool]:
-        """Return the result of a call, and whether the call failed."""
+        """Run a call. Returns its result and whether it failed."""
         name, written = call["function"]["name"], call["function"]["arguments"]
         if call["id"] in self._conversation.problems:
             return f"Error: {self._conversation.problems[call['id']]}", True
@@ -271,17 +271,17 @@ class ToolChat:
         except ValueError:
             arguments = written
         if name not in self._origins:
-            return f"Error: there is no tool {name!r}; there are {', '.join(self._origins)}", True
+            return f"Error: there is no tool {name!r}; available: {', '.join(self._origins)}", True
         if not isinstance(arguments, dict):
             return f"Error: {name}: the arguments must be a JSON object; got {show(arguments)}", True
         server, inner = self._origins[name]
         try:
             result = await self._servers[server].run(lambda client: client.call_tool(inner, arguments))
-        except Exception as error:  # the server failed; exceptions of the tool are in its result
+        except Exception as error:  # the server failed; errors raised by the tool are part of its result
             raise _tool_error(name, error) from error
         content = import_extra(f"{V1}.harnesses.utils.mcp", PACKAGE).mcp_content_to_chat_content(result.content)
         return as_text(_text({"role": "tool", "content": content})), bool(result.is_error)
 
     async def close(self) -> None:
-        """Disconnect from the tool servers. It may be called repeatedly."""
+        """Disconnect from the tool servers. Can be called repeatedly."""
         await self._stack.aclose()

@@ -1,4 +1,4 @@
-"""OpenEnv: environments of an HTTP server, with a session for each completion."""
+"""OpenEnv: environments on an HTTP server, with one session per completion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def openenv(
     timeout: float = 60.0,
     wait: float = 60.0,
 ) -> Suite:
-    """Return tasks of an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, with its environments' rewards.
+    """Return tasks of an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, which provides the rewards.
 
     ```
     reset(seed of the row) ──► text added to the prompt ──► turn ──► step({action: turn}) ──► observation ──► turn ──► …
@@ -40,19 +40,20 @@ def openenv(
 
     Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` of `create_app`). The
     reward is the sum over all steps, or None if no step had a reward or the session was lost. Reward functions with an
-    argument `environments` can read the final `state` of each.
+    argument `environments` can read each final `state`.
 
     Args:
       base_url: URL of the server, such as `http://127.0.0.1:8000`.
       prompt: prompt of all rows, a string (converted to a user message) or messages.
       size: number of rows.
-      seed: row i resets the environment with `seed + i`. `reset` must return the same for all completions of a row.
-      action: field of the environment's action to set to the text of a turn, or a function from the text to an action.
-      observation: field of the observations to show the policy. If None, the whole observation as JSON.
+      seed: seed of the first row. Row i resets the environment with `seed + i`. `reset` must return the same
+        observation for all completions of a row.
+      action: field of the action that contains the text of a turn, or a function from the text to an action.
+      observation: field of the observation to pass to the policy. If None, the whole observation is passed as JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
       timeout: time limit for a response of the server in seconds.
-      wait: time in seconds for which `reset` retries to connect. If a session is lost later, `on_environment_error`
-        applies.
+      wait: time in seconds for which `reset` retries to connect. Sessions that are lost later are handled according to
+        `on_environment_error`.
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")
@@ -72,7 +73,7 @@ def openenv(
 
 @dataclasses.dataclass(eq=False)
 class OpenEnv:
-    """The session of one completion, see `openenv`. `state` is the environment's final state, {} before the end."""
+    """The session of one completion (see `openenv`). `state` is the final state of the environment, initially {}."""
 
     _connect: Callable[[], Foreign]
     _url: str
@@ -90,7 +91,7 @@ class OpenEnv:
         return self._read(await self._answered(self._session.reset(seed=seed)))
 
     async def respond(self, text: str) -> str | None:
-        """Step the environment with the text of a turn. Returns None when the environment is done."""
+        """Step the environment with the text of a turn. Returns the observation, or None if the environment is done."""
         result = await self._answered(self._session.step(dict(self._action_of(text))))
         said = self._read(result)
         if self._turns_left is not None:
@@ -106,7 +107,7 @@ class OpenEnv:
         return sum(self._rewards) if self._rewards else None
 
     async def _open(self) -> Foreign:
-        """Return a session. Retries while the server is starting."""
+        """Open a session. Retries while the server is starting."""
         until = time.monotonic() + self._wait
         while True:
             session = self._connect()
@@ -138,7 +139,7 @@ class OpenEnv:
             await session.disconnect()
 
     def _read(self, result: Foreign) -> str:
-        """Add the reward of a step and return its observation as a string."""
+        """Record the reward of a step and return its observation as a string."""
         if result.reward is not None:
             self._rewards.append(float(result.reward))
         seen: Mapping[str, object] = result.observation

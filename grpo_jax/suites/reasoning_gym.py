@@ -1,4 +1,4 @@
-"""reasoning-gym: more than a hundred generated tasks, each with a verifier that scores answers."""
+"""reasoning-gym: more than a hundred procedurally generated tasks with verifiers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def reasoning_gym(
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
     from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
-    The reward function reads the task from the columns of a row, so the rows of several tasks can be concatenated. The
-    metric `reasoning_gym/<task>` is the mean reward of each task.
+    The reward function reads the task from the columns of a row, so rows of several tasks can be concatenated. The mean
+    reward of each task is logged as the metric `reasoning_gym/<task>`.
 
     Args:
       task: name of the task.
       size: number of rows.
       seed: seed of the dataset.
-      system_prompt: a system prompt, or a name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which ask for `<answer>`.
-      answer_tag: the answer is the content of the last `<answer_tag>…</answer_tag>`. If None, "answer" with a named
-        system prompt, and otherwise the whole completion without surrounding white space.
-      timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). None scores in this
-        process without a limit. Some verifiers call `eval` on the completion.
+      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which ask for `<answer>`.
+      answer_tag: name of the tag. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, this is
+        "answer" for named system prompts; otherwise the answer is the whole completion, stripped of white space.
+      timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). If None, this process
+        scores without a limit. Some verifiers call `eval` on the completion.
       settings: settings of the task, such as `max_terms`.
     """
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
@@ -64,7 +64,7 @@ def reasoning_gym(
         }
         for item in (dataset[index] for index in range(size))
     ]
-    # A worker imports reasoning-gym when it loads `extract_answer`, before the timeout starts.
+    # Unpickling `extract_answer` in a worker imports reasoning-gym before the timeout starts.
     score: Callable[..., Foreign] = functools.partial(_score, extract=utils.extract_answer)
     if timeout is not None:
         score = isolated(score, timeout=timeout, completions_per_call=1)
@@ -72,21 +72,21 @@ def reasoning_gym(
 
 
 def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
-    """Return a dataset of reasoning-gym. Raises ValueError for unknown tasks and invalid settings."""
+    """Create a reasoning-gym dataset. Raises ValueError for unknown tasks and invalid settings."""
     factory = import_extra("reasoning_gym.factory", _PACKAGE)
     if not isinstance(task, str) or task not in factory.DATASETS:
         near = nearest(task, factory.DATASETS)
-        hint = f"did you mean {near!r}?" if near else "reasoning_gym.factory.DATASETS has their names"
+        hint = f"did you mean {near!r}?" if near else "see reasoning_gym.factory.DATASETS"
         raise ValueError(f"reasoning-gym does not have the task {show(task)}; {hint}")
     _, config = factory.DATASETS[task]
     known = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
     for name in settings:
         if name not in known:
             near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(known)) or 'none'}"
+            hint = f"did you mean {near!r}?" if near else f"its settings are {', '.join(sorted(known)) or 'none'}"
             raise ValueError(f"{task}.{name}: no such setting of this task; {hint}")
     try:
-        json.dumps(settings)  # `_verifier` needs them as JSON
+        json.dumps(settings)  # `_verifier` requires JSON
         return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -95,7 +95,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
 
 @functools.lru_cache(256)
 def _verifier(task: str, settings: str) -> Callable[[str | None, Json], float]:
-    """Return `score_answer` of a task, which may depend on its settings."""
+    """Return the `score_answer` method of a task, which may depend on the settings."""
     verifier: Callable[[str | None, Json], float] = _dataset(task, json.loads(settings), 1, 0).score_answer
     return verifier
 
@@ -110,7 +110,7 @@ def _score(
     answer_tag: Sequence[str | None],
     extract: Callable[..., str | None],
 ) -> Scores:
-    """Score completions with reasoning-gym's verifiers, given the columns of their rows."""
+    """Compute rewards with reasoning-gym's verifiers, from completions and the columns of their rows."""
     values, faults = np.full(len(completions), np.nan), Faults()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
     for index, (completion, asked, truth, about, name, task_settings, tag) in enumerate(columns):
@@ -126,7 +126,7 @@ def _score(
 
 @dataclasses.dataclass(frozen=True)
 class _ByTask:
-    """A reward function that calls `_score`, in this process or a worker, and logs the scores of each task."""
+    """A reward function that calls `_score`, in this process or a worker, and logs the rewards of each task."""
 
     score: Callable[..., Foreign]
     __name__ = "reasoning_gym"

@@ -1,4 +1,4 @@
-"""Arguments of `train` for the tasks of a suite."""
+"""The tasks of a suite as arguments of `train`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from grpo_jax.types import Environments, RewardFn, Row
 
 Foreign = Any
-"""A module or object of an optional package."""
+"""Type of modules and objects of optional packages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks of a different package as arguments of `train`, with the same names.
+    """Tasks of an external package, as arguments of `train` with the same names.
 
-    `rows` contains a dict for each task, with a `prompt` and the columns of the rewards. `reward_fns` is empty if
+    `rows` contains one dict per task, with a `prompt` and the columns for the rewards. `reward_fns` is empty if
     environments return the rewards.
     """
 

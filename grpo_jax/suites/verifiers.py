@@ -1,4 +1,4 @@
-"""verifiers: tasks with environments, in which the policy is the agent."""
+"""verifiers: tasks with environments whose agent is the policy."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from grpo_jax.types import Json, Message, Messages, Row
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
     """Return the tasks of a taskset of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4.
 
-    The environment controls the episode, and the turns of its agent are the turns of the policy. The reward is the
-    trace's: the weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions
-    that take `environments` can read each reward and metric from `trace`.
+    The environment controls the episode, and the policy generates the turns of its agent. The reward is the trace's
+    weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions with an
+    argument `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in verifiers' servers. A task's tools start one server per completion, a taskset's tools one
-    per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents, limits on
-    tokens, remote tools and `@intercept` hooks are not supported.
+    Tools (`toolsets`) run in verifiers' servers. The tools of a task use one server per completion; those of a taskset
+    use one per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
+    limits on tokens, remote tools and `@intercept` hooks are not supported.
 
     Args:
-      taskset: module of an installed package, or of a taskset that is part of verifiers.
-      size: number of tasks. If None, all.
-      env: id of an environment. If "", the default of the taskset.
+      taskset: module name of an installed taskset, or of one that is part of verifiers.
+      size: number of tasks. If None, all tasks are used.
+      env: id of an environment. If "", the taskset's default is used.
       settings: settings of the taskset's config, such as `game`.
 
     Example:
@@ -43,7 +43,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"verifiers cannot load {taskset!r} ({type(error).__name__}: {error})") from error
     if programs := [one.id for one in described.agent_harnesses().values() if one.id not in ("bash", "null")]:
-        raise ValueError(f"{taskset} needs the program of the harness {programs[0]}, which is not supported")
+        raise ValueError(f"{taskset} needs a harness with a program ({programs[0]}), which is not supported")
     if size is None and not environment.taskset.bounded:
         raise ValueError(f"size: the taskset {taskset!r} is infinite; set the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
@@ -60,7 +60,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
 
 def _in_process(config: Foreign) -> Foreign:
-    """Return an environment's config whose agents run in this process, without a program."""
+    """Return a copy of an environment's config in which agents run in this process, without a program."""
     v1 = import_extra(V1, PACKAGE)
     updates = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
     agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)
@@ -71,9 +71,9 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
     """Raise ValueError if an environment or its tasks are not supported. Returns the toolsets."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
-        raise ValueError(f"{name}: its environment has the agents {', '.join(configs)}; only one is supported")
+        raise ValueError(f"{name}: its environment must have one agent; got {', '.join(configs)}")
     if not tasks:
-        raise ValueError(f"{name} is empty")
+        raise ValueError(f"{name} has no tasks; use a different taskset or setting")
     (config,) = configs.values()
     limits = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limited := [limit for limit in limits if getattr(config, limit) is not None]:
@@ -128,7 +128,7 @@ async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
     conversation = Conversation(None, _prompt(task))
     episode = asyncio.create_task(_run_episode(servers, task, conversation))
     if await conversation.reply() is None:
-        await episode  # raises its exception
+        await episode  # raises the exception of the episode
     episode.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await episode
@@ -136,7 +136,7 @@ async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
 
 
 class VerifiersEnv:
-    """The environment of one completion: an episode of verifiers, see `verifiers`."""
+    """The environment of one completion: an episode of verifiers (see `verifiers`)."""
 
     def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
         self._servers, self._tasks = servers, tasks
@@ -157,11 +157,11 @@ class VerifiersEnv:
         return await self._reply() or ""
 
     async def respond(self, text: str) -> str | None:
-        """Add a turn. Returns the reply of the environment, or None when the episode has ended."""
+        """Add a turn. Returns the environment's reply, or None if the episode has ended."""
         return await self.answer_calls({"role": "assistant", "content": text}, ())
 
     async def answer_calls(self, message: Message, problems: Sequence[str]) -> Foreign:
-        """Add a turn that may call tools. Returns the results, or None when the episode has ended."""
+        """Add a turn that may call tools. Returns the results, or None if the episode has ended."""
         await self._conversation.add_turn(message, problems)
         return await self._reply()
 
@@ -176,5 +176,5 @@ class VerifiersEnv:
     async def _reply(self) -> Foreign:
         reply = await self._conversation.reply()
         if reply is None and self._episode is not None:
-            await asyncio.shield(self._episode)  # raises its exception
+            await asyncio.shield(self._episode)  # raises the exception of the episode
         return reply

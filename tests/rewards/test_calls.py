@@ -132,7 +132,7 @@ def test_a_copy_shares_no_mutable_object():
 
 
 def test_lists_of_other_lengths_are_refused():
-    with pytest.raises(ValueError, match="answer must have B·G=6 entries, as completions; got 1"):
+    with pytest.raises(ValueError, match="answer must have B·G=6 entries, one per completion; got 1"):
         score(length, columns={"answer": ["x"]})
     with pytest.raises(ValueError, match="num_generations=4 must divide the number of completions, 6"):
         score(length, num_generations=4)
@@ -207,9 +207,7 @@ def test_a_failing_function_can_be_scored_as_missing(case):
         RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' \(GRPOConfig: on_reward_error"
     ):
         score([length, fn])
-    with pytest.warns(
-        RuntimeWarning, match=f"6 of 6 completions scored as missing: reward function 'reward' {message}"
-    ):
+    with pytest.warns(RuntimeWarning, match=f"6 of 6 completions were not scored: reward function 'reward' {message}"):
         rewards, stats = score([length, fn], on_error="none")
     assert np.isnan(rewards[..., 1]).all()
     assert rewards[..., 0].sum() == 21
@@ -224,7 +222,7 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
     with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix it"):
         score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
     fns = [returns([1.0, None, value, 1, 1, 1])]
-    with pytest.warns(RuntimeWarning, match=f"1 of 6 completions scored as missing: .*'reward' {message}"):
+    with pytest.warns(RuntimeWarning, match=f"1 of 6 completions were not scored: .*'reward' {message}"):
         rewards, stats = score(fns, on_error="none")
     np.testing.assert_array_equal(rewards.ravel(), [1, np.nan, np.nan, 1, 1, 1])
     assert (stats["rewards/reward/errors"], stats["rewards/reward/missing"]) == (1, pytest.approx(2 / 6))

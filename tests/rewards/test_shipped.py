@@ -16,7 +16,7 @@ from grpo_jax.rewards.shipped import (
     get_soft_overlong_punishment,
 )
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* scored as missing")]
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]
 
 
 def length(completions):

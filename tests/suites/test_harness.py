@@ -82,7 +82,7 @@ def test_tools_are_called_and_scored(own):
     turns = [[("sum_add", {"n": 2})], [("sum_add", {"n": 2}), ("no", {"n": 1})], [("sum_add", {"n": 1})]]
     first, second, third = (episode.answer(ids(tokenizer, *calls), 400) for calls in turns)
     assert "\n2\n" in tokenizer.decode(first)
-    assert "there is no tool 'no'; there are sum_add" in tokenizer.decode(second)
+    assert "there is no tool 'no'; available: sum_add" in tokenizer.decode(second)
     assert third is None, "the goal is reached"
     assert episode.reward() == 2.0 - 0.25 * 4
     assert not servers_of("tools_of_verifiers")
