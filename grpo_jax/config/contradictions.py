@@ -62,6 +62,14 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "must be below sampler_correction_max; lower it or raise sampler_correction_max",
     ),
     (
+        "sampler_correction sampler_correction_max sampler_correction_min",
+        lambda c: (
+            str(c.sampler_correction).endswith("truncate")
+            and c.sampler_correction_max is c.sampler_correction_min is None
+        ),
+        "needs a bound; set sampler_correction_max or sampler_correction_min",
+    ),
+    (
         "rollout_batch_size num_generations",
         lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
         "must hold a group of num_generations completions; raise it or use None",
@@ -96,6 +104,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "max_steps",
         lambda c: c.max_steps == 0,
         "there is nothing to train; use a number of optimizer steps, or -1 to train for num_train_epochs",
+    ),
+    (
+        "warmup_steps",
+        lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
+        "must be an integer, or a fraction of all steps below 1",
     ),
     (
         "warmup_steps max_steps",
