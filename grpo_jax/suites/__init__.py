@@ -1,4 +1,4 @@
-"""Adapters for the tasks of other packages. In a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000}`."""
+"""Adapters for task suites of other packages. In a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000}`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": 
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
-    """Return whether the value of `data` is a mapping with the key of a suite."""
+    """Return whether a value of `data` is a mapping that describes a suite."""
     return isinstance(source, Mapping) and bool(SUITES.keys() & source.keys())
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Return the suite described by a mapping. Raises ValueError, starting with `argument`, if it is invalid."""
+    """Build the suite described by a mapping. Raises ValueError, with `argument` as its prefix, if it is invalid."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
         raise ValueError(f"{argument} must have the key of exactly one suite; got {' and '.join(names)}")

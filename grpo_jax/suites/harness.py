@@ -35,9 +35,9 @@ class Conversation:
     """A verifiers model client that exchanges the policy's turns and the episode's replies between concurrent tasks.
 
     Attributes:
-      trace: verifiers' record of the conversation, or None before it starts.
-      schemas: schemas of the tools shown to the policy, or None if not yet known.
-      problems: reasons why calls could not be parsed, by call id.
+      trace: verifiers' trace of the conversation, or None before it starts.
+      schemas: schemas of the tools in the prompt, or None if not yet known.
+      problems: call id → reason why the call could not be parsed.
       failed: ids of failed calls.
     """
 
@@ -56,7 +56,7 @@ class Conversation:
         return not self._turns.empty()
 
     def end_policy(self) -> None:
-        """Reject all further requests for a turn."""
+        """End the policy's turns. Further requests for a turn are rejected."""
         self._turns.put_nowait(None)
 
     def end_episode(self) -> None:
@@ -121,9 +121,9 @@ def _role_and_text(message: Message) -> tuple[str, str]:
 
 
 class Servers:
-    """The model server and the taskset's tool servers, shared by all episodes until the process exits."""
+    """Model server and tool servers of a taskset, shared by all episodes until the process exits."""
 
-    _stack = contextlib.AsyncExitStack()  # never closed: verifiers stops its processes at exit
+    _stack = contextlib.AsyncExitStack()  # never closed, because verifiers stops its processes at exit
 
     def __init__(self, environment: Foreign):
         self.environment = environment
@@ -145,7 +145,7 @@ class Servers:
 
 
 class _ModelServer:
-    """A model server of verifiers that forwards the requests of a rollout to a `Conversation`."""
+    """Model server of verifiers that forwards the requests of a rollout to a `Conversation`."""
 
     def __init__(self, server: Foreign, conversation: Conversation):
         self._server, self._conversation = server, conversation
@@ -192,11 +192,11 @@ def policy_agent(
 
 
 def _tool_error(name: str, error: BaseException) -> Foreign:
-    """Return verifiers' error for a tool server that does not respond."""
+    """Return verifiers' exception for a tool server that does not respond."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = f"{type(error).__name__}: {error}"
-    return import_extra(V1, PACKAGE).ToolsetError(f"the server of {name} does not respond ({cause})")
+    return import_extra(V1, PACKAGE).ToolsetError(f"the tool server of {name} does not respond ({cause})")
 
 
 class ToolChat:

@@ -44,7 +44,7 @@ def openenv(
 
     Args:
       base_url: URL of the server, such as `http://127.0.0.1:8000`.
-      prompt: prompt of all rows, a string (converted to a user message) or messages.
+      prompt: prompt of all rows: messages, or a string that is converted to a user message.
       size: number of rows.
       seed: seed of the first row. Row i resets the environment with `seed + i`. `reset` must return the same
         observation for all completions of a row.
@@ -86,7 +86,7 @@ class OpenEnv:
     state: Json = dataclasses.field(default_factory=dict)
 
     async def reset(self, seed: int, **_: object) -> str:
-        """Open the session and return its first observation."""
+        """Open a session, reset the environment, and return its first observation."""
         self._session = await self._open()
         return self._read(await self._answered(self._session.reset(seed=seed)))
 
@@ -99,7 +99,7 @@ class OpenEnv:
         return None if result.done or self._turns_left == 0 else said
 
     async def get_reward(self) -> float | None:
-        """Close the session and return the sum of its rewards."""
+        """Store the final state, close the session, and return the sum of its rewards."""
         if self._session is None:
             return None
         self.state = await self._answered(self._session.state())
@@ -116,7 +116,7 @@ class OpenEnv:
             except (OSError, TimeoutError) as error:
                 if time.monotonic() > until:
                     raise ConnectionError(
-                        f"no OpenEnv server responds at {self._url} ({one_line(error)}); start it or correct base_url"
+                        f"no OpenEnv server responds at {self._url} ({one_line(error)}); start it, or correct base_url"
                     ) from error
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -127,11 +127,11 @@ class OpenEnv:
         except Exception as error:
             await self._close()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"the server at {self._url} did not respond in time") from error
-            if isinstance(error, RuntimeError):  # a message from the server
+                raise TimeoutError(f"the server at {self._url} did not respond in time; raise timeout") from error
+            if isinstance(error, RuntimeError):  # an error reported by the server
                 more = "; allow more sessions (max_concurrent_envs)" if "CAPACITY_REACHED" in str(error) else ""
                 raise RuntimeError(f"{error}{more}") from error
-            raise ConnectionError(f"lost the session at {self._url} ({one_line(error)})") from error
+            raise ConnectionError(f"lost the session with {self._url} ({one_line(error)})") from error
 
     async def _close(self) -> None:
         session, self._session = self._session, None

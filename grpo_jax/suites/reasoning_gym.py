@@ -30,7 +30,7 @@ def reasoning_gym(
     timeout: float | None = None,
     **settings: object,
 ) -> Suite:
-    """Return tasks of [reasoning-gym](https://github.com/open-thought/reasoning-gym), rewarded by its verifiers.
+    """Return a task of [reasoning-gym](https://github.com/open-thought/reasoning-gym), with its verifier as the reward.
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
     from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
@@ -90,7 +90,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
         return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reasoning-gym rejects {task} with {show(dict(settings))} ({problem})") from error
+        raise ValueError(f"reasoning-gym rejected {task} with {show(dict(settings))} ({problem})") from error
 
 
 @functools.lru_cache(256)

@@ -16,7 +16,7 @@ from grpo_jax.types import Json, Message, Messages, Row
 
 
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
-    """Return the tasks of a taskset of [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4.
+    """Return the tasks of a [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4 taskset.
 
     The environment controls the episode, and the policy generates the turns of its agent. The reward is the trace's
     weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions with an
@@ -45,7 +45,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     if programs := [one.id for one in described.agent_harnesses().values() if one.id not in ("bash", "null")]:
         raise ValueError(f"{taskset} needs a harness with a program ({programs[0]}), which is not supported")
     if size is None and not environment.taskset.bounded:
-        raise ValueError(f"size: the taskset {taskset!r} is infinite; set the number of tasks")
+        raise ValueError(f"the taskset {taskset!r} is infinite; set size to the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
     toolsets = _check(environment, tasks, taskset)
     rows: list[Row] = [
@@ -55,7 +55,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     try:
         schemas = call_within(None, _schemas, servers, tasks[0]) if toolsets else []
     except Exception as error:
-        raise ValueError(f"{taskset}: cannot start its tools ({one_line(error)})") from error
+        raise ValueError(f"cannot start the tools of {taskset} ({one_line(error)})") from error
     return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, servers, tasks, schemas))
 
 
@@ -68,7 +68,7 @@ def _in_process(config: Foreign) -> Foreign:
 
 
 def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Foreign]:
-    """Raise ValueError if an environment or its tasks are not supported. Returns the toolsets."""
+    """Return the toolsets of an environment. Raises ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
         raise ValueError(f"{name}: its environment must have one agent; got {', '.join(configs)}")
@@ -104,7 +104,7 @@ def _prompt(task: Foreign) -> Messages:
 
 
 async def _run_episode(servers: Servers, task: Foreign, conversation: Conversation) -> None:
-    """Run the environment with the policy as its agent."""
+    """Run an episode of the environment, with the policy as its agent."""
     v1, environment = import_extra(V1, PACKAGE), servers.environment
     about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     try:
@@ -112,7 +112,7 @@ async def _run_episode(servers: Servers, task: Foreign, conversation: Conversati
         await environment.setup(agents)
         await environment.run(task, agents)
         if conversation.trace is None:
-            raise RuntimeError("the environment ran no agent")
+            raise RuntimeError("the environment did not run its agent")
         if conversation.trace.errors:
             raise RuntimeError(f"{conversation.trace.errors[-1].type}: {conversation.trace.errors[-1].message}")
         info = v1.EnvInfo(id=environment.config.env_id)
@@ -124,7 +124,7 @@ async def _run_episode(servers: Servers, task: Foreign, conversation: Conversati
 
 
 async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
-    """Return the schemas of a task's tools from an episode that is cancelled before its first turn."""
+    """Return the schemas of a task's tools. They are read from an episode that is canceled before its first turn."""
     conversation = Conversation(None, _prompt(task))
     episode = asyncio.create_task(_run_episode(servers, task, conversation))
     if await conversation.reply() is None:
@@ -146,11 +146,11 @@ class VerifiersEnv:
 
     @property
     def trace(self) -> Foreign:
-        """verifiers' record of the episode, or None before it starts."""
+        """verifiers' trace of the episode, or None before it starts."""
         return self._conversation.trace
 
     async def reset(self, index: int, **_: object) -> str:
-        """Start the episode of a task. Returns its first message, or ""."""
+        """Start the episode of a task. Returns the environment's first message, or "" if there is none."""
         task = self._tasks[index]
         self._conversation = Conversation(self.tool_schemas, _prompt(task))
         self._episode = asyncio.create_task(_run_episode(self._servers, task, self._conversation))

@@ -102,9 +102,9 @@ def test_a_dead_tool_server_is_an_error_of_its_episode(own, monkeypatch):
     os.kill(int(server), signal.SIGKILL)
     call = message(("sum_add", {"n": 1}))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ToolsetError: the server of sum_add does not respond \("):
+        with pytest.raises(RuntimeError, match=r"ToolsetError: the tool server of sum_add does not respond \("):
             within(environment.answer_calls, call, [])
-    with pytest.raises(RuntimeError, match="the server of sum_add does not respond"):
+    with pytest.raises(RuntimeError, match="the tool server of sum_add does not respond"):
         within(environment.get_reward)
     assert not servers_of("tools_of_verifiers")
     assert not environment.trace.ok

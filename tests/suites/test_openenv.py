@@ -119,8 +119,8 @@ def test_a_server_that_hangs_or_dies_ends_its_sessions(server):
         call_within(60.0, hanging.respond, "hello")
     assert call_within(30.0, hanging.get_reward) is None  # not scored
     server.end()
-    with pytest.raises(ConnectionError, match=r"lost the session at .*"):
+    with pytest.raises(ConnectionError, match=r"lost the session with .*"):
         call_within(30.0, lost.respond, "hello")
     assert call_within(30.0, lost.get_reward) is None
-    with pytest.raises(ConnectionError, match=r"no OpenEnv server responds at .*; start it or correct base_url"):
+    with pytest.raises(ConnectionError, match=r"no OpenEnv server responds at .*; start it, or correct base_url"):
         begun(server, wait=0.1)
