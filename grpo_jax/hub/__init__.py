@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout, the table of model families, and adapters in PEFT's format."""
+"""Hugging Face checkpoints, PEFT adapters, and the table of supported model families."""
 
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora

@@ -1,6 +1,6 @@
-"""The table of model families: the `TransformerConfig` of each architecture of Hugging Face.
+"""Supported model families: how each Hugging Face architecture maps to a `TransformerConfig`.
 
-A new family is one row of `FAMILIES`; a new mechanism is one more switch in the decoder.
+To add a family, add a row to `FAMILIES`. A mechanism that the decoder lacks also needs a `TransformerConfig` field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return Qwen's windows: none unless `use_sliding_window`, else in each layer from `max_window_layers`."""
+    """Return Qwen's sliding windows, by default in layers from `max_window_layers` on; None if they are disabled."""
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
     windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None
@@ -38,7 +38,7 @@ def _smollm3(keys: Keys) -> Fields:
     if rotary is None:  # Despite the key's name, 1 marks a layer with a rotary embedding.
         rotary = [(i + 1) % keys["no_rope_layer_interval"] != 0 for i in range(layers)]
     if len(rotary) != layers:
-        raise keys.refuse("no_rope_layers", rotary, "one 0 or 1 for each layer")
+        raise keys.refuse("no_rope_layers", rotary, "a list with one 0 or 1 per layer")
     on = keys["use_sliding_window"] and keys["sliding_window"]
     windows = windows_of(keys, lambda i: not rotary[i]) if on else None
     return {
@@ -50,7 +50,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _gemma(keys: Keys) -> Fields:
-    """Return the fields of Gemma 2 and 3: sandwich norms around zero, scaled embeddings, a query scale."""
+    """Return the fields that Gemma 2 and 3 share: sandwich norms with an offset of 1, and scaled embeddings."""
     return {
         **biases_of(keys),
         "norms": "sandwich",
@@ -99,22 +99,22 @@ def _granite(keys: Keys) -> Fields:
 def _ministral3(keys: Keys) -> Fields:
     rotary = keys["rope_parameters"] or {}
     growth = tuple(rotary.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
-    numbers = [x for x in growth if isinstance(x, int | float) and x > 0]
-    if len(numbers) < 2:
+    positive = [x for x in growth if isinstance(x, int | float) and x > 0]
+    if len(positive) < 2:
         name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
         raise keys.refuse(name, growth, "two positive numbers")
     rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
     return {
         "windows": all_windows(keys),
-        "rope": dataclasses.replace(rope, growth=(float(numbers[0]), int(numbers[1]))),
+        "rope": dataclasses.replace(rope, growth=(float(positive[0]), int(positive[1]))),
     }
 
 
 def _olmo3(keys: Keys) -> Fields:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
-        # transformers uses this base for full attention only, and 500000 for layers with a window.
-        raise keys.refuse("rope_theta", theta, "500000.0; give another base in 'rope_parameters', for both kinds")
+        # transformers uses `rope_theta` only for full attention; sliding-window layers always use 500000.
+        raise keys.refuse("rope_theta", theta, "500000.0 unless 'rope_parameters' sets the base of all layers")
     return {
         **biases_of(keys),
         "qk_norm": "flat",
@@ -187,7 +187,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3,
         defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 4, "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6, "final_logit_softcapping": None},
-        # transformers reads attn_logit_softcapping but does not apply it, so that its meaning is unclear.
+        # transformers reads attn_logit_softcapping but does not apply it, so its intended effect is unclear.
         only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     ),
     "Gemma4ForCausalLM": GEMMA4,
@@ -251,26 +251,26 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Json) -> Family:
-    """Return the row of `FAMILIES` for a config.json or its text model; ValueError for another architecture."""
+    """Return the row of `FAMILIES` for a config.json. Raises ValueError if the architecture is not supported."""
     raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         supported = ", ".join((*FAMILIES, *VISION_MODELS))
-        raise ValueError(f"config key 'architectures' is {names}, which is not supported; supported: {supported}.")
+        raise ValueError(f"config key 'architectures' must contain one of {supported}; got {names}.")
     return FAMILIES[names[0]]
 
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
-    """Return the `TransformerConfig` of a config.json; ValueError for a missing key or an unsupported value."""
+    """Convert a config.json to a `TransformerConfig`. Raises ValueError for a missing key or unsupported value."""
     family, raw = family_of(raw), text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:
-            raise keys.refuse(key, keys[key], "a positive int")
+            raise keys.refuse(key, keys[key], "a positive integer")
     keys.refuse_quantized(family.quantized)
     for key, value in family.only.items():
         if raw.get(key) not in (None, value):
-            raise keys.refuse(key, raw[key], "a config.json without it" if value is None else repr(value))
+            raise keys.refuse(key, raw[key], "absent or null" if value is None else repr(value))
     heads = keys["num_attention_heads"]
     kv_heads = keys["num_key_value_heads"] or heads
     if heads % kv_heads:

@@ -1,4 +1,4 @@
-"""Families with layers of several kinds: delta nets, short convolutions, mixtures of experts, and Gemma 4."""
+"""Model families with mixed layer types: delta nets, short convolutions, mixtures of experts, and Gemma 4."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
-"""Values of `layer_types` in a config.json, and the decoder's names."""
+"""Maps values of `layer_types` in a config.json to the decoder's mixer names."""
 
 
 def hybrid(keys: Keys) -> Fields:
-    """Return the fields of Qwen3.5 and Qwen3-Next: delta nets and gated attention, norms around zero."""
+    """Return the fields of Qwen3.5 and Qwen3-Next: delta nets, gated attention, and norms with an offset of 1."""
     every = keys["full_attention_interval"]
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
     return {
@@ -27,10 +27,10 @@ def hybrid(keys: Keys) -> Fields:
 
 
 def lfm2(keys: Keys) -> Fields:
-    """Return the fields of LFM2: gated short convolutions, attention, and an MLP of adjusted width."""
+    """Return the fields of LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
     layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
     if not isinstance(kernel, int) or kernel < 2:
-        raise keys.refuse("conv_L_cache", kernel, "an int ≥ 2")
+        raise keys.refuse("conv_L_cache", kernel, "an integer of at least 2")
     full = range(layers) if full is None else full
     types = ["full_attention" if i in full else "conv" for i in range(layers)]
     tied = keys["tie_word_embeddings"] if keys["tie_embedding"] is None else keys["tie_embedding"]
@@ -45,7 +45,7 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Return the width of LFM2's MLP: two thirds of the width in the config, times a factor, rounded up."""
+    """Return the MLP width of LFM2: 2/3 of the configured width, times a factor, rounded up to a multiple."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size
@@ -55,20 +55,20 @@ def _adjusted_size(keys: Keys) -> int:
 
 
 def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
-    """Return the mixer of each layer: by `layer_types` if the config has them, else by `types`."""
+    """Return the mixer of each layer, from `layer_types` if the config has it, else from `types`."""
     types, known = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
     if len(types) != keys["num_hidden_layers"] or set(types) - set(known):
-        raise keys.refuse("layer_types", types, f"one of {', '.join(map(repr, known))} for each layer")
+        raise keys.refuse("layer_types", types, f"a list with one of {', '.join(map(repr, known))} per layer")
     return tuple(MIXERS[kind] for kind in types)
 
 
 def delta_nets(keys: Keys) -> DeltaShape:
-    """Return the shape of the gated delta nets."""
+    """Return the `DeltaShape` of the gated delta nets."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {name: keys[f"linear_{name}"] for name in names}
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1 + (name == "conv_kernel_dim"):
-            raise keys.refuse(f"linear_{name}", size, f"an int ≥ {1 + (name == 'conv_kernel_dim')}")
+            raise keys.refuse(f"linear_{name}", size, f"an integer of at least {1 + (name == 'conv_kernel_dim')}")
     heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
     if values % heads:
         raise keys.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {heads}")
@@ -80,12 +80,12 @@ def gemma4(keys: Keys) -> Fields:
     """Return the fields of Gemma 4."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
-    windows = (*windows[:-1], None)  # as in transformers, where the last layer always has full attention
+    windows = (*windows[:-1], None)  # as in transformers, the last layer always has full attention
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0
     if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
         size = keys["vocab_size_per_layer_input"]
-        raise keys.refuse("vocab_size_per_layer_input", size, f"vocab_size = {keys['vocab_size']}")
+        raise keys.refuse("vocab_size_per_layer_input", size, f"equal to vocab_size = {keys['vocab_size']}")
     return {
         **biases_of(keys),
         **_ropes(keys),
@@ -108,33 +108,33 @@ def gemma4(keys: Keys) -> Fields:
 
 
 def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
-    """Return the number of layers that use the keys and values of an earlier layer."""
+    """Return the number of layers that reuse the keys and values of an earlier layer."""
     shared, layers = keys["num_kv_shared_layers"], keys["num_hidden_layers"]
     if not isinstance(shared, int) or not 0 <= shared < layers:
-        raise keys.refuse("num_kv_shared_layers", shared, f"0 to num_hidden_layers − 1 = {layers - 1}")
+        raise keys.refuse("num_kv_shared_layers", shared, f"between 0 and num_hidden_layers − 1 = {layers - 1}")
     if set(windows) != set(windows[: layers - shared]):
-        raise keys.refuse("num_kv_shared_layers", shared, "fewer: each kind of layer_types needs an earlier layer")
+        raise keys.refuse("num_kv_shared_layers", shared, "small enough to leave an unshared layer of each type")
     return shared
 
 
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return the number and width of key heads in layers with full attention."""
+    """Return the number of key-value heads and the head size in layers with full attention."""
     heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
     per_layer = keys["per_layer_config"]
     if per_layer is None:
         of_keys = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         found = (of_keys or usual[0], keys["global_head_dim"])
-    else:  # as transformers writes it
+    else:  # transformers saves the values per layer
         names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in per_layer.items()}
         each = [(of.get(str(i)) or {}, window is None) for i, window in enumerate(windows)]
         full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, whole in each if whole}
         if len(full) > 1 or any(set(x) - set(names if whole else ()) for x, whole in each):
-            wanted = f"{names[0]!r} and {names[1]!r}, the same for every layer of full attention and for no other"
+            wanted = f"{names[0]!r} and {names[1]!r}, equal in all layers with full attention and absent in all others"
             raise keys.refuse("per_layer_config", per_layer, wanted)
         found = full.pop()
     if not all(isinstance(x, int) and x > 0 for x in found) or heads % found[0]:
         both = "(num_global_key_value_heads, global_head_dim)"
-        raise keys.refuse(both, found, f"a divisor of num_attention_heads = {heads}, and a positive int")
+        raise keys.refuse(both, found, f"a divisor of num_attention_heads = {heads} and a positive integer")
     return found
 
 
@@ -142,7 +142,7 @@ def _ropes(keys: Keys) -> Fields:
     for kind in ("full_attention", "sliding_attention"):
         rotary = (keys["rope_parameters"] or {}).get(kind)
         if not rotary or "rope_theta" not in rotary:
-            raise keys.refuse(f"rope_parameters.{kind}", rotary, "a rotary embedding with 'rope_theta'")
+            raise keys.refuse(f"rope_parameters.{kind}", rotary, "a dict that contains 'rope_theta'")
     return two_ropes(keys, 0.0)
 
 
@@ -157,9 +157,9 @@ def _experts(keys: Keys) -> Fields:
 
 
 def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_tok") -> Fields:
-    """Return the fields of a mixture of experts; `chosen` is the key with the number of experts for each token."""
+    """Return the fields of a mixture of experts. `chosen` is the config key of the number of experts per token."""
     if not 1 <= keys[chosen] <= experts:
-        raise keys.refuse(chosen, keys[chosen], f"1 to num_experts = {experts}")
+        raise keys.refuse(chosen, keys[chosen], f"between 1 and num_experts = {experts}")
     return {
         "num_experts": experts,
         "num_experts_per_token": keys[chosen],
@@ -170,7 +170,7 @@ def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_
 
 def qwen_experts(keys: Keys) -> Fields:
     layers, step, dense = keys["num_hidden_layers"], keys["decoder_sparse_step"], keys["mlp_only_layers"] or ()
-    experts = keys["num_local_experts"] or keys["num_experts"]  # transformers 5 saves it under this name
+    experts = keys["num_local_experts"] or keys["num_experts"]  # transformers 5 saves `num_local_experts`
     return {
         **mixture(keys, experts, keys["moe_intermediate_size"]),
         "expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
@@ -192,9 +192,9 @@ _SPARSE: Json = {
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # also the activation of the convolution
+_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the convolution has the same activation
 
-QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # heads for multi-token prediction
+QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # multi-token prediction
 QWEN3_NEXT = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_next",
@@ -232,9 +232,9 @@ GEMMA4 = Family(
         "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
         "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
         "router_aux_loss_coef": 0.0},
-    # "vision" applies to images only. transformers does not read the older keys of a rotary embedding here.
+    # "vision" affects only image tokens. transformers does not read the older RoPE keys for this family.
     only={"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
     stacked="halves",
-    # Layers that share keys and values do not use these weights.
+    # Layers that reuse keys and values of an earlier layer do not need these weights.
     spare=(r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
 )  # fmt: skip

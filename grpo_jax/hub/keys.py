@@ -1,4 +1,4 @@
-"""Keys of a config.json that several families read the same way, and text models of vision-language models."""
+"""Parsing of config.json keys that model families share, and the text models of vision-language models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_jax.types import Json
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-"""Values of `hidden_act` in a config.json, and the decoder's names."""
+"""Maps values of `hidden_act` in a config.json to the decoder's activation names."""
 
 ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "default": {}, "linear": {"factor": ...}, "dynamic": {"factor": ...},
@@ -23,15 +23,15 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "longrope": {"factor": None, "attention_factor": None, "short_factor": ..., "long_factor": ...},
     "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
 }  # fmt: skip
-"""Numbers of each scaling and their defaults; `...` marks a number that the config must contain."""
+"""Parameters of each RoPE type and their defaults; `...` marks a parameter that the config must contain."""
 
 PARTIAL_ROTARY = (
     "Phi3ForCausalLM", "Glm4ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-"""Families that may rotate only a part of each head."""
+"""Architectures that support rotating only part of the dimensions of a head."""
 
 Fields = dict[str, Any]
-"""Fields of a `TransformerConfig`, by name."""
+"""Keyword arguments of `TransformerConfig`."""
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -46,7 +46,7 @@ _DEFAULTS = {
 
 
 class Keys:
-    """A config.json with the defaults of its family; a key that is in neither raises ValueError."""
+    """A config.json with the defaults of its family. Looking up a key that is in neither raises ValueError."""
 
     def __init__(self, raw: Json, defaults: Json):
         self.raw = raw
@@ -57,59 +57,59 @@ class Keys:
             return self.raw[key]
         if key in self.defaults:
             return self.defaults[key]
-        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json needs it.")
+        raise ValueError(f"config key {key!r} is missing; a {self.architecture} config.json must contain it.")
 
     @property
     def architecture(self) -> str:
         return self.raw["architectures"][0]
 
     def refuse(self, key: str, value: object, supported: str) -> ValueError:
-        """Return the error for an unsupported value."""
-        return ValueError(f"config key {key!r} is {value!r}, which is not supported; supported: {supported}.")
+        """Return the ValueError "config key ... must be {supported}; got {value}"."""
+        return ValueError(f"config key {key!r} must be {supported}; got {value!r}.")
 
     def refuse_quantized(self, methods: Collection[str]) -> None:
-        """Raise ValueError if the weights are stored in a quantization that is not in `methods`."""
-        for key in ("quantization_config", "compression_config"):  # the second one in older compressed-tensors
+        """Raise ValueError if the weights are quantized with a method that is not in `methods`."""
+        for key in ("quantization_config", "compression_config"):  # older compressed-tensors files have the second
             stored = self.raw.get(key) or {}
             method = stored.get("quant_method")
             if stored and method not in methods:
                 raise ValueError(
-                    f"config key {key!r} is {show(stored)}: its weights are stored quantized"
-                    f" ({'without a quant_method' if method is None else method}); only bitsandbytes' NF4 and gpt-oss's"
-                    " MXFP4 are supported. Load the original bfloat16 checkpoint; from_pretrained(..., quantize='nf4')"
-                    " or 'int8' quantizes it as a base of adapters."
+                    f"config key {key!r} is {show(stored)}: weights quantized"
+                    f" {'without a quant_method' if method is None else f'with {method}'} are not supported, only"
+                    " bitsandbytes NF4 and gpt-oss MXFP4. Load the original bfloat16 checkpoint; to quantize it for"
+                    " training adapters, pass quantize='nf4' or quantize='int8' to from_pretrained."
                 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A row of `families.FAMILIES`: how one architecture reads its config.json and names its tensors."""
+    """A row of `families.FAMILIES`: how to read the config.json of an architecture and name its tensors."""
 
     model_type: str
-    fields: Callable[[Keys], Fields]  # the `TransformerConfig` fields in which the family differs from Llama
-    defaults: Json = dataclasses.field(default_factory=dict)  # of config keys that a config.json may omit
-    only: Json = dataclasses.field(default_factory=dict)  # the single supported value of a config key, if it is given
-    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # tensors of several projections: name, parameters by rows
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # decoder's module → name in a checkpoint
-    stacked: str = ""  # all experts' gate and up in one tensor: "columns" (alternating) or "halves" (first gate's rows)
-    quantized: tuple[str, ...] = ()  # supported values of `quant_method`; these weights are read as bfloat16
-    spare: tuple[str, ...] = ()  # regular expressions of tensors that a checkpoint may contain and that are ignored
+    fields: Callable[[Keys], Fields]  # returns the `TransformerConfig` fields that differ from Llama
+    defaults: Json = dataclasses.field(default_factory=dict)  # values of config keys that a config.json may omit
+    only: Json = dataclasses.field(default_factory=dict)  # config key → its only supported value
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (tensor name, projections that it concatenates)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # module of the decoder → name in a checkpoint
+    stacked: str = ""  # gate and up of all experts in one tensor: "columns" (alternating) or "halves" (gate first)
+    quantized: tuple[str, ...] = ()  # supported values of `quant_method`; weights are dequantized to bfloat16
+    spare: tuple[str, ...] = ()  # regular expressions of tensors that are ignored if a checkpoint contains them
 
 
 def check_window(keys: Keys) -> int:
     window = keys["sliding_window"]
     if not isinstance(window, int) or window < 1:
-        raise keys.refuse("sliding_window", window, "a positive int where layers slide")
+        raise keys.refuse("sliding_window", window, "a positive integer if layers have sliding windows")
     return window
 
 
 def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """Return the window of each layer: by `layer_types` if the config has them, else by `sliding(layer)`."""
+    """Return the window of each layer, from `layer_types` if the config has it, else from `sliding(layer)`."""
     layers, types = keys["num_hidden_layers"], keys["layer_types"]
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise keys.refuse("layer_types", types, "one 'full_attention' or 'sliding_attention' for each layer")
+        raise keys.refuse("layer_types", types, "a list with one 'full_attention' or 'sliding_attention' per layer")
     if "sliding_attention" not in types:
         return None
     window = check_window(keys)
@@ -117,7 +117,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
 
 
 def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return the same window for every layer; None for full attention."""
+    """Return `sliding_window` for every layer; None if it is unset (full attention)."""
     if keys["sliding_window"] is None:
         return None
     return (check_window(keys),) * keys["num_hidden_layers"]
@@ -129,48 +129,48 @@ def biases_of(keys: Keys) -> Fields:
 
 def activation_of(keys: Keys, key: str) -> str:
     if keys[key] not in ACTIVATIONS:
-        raise keys.refuse(key, keys[key], ", ".join(sorted(ACTIVATIONS)))
+        raise keys.refuse(key, keys[key], f"one of {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[keys[key]]
 
 
 def rope_of(keys: Keys, rotary: Json) -> Rope:
-    """Return a rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    """Return the `Rope` for `rotary`, a dict as in `rope_parameters` or in the older `rope_scaling`."""
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
-        kind = "longrope"  # its name in early Phi-3 files
+        kind = "longrope"  # early Phi-3 files use other names for it
     if kind not in ROPE_NUMBERS:
-        raise keys.refuse(f"{where}.rope_type", kind, ", ".join(ROPE_NUMBERS))
-    numbers = {}
+        raise keys.refuse(f"{where}.rope_type", kind, f"one of {', '.join(ROPE_NUMBERS)}")
+    scaling = {}
     for name, default in ROPE_NUMBERS[kind].items():
         value = rotary.get(name)
         value = default if value is None else value
         if value is ...:
-            raise ValueError(f"config key '{where}.{name}' is missing; rope_type {kind!r} needs it.")
-        numbers[name] = tuple(value) if isinstance(value, list) else value
+            raise ValueError(f"config key '{where}.{name}' is missing; rope_type {kind!r} requires it.")
+        scaling[name] = tuple(value) if isinstance(value, list) else value
     if kind in ("dynamic", "longrope", "yarn"):
-        numbers["max_position_embeddings"] = keys["max_position_embeddings"]
+        scaling["max_position_embeddings"] = keys["max_position_embeddings"]
     if kind in ("llama3", "yarn", "longrope"):
-        # In Phi-3 the number is outside the scaling, elsewhere in it; both are optional.
+        # Phi-3 stores this key at the top level, other families in `rotary`. It is optional.
         original = keys["original_max_position_embeddings"] or rotary.get("original_max_position_embeddings")
-        numbers["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = original or keys["max_position_embeddings"]
     fraction = rotary.get("partial_rotary_factor")
     fraction = keys["partial_rotary_factor"] if fraction is None else fraction
-    if kind == "proportional":  # a part of the frequencies, not of the head
-        numbers["partial_rotary_factor"], fraction = fraction, 1.0
+    if kind == "proportional":  # the fraction of frequencies, not of head dimensions
+        scaling["partial_rotary_factor"], fraction = fraction, 1.0
     if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
-        # transformers would ignore it in the other families.
-        raise keys.refuse("partial_rotary_factor", fraction, f"1.0, and others in {' or '.join(PARTIAL_ROTARY)}")
+        # transformers ignores the factor for other architectures.
+        raise keys.refuse("partial_rotary_factor", fraction, f"1.0 except for {', '.join(PARTIAL_ROTARY)}")
     return Rope(
-        theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(numbers.items())), fraction=float(fraction)
+        theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(scaling.items())), fraction=float(fraction)
     )
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
-    """Return the rotary embeddings of layers with full attention (scaled) and of layers with a window."""
+    """Return the rotary embeddings of full attention, to which `rope_scaling` applies, and of sliding windows."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
-        raise keys.refuse("rope_parameters", ropes, "one entry each for 'full_attention' and 'sliding_attention'")
+        raise keys.refuse("rope_parameters", ropes, "a dict with the keys 'full_attention' and 'sliding_attention'")
     scaling = {**(keys["rope_scaling"] or {}), **(ropes.get("full_attention") or {})}
     local = ropes.get("sliding_attention") or {}
     return {
@@ -195,9 +195,9 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Vision-language models: the architecture of the text model by its `model_type`, and defaults of its config.
+"""Vision-language models. Each entry maps `model_type` of the text model to its architecture, and has config defaults.
 
-Only the text model is loaded; an export copies all other tensors of the checkpoint."""
+Only the text model is loaded. `save_pretrained` copies all other tensors of the checkpoint."""
 
 
 def has_vision(raw: Json) -> bool:
@@ -207,7 +207,7 @@ def has_vision(raw: Json) -> bool:
 
 
 def text_config(raw: Json) -> Json:
-    """Return the config of the text model: `text_config` of a vision-language model, else the config itself."""
+    """Return the text model's config: `text_config` of a vision-language model, otherwise `raw` itself."""
     if not has_vision(raw):
         return raw
     architectures, defaults = VISION_MODELS[raw["architectures"][0]]
@@ -215,10 +215,9 @@ def text_config(raw: Json) -> Json:
     if inner["model_type"] not in architectures:
         supported = ", ".join(map(repr, architectures))
         raise ValueError(
-            f"config key 'text_config.model_type' is {inner['model_type']!r}, which is not supported; "
-            f"supported: {supported}."
+            f"config key 'text_config.model_type' must be one of {supported}; got {inner['model_type']!r}."
         )
-    # Keys outside `text_config` that also apply to the text model.
-    of_all = ("tie_word_embeddings", "quantization_config", "compression_config")
-    whole = {key: raw[key] for key in of_all if raw.get(key) is not None}
+    # Top-level keys that also apply to the text model.
+    shared = ("tie_word_embeddings", "quantization_config", "compression_config")
+    whole = {key: raw[key] for key in shared if raw.get(key) is not None}
     return {**inner, **whole, "architectures": [architectures[inner["model_type"]]]}

@@ -171,7 +171,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({"llama.expert_count": 8}, r"unknown GGUF keys.*llama\.expert_count = 8"),
         ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
         ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' is 'su'.*none, linear, yarn"),
-        ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' is 0\.5, which is not supported"),
+        ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' must be 1\.0 .*; got 0\.5"),
         ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
         ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is not known"),
         ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),

@@ -226,7 +226,7 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
         (cut, r"was cut off: it ends before tensor '.*' does"),
         (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
         (config(architectures=["MambaForCausalLM"]),
-            r"\['MambaForCausalLM'\], which is not supported; supported: Qwen2ForCausalLM, "),
+            r"must contain one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
         (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
             r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."),
         (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),

@@ -161,7 +161,7 @@ def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
 def test_what_cannot_be_is_named(tmp_path):
     assert {architecture for architecture, _ in TEXT.values()} == set(VISION_MODELS), "each has its case"
     raw = raw_of("gemma3")
-    with pytest.raises(ValueError, match=r"'text_config.model_type' is 'llama'.*'gemma3_text'"):
+    with pytest.raises(ValueError, match=r"'text_config.model_type' must be .*'gemma3_text'; got 'llama'"):
         read_config({**raw, "text_config": {**raw["text_config"], "model_type": "llama"}})
     with pytest.raises(ValueError, match=r"'architectures' is .*; pass its text model, \['Gemma3ForCausalLM'\]"):
         init_policy(raw, jax.random.key(0))
