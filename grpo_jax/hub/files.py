@@ -1,4 +1,4 @@
-"""Files of a checkpoint: JSON, tensors read by rows, and directories that appear only when complete."""
+"""Checkpoint files: JSON, tensors that are read in slices of rows, and replacement of whole directories."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Files of a tokenizer, copied unchanged."""
+"""Tokenizer files, which are copied unchanged."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a vision-language model's processor, copied unchanged."""
+"""Processor files of a vision-language model, which are copied unchanged."""
 
 STORED = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
@@ -31,22 +31,22 @@ STORED = {
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
-"""Dtypes by their names in a safetensors header."""
+"""Maps dtype names in a safetensors header to NumPy dtypes."""
 
 FLOAT32 = STORED["F32"]
 
 READ = ("F32", "F16", "BF16")
-"""Dtypes that parameters may be stored in."""
+"""Supported dtypes of stored parameters, by their names in `STORED`."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether an error is an `Exception`, or a panic in the Rust code of `tokenizers`, which is a `BaseException`."""
+    """Whether an error is an `Exception`, or a Rust panic in `tokenizers`, which is not an `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def reading(what: Path | str) -> Iterator[None]:
-    """Turn exceptions of a parser into a ValueError that names `what`, a file or a part of one."""
+    """Convert exceptions of a parser to a ValueError whose message names `what`, such as the path of the file."""
     try:
         yield
     except BaseException as error:
@@ -64,14 +64,14 @@ def read_json(path: Path) -> Json | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        pointer = f"; it is {POINTER}" if is_pointer(path) else ""
-        raise ValueError(f"{path} is not JSON: {error}{pointer}") from error
+        pointer = f". It is {POINTER}" if is_pointer(path) else ""
+        raise ValueError(f"{path} is not valid JSON: {error}{pointer}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} contains {show(content)}, not a JSON object.")
     return content
 
 
-POINTER = "a Git LFS pointer, not the file; fetch the file with `git lfs pull`"
+POINTER = "a Git LFS pointer to the file; download the file with `git lfs pull`"
 
 
 def is_pointer(path: Path) -> bool:
@@ -81,12 +81,12 @@ def is_pointer(path: Path) -> bool:
 
 
 def check_ids(path: Path, values: Json) -> None:
-    """Raise ValueError unless each token id in a config is an int, None, or (except for padding) a list of ints."""
+    """Raise ValueError unless each token id is an int or None. BOS and EOS may also be lists of ints."""
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
         ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
         if not all(type(token) is int for token in ids):
-            raise ValueError(f"{path}: {key!r} is {show(value)}; use a token id or null.")
+            raise ValueError(f"{path}: {key!r} must be a token id or null; got {show(value)}.")
 
 
 def write_json(path: Path, content: Json) -> None:
@@ -95,10 +95,10 @@ def write_json(path: Path, content: Json) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, read by rows; a row is an entry on the first axis.
+    """A tensor of a checkpoint that is read on demand, in slices along the first axis (rows).
 
-    `read(start, count)` returns `count` numbers [count] from number `start`, in C order; both are whole rows. `offset`
-    is the position of the first byte in `file` if the numbers are there in C order.
+    `read(start, count)` returns elements start..start+count-1 in C order, [count]; both are multiples of the row size.
+    `offset` is the byte offset of the elements in `file`; None if `file` does not store them in C order.
     """
 
     file: Path
@@ -113,7 +113,7 @@ class StoredTensor:
         return self.read(first * width, count * width).reshape((count, *self.shape[1:]))
 
     def mapped(self) -> np.ndarray:
-        """Return all of a tensor with an `offset` as a memory map, which stays valid when the file is replaced."""
+        """Return a tensor that has an `offset` as a memory map. The map stays valid after the file is replaced."""
         assert self.offset is not None
         size = math.prod(self.shape) * self.dtype.itemsize
         data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
@@ -123,14 +123,14 @@ class StoredTensor:
 def computed(
     file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = FLOAT32
 ) -> StoredTensor:
-    """Return a tensor whose rows are computed by `rows(first, count)` from other tensors of a file."""
+    """Return a tensor whose rows are computed on demand by `rows(first, count)`."""
     width = math.prod(shape[1:])
     return StoredTensor(file, shape, dtype, lambda start, count: rows(start // width, count // width).ravel())
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: `raw` is its config.json, `stored` its unread tensors, `files` the tokenizer's, as bytes."""
+    """An open checkpoint: config.json (`raw`), unread tensors (`stored`), and tokenizer files as bytes (`files`)."""
 
     raw: Json
     generation_config: Json
@@ -140,7 +140,7 @@ class Checkpoint:
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return every tensor of a directory by name; only the headers of its safetensors files are read."""
+    """Return the tensors of a directory, keyed by name. Only the headers of the safetensors files are read."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
@@ -149,23 +149,23 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     absent = [name for name in files if not (directory / name).is_file()]
     if absent:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f"; {some(others)} are in PyTorch's format: save them as safetensors" if others else ""
+        advice = f" Convert the PyTorch weights to safetensors: {some(others)}." if others else ""
         if index is None and (shards := sorted(path.name for path in directory.glob(f"{stem}-*-of-*.safetensors"))):
-            advice = f"; {some(shards)} are parts of the weights, but their index {index_path.name} is missing"
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} has no weights: {some(absent)}{advice}.")
+            advice = f" The index {index_path.name} of these shards is missing: {some(shards)}."
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {some(absent)}.{advice}")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name; a ValueError names the file and the faulty tensor."""
+    """Return the tensors of a safetensors file, keyed by name. Raises ValueError if the file is not valid."""
     size, tensors = path.stat().st_size, {}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if is_pointer(path):
             raise ValueError(f"{path} is {POINTER}.")
         if not 0 < length <= size - 8:
-            raise ValueError(f"{path} is not a safetensors file, or it was cut off.")
-        with reading(f"{path}: its header"):
+            raise ValueError(f"{path} is not a safetensors file or is truncated.")
+        with reading(f"{path}: header"):
             header = dict(json.loads(file.read(length)))
     for name, entry in header.items():
         if name == "__metadata__":
@@ -173,22 +173,20 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
         with reading(f"{path}: tensor {name!r}"):
             (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
             if entry["dtype"] not in STORED:
-                raise ValueError(
-                    f"stored as {show(entry['dtype'])}, which is not supported; supported: {', '.join(STORED)}."
-                )
+                raise ValueError(f"dtype must be one of {', '.join(STORED)}; got {show(entry['dtype'])}.")
             dtype = STORED[entry["dtype"]]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-                raise ValueError(f"its shape is {show(entry['shape'])} and its data_offsets are [{begin}, {end}].")
+                raise ValueError(f"invalid shape {show(entry['shape'])} or data_offsets [{begin}, {end}].")
             if end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"its {end - begin} bytes do not match shape {list(shape)} of {entry['dtype']}.")
+                raise ValueError(f"{end - begin} bytes do not match shape {list(shape)} and dtype {entry['dtype']}.")
         if 8 + length + end > size:
-            raise ValueError(f"{path} was cut off: it ends before tensor {name!r} does.")
+            raise ValueError(f"{path} is truncated: it ends before the end of tensor {name!r}.")
         tensors[name] = _in_file(path, shape, dtype, 8 + length + begin)
     return tensors
 
 
 def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> StoredTensor:
-    """Return a tensor that is read from a file, not memory-mapped: mapped pages count as memory in use."""
+    """Return a tensor that is read with `np.fromfile`. Pages of a memory map would count as memory in use."""
 
     def read(start: int, count: int) -> np.ndarray:
         size = dtype.itemsize
@@ -203,15 +201,14 @@ def check_read(stored: Mapping[str, StoredTensor]) -> None:
         kind = next(kind for kind, dtype in STORED.items() if dtype == tensor.dtype)
         if kind not in READ:
             raise ValueError(
-                f"{tensor.file}: tensor {name!r} is stored as {kind}, which is not supported; "
-                f"supported: {', '.join(READ)}."
+                f"{tensor.file}: tensor {name!r} must have one of the dtypes {', '.join(READ)}; got {kind}."
             )
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise FileExistsError unless `target` is unused, or a directory with nothing but the files of a checkpoint."""
+    """Raise FileExistsError if `target` exists and is not a directory that contains only checkpoint files."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; pass another path.")
+        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; pass a different path.")
     if not target.exists():
         return
     known = {"config.json", "adapter_config.json", "generation_config.json", "model.safetensors.index.json"}
@@ -220,19 +217,19 @@ def check_replaceable(target: Path) -> None:
     if others:
         raise FileExistsError(
             f"directory {str(target)!r} contains files that do not belong to a checkpoint ({some(sorted(others))}); "
-            "pass another directory."
+            "pass a different directory."
         )
 
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Yield a scratch directory that replaces `target` at the end, and is removed after an exception."""
+    """Yield a temporary directory, which replaces `target` on success and is removed after an exception."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as parent:
         scratch, old = Path(parent, "new"), Path(parent, "old")
         scratch.mkdir()
         yield scratch
-        for file in scratch.iterdir():  # safetensors makes its files readable by their owner only
+        for file in scratch.iterdir():  # safetensors creates files that only their owner can read
             file.chmod(0o644)
         scratch.chmod(0o755)
         if target.exists():

@@ -1,7 +1,7 @@
-"""Read GGUF files, as llama.cpp writes them, by the package `gguf`.
+"""Read GGUF files, the format of llama.cpp, with the package `gguf`.
 
-`gguf_header` makes the config.json and the tokenizer. This module finds the file and returns its tensors with Hugging
-Face's names, rows and values; llama.cpp reorders the rows of some and adds 1 to some norms.
+`gguf_header` builds the config.json and the tokenizer. This module finds the file and converts its tensors to Hugging
+Face's names, row order and values: llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors with numbers of the rotary embedding instead of weights."""
+"""Tensors that contain RoPE frequency factors, not weights."""
 
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
 )  # fmt: skip
-"""Tokens that end a completion in llama.cpp, in addition to those that a file names."""
+"""Tokens that end a completion in llama.cpp, in addition to the EOS, EOT and EOM tokens of a file."""
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file at a path, in a directory, or in an installed package of that name; None without one.
+    """Return the GGUF file at a path, in a directory, or in an installed package; None if there is none.
 
-    The package is not imported. ValueError: one piece of a split file, or a directory with several GGUF files.
+    The package is not imported. Raises ValueError for a piece of a split file or a directory with several GGUF files.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and (part := re.search(r"\.gguf[.-]?(part-?\d+(of\d+)?|split-?[a-z]+)$", path.name, re.I)):
         whole = path.name[: part.start()] + ".gguf"
         raise ValueError(
-            f"name_or_directory {name!r} is one piece of a GGUF file; join the pieces, `cat {whole}.* > {whole}`,"
+            f"name_or_directory {name!r} is one piece of a GGUF file; join the pieces with `cat {whole}.* > {whole}`"
             f" and pass {whole}."
         )
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -67,9 +67,10 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Return a GGUF file as a checkpoint; no weight is read yet.
+    """Open a GGUF file as a checkpoint, without reading its weights.
 
-    ImportError: `gguf` is missing or transformers is too old. ValueError: the file is damaged or not supported.
+    Raises ImportError if `gguf` is missing or transformers is too old. Raises ValueError if the file is damaged or
+    not supported.
     """
     with _parsed(path) as (reader, header):
         row, raw = read_header(header)
@@ -84,14 +85,14 @@ def read_gguf(path: Path) -> Checkpoint:
 
 
 def gguf_config(path: Path) -> Json:
-    """Return a config.json for the model of a GGUF file."""
+    """Return a config.json for the model in a GGUF file."""
     with _parsed(path) as (_, header):
         return read_header(header)[1]
 
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a file's reader and header; an exception, also in the block, becomes a ValueError that names the file."""
+    """Yield a file's reader and header. Exceptions, also from the block, are raised as ValueError with the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
@@ -103,24 +104,24 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    """Return why a file cannot be parsed, and the fix."""
+    """Describe why a file cannot be parsed, and how to fix it."""
     with path.open("rb") as file:
         start = file.read(4)
     if is_pointer(path):
         return f"it is {POINTER}."
     if start != b"GGUF":
-        return f"it is not a GGUF file: it begins with {start!r}, not with b'GGUF'."
-    return f"it is cut off or damaged; download it again (it has {path.stat().st_size:,} bytes; {one_line(error)})."
+        return f"it is not a GGUF file: it starts with {start!r}, not b'GGUF'."
+    return f"it is truncated or damaged; download it again ({path.stat().st_size:,} bytes; {one_line(error)})."
 
 
 def _open(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError(f"{str(path)!r} is a GGUF file, which the package gguf reads: {NEEDS}") from error
+        raise ImportError(f"{str(path)!r} is a GGUF file, which requires the package gguf: {NEEDS}") from error
 
     class PlainReader(GGUFReader):
-        """Reads from a plain array: the 150,000 slices of a header take four times as long from an `np.memmap`."""
+        """A reader that slices a plain array; the 150,000 slices of a header take four times as long on a memmap."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -129,12 +130,12 @@ def _open(path: Path) -> GGUFReader:
     except Exception as error:
         raise ValueError(_damaged(path, error)) from error
     if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
-        raise ValueError(f"it is one of {parts.contents()} parts; merge them by `llama-gguf-split --merge`.")
+        raise ValueError(f"it is one of {parts.contents()} parts; merge them with `llama-gguf-split --merge`.")
     return reader
 
 
 def _header(reader: GGUFReader) -> Header:
-    """Return the header; each float32 becomes its shortest decimal, as in a config.json."""
+    """Return the header. Each float32 is converted to its shortest decimal, as in a config.json."""
     from gguf import GGUFValueType
 
     fields = {}
@@ -146,18 +147,18 @@ def _header(reader: GGUFReader) -> Header:
 
 
 def _end_ids(fields: Json) -> list[int]:
-    """Return the ids of the tokens that end a completion, those that the file names first."""
+    """Return the ids of the tokens that end a completion. The EOS, EOT and EOM ids of the file are first."""
     tokens, kinds = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
-    named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    declared = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in _ENDS]
-    return list(dict.fromkeys(i for i in (*named, *control) if i is not None))
+    return list(dict.fromkeys(i for i in (*declared, *control) if i is not None))
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
 
 
 def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
-    """Return a tensor of a file, float32; a read dequantizes only the blocks that it needs."""
+    """Return a tensor of a file as float32. A read dequantizes only the blocks that it needs."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -166,14 +167,14 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
     try:
         dequantize(np.zeros((1, nbytes), np.uint8), kind)
     except NotImplementedError as error:
-        raise ValueError(f"the package gguf does not read the quantization {kind.name} of {tensor.name}.") from error
+        raise ValueError(f"the package gguf does not support the quantization {kind.name} of {tensor.name}.") from error
 
     def read(start: int, count: int) -> np.ndarray:
         first, last = start // weights, -(-(start + count) // weights)
-        # Not a memory map: its pages would count as memory in use.
+        # Not a memory map, whose pages would count as memory in use.
         data = np.fromfile(path, np.uint8, (last - first) * nbytes, offset=offset + first * nbytes)
-        numbers = dequantize(data[None], kind)[0].astype(np.float32, copy=False)
-        return numbers[start - first * weights :][:count]
+        values = dequantize(data[None], kind)[0].astype(np.float32, copy=False)
+        return values[start - first * weights :][:count]
 
     return StoredTensor(path, tuple(reversed(tensor.shape.tolist())), np.dtype(np.float32), read)
 
@@ -181,9 +182,9 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 def _find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a plan by Hugging Face's names, from the tensors of a file.
+    """Return the tensors of a plan, keyed by their Hugging Face names, from the tensors of a file.
 
-    A ValueError lists tensors that are missing, unknown, or of another shape, by their names in the file.
+    Raises ValueError if tensors of the file are missing, are unknown, or have the wrong shape.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -198,20 +199,20 @@ def _find_tensors(
         if wanted not in files:
             problems.append(f"{wanted} is missing")
         elif files[wanted].shape != tensor.shape:
-            problems.append(f"{wanted} {list(files[wanted].shape)} where the header says {list(tensor.shape)}")
+            problems.append(f"{wanted} has shape {list(files[wanted].shape)}, not {list(tensor.shape)}")
         else:
             found[tensor.name] = _as_in_hugging_face(tensor.name, files[wanted], row, config)
-    problems += [f"{each} is not known" for each in files if each not in used]
+    problems += [f"{each} is unknown" for each in files if each not in used]
     if problems:
-        raise ValueError(f"the tensors of the GGUF file do not fit {name!r}: {some(problems)}.")
+        raise ValueError(f"the tensors do not match architecture {name!r}: {some(problems)}.")
     return found
 
 
 def _as_in_hugging_face(name: str, file: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:
-    """Return a tensor with the rows and values of Hugging Face's tensor `name`."""
+    """Convert a tensor to the row order and values of Hugging Face's tensor `name`."""
     if row.pairs and (found := re.search(r"\.(q|k)_proj\.", name)):
         heads = config.num_heads if found[1] == "q" else config.num_kv_heads
-        # Hugging Face's heads have the first dimension of each rotary pair before all second ones.
+        # In each head, Hugging Face stores the first dimensions of all rotary pairs, then the second dimensions.
         order = np.arange(file.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
         return computed(file.file, file.shape, lambda first, count: _rows(file, order[first : first + count]))
     if row.shifted and name.endswith("norm.weight"):
@@ -220,6 +221,6 @@ def _as_in_hugging_face(name: str, file: StoredTensor, row: Architecture, config
 
 
 def _rows(stored: StoredTensor, wanted: np.ndarray) -> np.ndarray:
-    """Return the given rows of a tensor; a single read covers them all."""
+    """Return the given rows of a tensor, with a single read that spans them."""
     low = int(wanted.min())
     return stored.rows(low, int(wanted.max()) + 1 - low)[wanted - low]

@@ -1,7 +1,7 @@
-"""Make a config.json and a tokenizer from the header of a GGUF file.
+"""Build a config.json and a tokenizer from the header of a GGUF file.
 
-`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. A key
-that is not read is an error: ignoring it could change the model.
+`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. Keys that
+are not read raise an error, since ignoring them could change the model.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from grpo_jax.types import Json, Tokenizer
 NEEDS = "pip install 'grpo_jax[gguf]'"
 
 _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
-"""Keys that repeat other keys or tensor shapes, or that only an inference engine uses."""
+"""Keys that are redundant with other keys or tensor shapes, or that only inference engines use."""
 
 
 class Header:
-    """All keys of a GGUF file (`fields`), its tensor shapes, and its divisors of rotary frequencies (`factors`).
+    """Header of a GGUF file: all keys (`fields`), tensor shapes, and divisors of the RoPE frequencies (`factors`).
 
-    Keys of the architecture are read without their prefix, and each read is recorded.
+    `get` and `[]` read a key of the architecture without its prefix and record that it was read.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
         self.architecture: str = fields["general.architecture"]
         self.fields, self.shapes, self.factors = fields, shapes, factors
         prefix = f"{self.architecture}."
-        self._own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+        self._keys = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
         self._read: set[str] = set(_UNREAD)
 
     def get(self, key: str, default: object = None) -> Any:
-        """Return the value of a key of the architecture, or the default."""
+        """Return the value of an architecture key, or `default` if it is missing."""
         self._read.add(key)
-        return self._own.get(key, default)
+        return self._keys.get(key, default)
 
     def __getitem__(self, key: str) -> Any:
         if (value := self.get(key)) is None:
@@ -48,25 +48,25 @@ class Header:
         return value
 
     def check_all_read(self) -> None:
-        """Raise ValueError if a key of the architecture was not read."""
-        left = [key for key, value in self._own.items() if key not in self._read and value not in (0, 0.0, False, [])]
-        if left:
-            names = some([f"{self.architecture}.{key} = {show(self._own[key])}" for key in sorted(left)])
-            raise ValueError(f"unknown GGUF keys, which could change the model: {names}.")
+        """Raise ValueError if an architecture key was not read, unless its value is zero, False or empty."""
+        unread = [key for key, x in self._keys.items() if key not in self._read and x not in (0, 0.0, False, [])]
+        if unread:
+            names = some([f"{self.architecture}.{key} = {show(self._keys[key])}" for key in sorted(unread)])
+            raise ValueError(f"unknown GGUF keys could change the model: {names}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp writes one architecture."""
+    """llama.cpp's conventions for one architecture."""
 
-    family: str  # key of `FAMILIES`
-    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config so far) → further config keys
-    pairs: bool = False  # rotary dimensions of queries and keys are interleaved, not in two halves
-    shifted: bool = False  # norm weights are stored with 1 added; Hugging Face stores them around zero
+    family: str  # key in `FAMILIES`
+    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config so far) → additional config keys
+    pairs: bool = False  # whether rotary dimensions are interleaved, not in two halves
+    shifted: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """Return the row of `ARCHITECTURES` and the config.json of a header; ValueError if something is not supported."""
+    """Return the row of `ARCHITECTURES` and the config.json. Raises ValueError if the model is not supported."""
     name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
@@ -83,7 +83,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     head_dim = header.get("attention.key_length") or header["embedding_length"] // header["attention.head_count"]
     raw: Json = {
         "architectures": [row.family],
-        "vocab_size": shapes["token_embd.weight"][0],  # may exceed the number of tokens
+        "vocab_size": shapes["token_embd.weight"][0],  # may exceed the size of the tokenizer
         "hidden_size": header["embedding_length"],
         "intermediate_size": header["feed_forward_length"],
         "num_hidden_layers": header["block_count"],
@@ -106,15 +106,15 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
 
 
 def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
-    """Return `rope_parameters`: base, rotated part of a head, and scaling."""
+    """Return `rope_parameters`: the base, the rotated fraction of a head, and the scaling."""
     kind = header.get("rope.scaling.type", "none")
     part = header.get("rope.dimension_count", head_dim) / head_dim
     rope: Json = {
         "rope_theta": header.get("rope.freq_base", 10000.0),
         **({"partial_rotary_factor": part} if partial or part != 1 else {}),
     }
-    header.get("rope.scaling.attn_factor")  # of longrope; it follows from the two context lengths
-    numbers = {
+    header.get("rope.scaling.attn_factor")  # redundant: longrope computes it from the two context lengths
+    values = {
         "factor": header.get("rope.scaling.factor"),
         "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
         "beta_fast": header.get("rope.scaling.yarn_beta_fast"),
@@ -122,19 +122,19 @@ def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
         "attention_factor": header.get("rope.scaling.yarn_attn_factor"),
     }
     if kind in ("linear", "yarn"):
-        return {**rope, "rope_type": kind, **{key: value for key, value in numbers.items() if value is not None}}
+        return {**rope, "rope_type": kind, **{key: value for key, value in values.items() if value is not None}}
     names = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
     each = {key: header.factors[name].tolist() for key, name in names.items() if name in header.factors}
     if kind in ("none", "longrope") and each:
         return {**rope, "rope_type": "longrope", **each}
     if kind != "none":
         name = f"{header.architecture}.rope.scaling.type"
-        raise ValueError(f"GGUF key {name!r} is {kind!r}; supported: none, linear, yarn, longrope.")
-    return {**rope, **_by_factors(rope["rope_theta"], header.factors.get("rope_freqs.weight"))}
+        raise ValueError(f"GGUF key {name!r} must be none, linear, yarn or longrope; got {kind!r}.")
+    return {**rope, **_scaling_of(rope["rope_theta"], header.factors.get("rope_freqs.weight"))}
 
 
-def _by_factors(theta: float, factors: np.ndarray | None) -> Json:
-    """Return Llama 3's scaling, or longrope with the same divisors: a file contains only a divisor per frequency."""
+def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
+    """Return the RoPE scaling with these frequency divisors: Llama 3's if its formula fits, otherwise longrope."""
     if factors is None:
         return {"rope_type": "default"}
     original, largest = 8192, float(factors.max())
@@ -163,7 +163,7 @@ def _ministral3(header: Header, raw: Json) -> Json:
 
 
 def _query_scale(raw: Json) -> int:
-    """Return Gemma's query scale: the head size, except in the 27B models, which llama.cpp identifies by layers."""
+    """Return Gemma's query scale: the head size, except in 27B models (46 or 62 layers, as in llama.cpp)."""
     is_27b = raw["num_hidden_layers"] in (46, 62)
     return raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"]
 
@@ -196,7 +196,7 @@ def _phi3(header: Header, raw: Json) -> Json:
 
 
 def _olmo(header: Header, raw: Json) -> Json:
-    """Return the keys of Olmo 3 if layers have a window, and none for Olmo 2."""
+    """Return the additional keys of Olmo 3, which has sliding windows. Olmo 2 needs none."""
     if not (window := header.get("attention.sliding_window")):
         return {}
     usual = [(i + 1) % 4 for i in range(raw["num_hidden_layers"])]
@@ -220,15 +220,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("Ministral3ForCausalLM", _ministral3, pairs=True),
     "olmo2": Architecture("Olmo2ForCausalLM", _olmo),
 }
-"""By `general.architecture`. Mistral's first models are written as `llama`, Olmo 3 as `olmo2`."""
+"""Supported values of `general.architecture`. Early Mistral models use `llama`, and Olmo 3 uses `olmo2`."""
 
 _GPT2 = ("gpt-2", "olmo", "smollm")
-"""Values of tokenizer.ggml.pre that transformers does not list, for tokenizers that split text as GPT-2 does. llama.cpp
-splits the digits of `smollm` first, so its ids differ from transformers' where a number follows two or more spaces."""
+"""Values of tokenizer.ggml.pre that split text like GPT-2, but that transformers does not list. For `smollm`, llama.cpp
+splits digits first, so its ids differ from those of transformers if a number follows two or more spaces."""
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
-    """Return a file's tokenizer, made by transformers; None if the file has none."""
+    """Build a transformers tokenizer from the keys of a GGUF file; None if the file has no tokenizer."""
     kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None
@@ -236,11 +236,11 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import gguf_tokenizer_mapping as made
     except ImportError as error:
-        raise ImportError(f"transformers is too old for the tokenizers of GGUF files: {NEEDS}") from error
+        raise ImportError(f"transformers is too old to read the tokenizers of GGUF files: {NEEDS}") from error
     known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
     if kind == "gpt2" and split not in known:
         supported = ", ".join(sorted(known))
-        raise ValueError(f"tokenizer.ggml.pre is {split!r}, which is not supported; supported: {supported}.")
+        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {supported}; got {split!r}.")
     names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
     backend, _ = made.convert_gguf_tokenizer(fields["general.architecture"], parts)
@@ -255,7 +255,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         eos_token=special("eos"),
         unk_token=special("unknown"),
         pad_token=special("padding"),
-        add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),  # older files have no flag
+        add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),  # missing in older files
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
         chat_template=fields.get("tokenizer.chat_template"),
     )

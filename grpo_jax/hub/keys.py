@@ -75,8 +75,8 @@ class Keys:
             if stored and method not in methods:
                 raise ValueError(
                     f"config key {key!r} is {show(stored)}: weights quantized"
-                    f" {'without a quant_method' if method is None else f'with {method}'} are not supported, only"
-                    " bitsandbytes NF4 and gpt-oss MXFP4. Load the original bfloat16 checkpoint; to quantize it for"
+                    f" {'without a quant_method' if method is None else f'with {method}'} are not supported; only"
+                    " bitsandbytes NF4 and gpt-oss MXFP4 are. Load the original bfloat16 checkpoint; to quantize it for"
                     " training adapters, pass quantize='nf4' or quantize='int8' to from_pretrained."
                 )
 

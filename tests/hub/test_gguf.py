@@ -170,21 +170,21 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({"architecture": "qwen35"}, r"architecture 'qwen35' is not supported; load the safetensors .*: llama, qwen2"),
         ({"llama.expert_count": 8}, r"unknown GGUF keys.*llama\.expert_count = 8"),
         ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
-        ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' is 'su'.*none, linear, yarn"),
+        ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' must be none, linear, yarn .*; got 'su'"),
         ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' must be 1\.0 .*; got 0\.5"),
         ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
-        ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is not known"),
+        ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is unknown"),
         ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),
-        ({"tensors": {"blk.0.ffn_up.weight": (40, 32)}}, r"blk\.0\.ffn_up\.weight \[40, 32\] where .*\[48, 32\]"),
+        ({"tensors": {"blk.0.ffn_up.weight": (40, 32)}}, r"0\.ffn_up\.weight has shape \[40, 32\], not \[48, 32\]"),
         ({"tensors": {"token_embd.weight": None}}, r"'token_embd\.weight' is missing"),
         ({"tokenizer.ggml.model": "bert"}, r"stating tokenizer 'bert'\. Supported: .*'gpt2'"),
-        ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre is 'poro-chat'.*qwen2"),
-        (BPE, r"tokenizer\.ggml\.pre is None"),
-        ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is cut off or damaged.*PanicException"),
+        ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre' must be .*qwen2.*; got 'poro-chat'"),
+        (BPE, r"tokenizer\.ggml\.pre' must be one of .*; got None"),
+        ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is truncated or damaged.*PanicException"),
         ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
         ({"split.count": 3}, r"one of 3 parts"),
         # Wrong types in a header: whatever exception they cause, the file is named.
-        ({"llama.attention.head_count": "four"}, r"model\.gguf': it is cut off or damaged"),
+        ({"llama.attention.head_count": "four"}, r"model\.gguf': it is truncated or damaged"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
@@ -198,10 +198,10 @@ def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.gguf", lambda raw: raw[:-1000], r"cut off or damaged; download it again \(it has [\d,]+ bytes; Value"),
-        ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"cut off or damaged; download it again"),
+        ("model.gguf", lambda raw: raw[:-1000], r"truncated or damaged; download it again \([\d,]+ bytes; Value"),
+        ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged; download it again"),
         ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
-        ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it begins with b'PK"),
+        ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it starts with b'PK"),
         ("model.gguf.part1of2", lambda raw: raw, r"one piece of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
     ],
 )
@@ -242,7 +242,7 @@ def test_what_the_package_does_not_read_is_said_and_that_it_is_needed(tmp_path, 
         raise NotImplementedError
 
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
-    with pytest.raises(ValueError, match=r"does not read the quantization F32 of token_embd\.weight"):
+    with pytest.raises(ValueError, match=r"does not support the quantization F32 of token_embd\.weight"):
         from_pretrained(written(tmp_path / "model.gguf"))
     path = written(tmp_path / "model.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
