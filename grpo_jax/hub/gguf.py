@@ -92,7 +92,7 @@ def gguf_config(path: Path) -> Json:
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a file's reader and header. Exceptions, also from the block, are raised as ValueError with the path."""
+    """Yield a file's reader and header. Errors, also in the `with` block, are re-raised as ValueError with the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)

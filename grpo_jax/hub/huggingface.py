@@ -1,6 +1,6 @@
 """Read and write checkpoints in Hugging Face's layout, without PyTorch.
 
-`from_pretrained` checks config.json and the headers of the weight files before it reads a weight. It reads one
+`from_pretrained` checks config.json and the headers of the weight files before it reads any weights. It then reads one
 parameter at a time, the largest first, so that the host never holds a second copy of the model.
 """
 
@@ -51,10 +51,10 @@ from grpo_jax.types import Json, Tokenizer
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
 ModelName = str | os.PathLike[str] | Json
-"""A name on the hub, a directory, or a config.json as a path or as its content."""
+"""A model on the hub, a directory, or a config.json (its path or its content)."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
-"""A text that every working tokenizer encodes to at least one id."""
+"""A string that every working tokenizer encodes to at least one id."""
 
 
 def from_pretrained(
@@ -69,24 +69,25 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: a directory, the name of a model on the hub (at HF_ENDPOINT if it is set), or a GGUF file (`pip
-        install 'grpo_jax[gguf]'`); also a directory or an installed package with a GGUF file. Quantized tensors (GGUF,
-        NF4 of bitsandbytes, MXFP4) are dequantized.
-      dtype: compute dtype, "float32" or "bfloat16"; norms, softmax and logits are always float32.
-      param_dtype: dtype of the parameters; None means `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
-      mesh: devices for the parameters, which are sharded by `sharding.TABLE`; None for the default device.
-      revision: branch, tag or commit of a model on the hub; None for its main branch.
-      quantize: stores the projections of layers as "nf4" (blocks of 64 weights, double quantization) or "int8" (a scale
-        for each row), for a base that `add_lora` freezes; None keeps them plain.
+      name_or_directory: directory, name of a model on the hub (at HF_ENDPOINT if it is set), or GGUF file (needs `pip
+        install 'grpo_jax[gguf]'`). A directory or an installed package with a GGUF file also works. Quantized tensors
+        (GGUF, bitsandbytes NF4, MXFP4) are dequantized.
+      dtype: compute dtype, "float32" or "bfloat16". Norms, softmax and logits are always computed in float32.
+      param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
+      mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.
+      revision: branch, tag or commit of a model on the hub. None uses the main branch.
+      quantize: format for the projections of the layers, "nf4" (blocks of 64 weights, double quantization) or "int8"
+        (one scale per row), for a base that `add_lora` freezes. None disables quantization.
 
     Returns:
-      A `Policy`. Its tokenizer is None if the directory does not contain one.
+      A `Policy`. Its tokenizer is None if the checkpoint does not contain one.
 
     Raises:
-      FileNotFoundError: the directory or model, its config.json or its safetensors weights do not exist.
-      ImportError: a GGUF file without the package that reads it.
-      ValueError: an unsupported architecture, config value or quantization; tensors that are missing, unexpected or of
-        another shape; a tokenizer that encodes text to no ids; a revision of a directory. No weight has been read.
+      FileNotFoundError: if the directory or model, its config.json or its safetensors weights do not exist.
+      ImportError: if the checkpoint is a GGUF file, and `gguf` is not installed or transformers is too old.
+      ValueError: if the architecture, a config value or the quantization is not supported; if a tensor is missing,
+        unexpected or of the wrong shape; if the tokenizer encodes text to no ids; or if `revision` is set for a local
+        directory. Raised before any weights are read.
 
     Example:
       >>> import tempfile
@@ -101,8 +102,8 @@ def from_pretrained(
     """
     for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
         if value not in ("float32", "bfloat16"):
-            reason = f": {NO_FLOAT16}" if value == "float16" else "; use 'float32' or 'bfloat16'"
-            raise ValueError(f"{argument} is {value!r}{reason}.")
+            reason = f": {NO_FLOAT16}" if value == "float16" else ""
+            raise ValueError(f"{argument} must be 'float32' or 'bfloat16'; got {value!r}{reason}.")
     check_method(quantize)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)
@@ -127,17 +128,17 @@ def from_pretrained(
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
-    """Return a directory or a GGUF file as a checkpoint; no weight is read yet."""
+    """Open a directory or a GGUF file as a checkpoint, without reading its weights."""
     if path.is_file():
         return read_gguf(path)
     raw = checkpoint_config(path)
     if (path / "adapter_config.json").is_file():
         warnings.warn(
-            f"name_or_directory {str(path)!r} also contains an adapter, which is not loaded: add it by"
+            f"name_or_directory {str(path)!r} also contains an adapter, which is not loaded; load it with"
             f" load_lora({str(path)!r}, policy).",
             stacklevel=3,
         )
-    there = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
+    present = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
     generation_config = read_json(path / "generation_config.json") or {}
     for name, values in (("config.json", raw), ("generation_config.json", generation_config)):
         check_ids(path / name, values)
@@ -147,13 +148,13 @@ def _open_checkpoint(path: Path) -> Checkpoint:
         raw=raw,
         generation_config=generation_config,
         stored=stored,
-        tokenizer=load_tokenizer(path) if set(there) & set(TOKENIZER_FILES) else None,
-        files={name: (path / name).read_bytes() for name in there},
+        tokenizer=load_tokenizer(path) if set(present) & set(TOKENIZER_FILES) else None,
+        files={name: (path / name).read_bytes() for name in present},
     )
 
 
 def read_model(model: ModelName) -> Json:
-    """Return the content of a model's config.json; its weights are not read."""
+    """Return the content of a model's config.json, without reading the weights."""
     if isinstance(model, Mapping):
         return dict(model)
     path = Path(model)
@@ -163,7 +164,7 @@ def read_model(model: ModelName) -> Json:
 
 
 def checkpoint_config(path: Path) -> Json:
-    """Return the config.json of a directory, or one for the model of a GGUF file."""
+    """Return the config.json of a directory, or one that is built from the header of a GGUF file."""
     if path.is_file():
         return gguf_config(path)
     if (raw := read_json(path / "config.json")) is not None:
@@ -174,7 +175,7 @@ def checkpoint_config(path: Path) -> Json:
             f"name_or_directory {str(path)!r} contains an adapter, not a model: load its base model"
             f"{f' {base}' if base else ''}, then call load_lora({str(path)!r}, policy)."
         )
-    raise FileNotFoundError(f"name_or_directory {str(path)!r} does not contain config.json; pass a model's directory.")
+    raise FileNotFoundError(f"name_or_directory {str(path)!r} does not contain config.json; pass a model directory.")
 
 
 def save_pretrained(
@@ -182,19 +183,20 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    The config and generation config are written unchanged, except for `dtype`. So are the tokenizer's files, unless the
-    tokenizer was replaced or changed (`policy.tokenizer.chat_template = ...`); then the current tokenizer is saved. The
-    complete directory replaces an older checkpoint. All processes of a run call this together; the first one writes.
+    The config and generation config are written unchanged, except for `dtype`. The tokenizer is saved again only if it
+    was replaced or modified (`policy.tokenizer.chat_template = ...`); otherwise its files are copied. The complete
+    directory replaces an existing checkpoint. All processes of a run must call this function; process 0 writes.
 
     Args:
-      directory: path to write to.
-      policy: from `from_pretrained` or `init_policy`, without adapters or quantized params.
-      dtype: of the stored weights, "float32", "bfloat16" or "float16"; None uses the dtype of the params.
-      max_shard_size: largest size of a weight file, in bytes or as "5GB".
+      directory: path of the directory to write.
+      policy: policy from `from_pretrained` or `init_policy`, without adapters or quantized params.
+      dtype: dtype of the stored weights, "float32", "bfloat16" or "float16". None uses the dtype of the params.
+      max_shard_size: maximum size of a weight file, in bytes or as a string such as "5GB".
 
     Raises:
-      FileExistsError: `directory` contains files that do not belong to a checkpoint.
-      ValueError: an unknown dtype, or params that do not fit the config.
+      FileExistsError: if `directory` contains files that do not belong to a checkpoint.
+      ValueError: if `dtype` is not supported, the policy has adapters or quantized params, or its params do not match
+        the config.
 
     Example:
       >>> import tempfile
@@ -219,7 +221,7 @@ def save_pretrained(
     if jax.process_count() > 1:
         leaves = fetch(leaves)
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; use 'float32', 'bfloat16', 'float16', or None for the params' dtype.")
+        raise ValueError(f"dtype must be 'float32', 'bfloat16', 'float16' or None; got {dtype!r}.")
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
     tensors = {tensor.name: tensor for tensor in plan}
     split = split_state_dict_into_shards_factory(
@@ -246,29 +248,29 @@ def save_pretrained(
                 write_json(scratch / "generation_config.json", policy.generation_config)
             for name, content in files_of(policy).items():
                 (scratch / name).write_bytes(content)
-    gather_objects(None)  # a barrier: the directory is complete
+    gather_objects(None)  # a barrier, so that no process returns before the directory is complete
 
 
 def _check_plain(policy: Policy) -> None:
-    """Raise ValueError for a policy that cannot be written as a plain checkpoint."""
+    """Raise ValueError if a policy cannot be written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
-            f"policy has no config.json and its model is a {type(policy.model).__name__}: only policies from"
-            " from_pretrained or init_policy can be written as checkpoints. Save policy.params with orbax or flax."
+            "policy must come from from_pretrained or init_policy to be written as a checkpoint; its model is a"
+            f" {type(policy.model).__name__}. Save policy.params with orbax or flax instead."
         )
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy has adapters; write them by `save_lora`, or merge them by `merge_lora(policy)`.")
+        raise ValueError("policy has adapters; write them with `save_lora`, or merge them with `merge_lora(policy)`.")
     if is_quantized(policy.params):
         raise ValueError(
-            "policy.params are quantized, but checkpoints are plain: train adapters by `add_lora` and write them by"
-            " `save_lora`, or merge them by `merge_lora(policy)`."
+            "policy.params are quantized and cannot be saved as a checkpoint. Train adapters with `add_lora` and save"
+            " them with `save_lora`, or merge them with `merge_lora(policy)`."
         )
     if has_vision(policy.config) and not policy.extra_tensors:
-        raise ValueError("policy.extra_tensors is empty: load a vision-language model by `from_pretrained`.")
+        raise ValueError("policy.extra_tensors is empty; load vision-language models with `from_pretrained`.")
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
-    """Return a config.json with `dtype` as the dtype of the weights, also in `text_config`."""
+    """Return a copy of a config.json with the dtype of the weights set, also in its `text_config`."""
     named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     inner = dict(config.get("text_config") or {})
     inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
@@ -276,7 +278,7 @@ def _with_dtype(config: Json, dtype: str) -> Json:
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
-    """Return a tensor of a checkpoint as a contiguous array on the host, from the parameters by path."""
+    """Assemble a tensor of a checkpoint from parameters, as a contiguous array on the host."""
     parts = []
     for part in tensor.parts:
         leaf = leaves[part.path]
@@ -290,10 +292,10 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a directory; ValueError if transformers cannot load it or it encodes text to no ids.
+    """Load the tokenizer of a directory. Raises ValueError if it cannot be loaded or encodes text to no ids.
 
-    For some `model_type`s, transformers rebuilds a tokenizer of another kind from the vocabulary. If that one encodes
-    text to no ids (a word-level tokenizer with a Qwen config, for example), `tokenizer.json` is used.
+    For some values of `model_type`, transformers builds a different type of tokenizer from the vocabulary. If that one
+    encodes text to no ids (for example, for a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -318,10 +320,10 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return the local directory or GGUF file of a checkpoint; download it from the hub if it is not local."""
+    """Return the local directory or GGUF file of a checkpoint. Downloads it from the hub if it is not local."""
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
-            raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; leave revision out.")
+            raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; omit revision.")
         return file
     more = ("generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES) if weights else ()
     return find_files("name_or_directory", name_or_directory, ("config.json", *more), revision)
@@ -330,15 +332,15 @@ def find_checkpoint(
 def find_files(
     argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
 ) -> Path:
-    """Return the directory that an argument names, or one with the hub repository's files that match the patterns."""
+    """Return a local directory, or download the files of a hub repository that match the patterns."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
         if revision is not None:
-            raise ValueError(f"revision is {revision!r}, but {argument} {name!r} is a directory; leave revision out.")
+            raise ValueError(f"revision is {revision!r}, but {argument} {name!r} is a directory; omit revision.")
         return directory
     if isinstance(name_or_directory, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise FileNotFoundError(f"{argument} {name!r} is not a directory; pass one, or a hub name like owner/model.")
+        raise FileNotFoundError(f"{argument} {name!r} is not a directory; pass an existing directory or a hub name.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -351,14 +353,14 @@ def find_files(
 
 
 def hub_endpoint() -> str | None:
-    """Return HF_ENDPOINT, or None for the default hub; huggingface_hub itself reads it only at import."""
+    """Return HF_ENDPOINT, or None for the default hub. huggingface_hub reads the variable only when it is imported."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs with `tie_word_embeddings` as in the checkpoint: a head that differs stays untied."""
+    """Return both configs with `tie_word_embeddings` of the checkpoint; False if its head and embedding differ."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
     names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
     tables = [stored[name] for name in names if name in stored]
@@ -369,6 +371,6 @@ def _with_head(
     if tied and heads and tables:
         tied = same_weights(heads[0], tables[0])
     if has_vision(raw) or tied != config.tie_word_embeddings:
-        older = raw.keys() & {"tie_embedding"}  # of LFM2
+        older = raw.keys() & {"tie_embedding"}  # LFM2's name of the key
         raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
     return raw, dataclasses.replace(config, tie_word_embeddings=tied)

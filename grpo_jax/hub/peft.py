@@ -1,4 +1,4 @@
-"""LoRA adapters of a policy: add, merge, and read and write them in PEFT's format."""
+"""Add LoRA adapters to a policy, merge them, and read and write them in PEFT's format."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def add_lora(
     """Freeze a policy and add trainable low-rank adapters (LoRA, arXiv:2106.09685, section 4.1).
 
     Args:
-      policy: from `from_pretrained` or `init_policy`; its projections may be quantized.
-      key: typed PRNG key, consumed.
-      rank: of the adapters.
-      alpha: the adapters' output is scaled by alpha / rank.
-      targets: regular expression for the paths of the projections to adapt.
-      dropout: rate in [0, 1) on the input of the adapters.
-      init: distribution of A: "uniform" in ±in^(−1/2), or "gaussian" with standard deviation 1 / rank.
+      policy: policy from `from_pretrained` or `init_policy`. Its projections may be quantized.
+      key: typed PRNG key; do not reuse it.
+      rank: rank of the adapters.
+      alpha: scaling parameter. The output of the adapters is multiplied by alpha / rank.
+      targets: regular expression that matches the whole paths of the projections to adapt.
+      dropout: dropout rate in [0, 1) for the input of the adapters.
+      init: distribution of A: "uniform" in ±(input size)^(−1/2), or "gaussian" with standard deviation 1 / rank.
 
     Returns:
-      A `Policy` with the same outputs. Its params are the adapters; its model contains the base.
+      A `Policy` with the same outputs. Its params are the adapters; its model contains the frozen base weights.
 
     Raises:
-      ValueError: an argument out of range, targets without a match, or a policy that already has adapters.
+      ValueError: if an argument is out of range, `targets` has no match, or the policy already has adapters.
 
     Example:
       >>> from grpo_jax import init_policy
@@ -61,29 +61,27 @@ def add_lora(
       {'a': (16, 2), 'b': (2, 16)}
     """
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before adding others.")
+        raise ValueError("policy already has adapters; merge them with `merge_lora(policy)` before adding more.")
     if not isinstance(policy.model, Transformer):
-        raise ValueError(
-            f"policy.model is a {type(policy.model).__name__}; adapters need one from from_pretrained or init_policy."
-        )
+        raise ValueError(f"policy must come from from_pretrained or init_policy; got a {type(policy.model).__name__}.")
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; use a rate in [0, 1).")
+        raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
     adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
     return policy.replace(model=LoraModel(policy.params, policy.model, alpha / rank, dropout), params=adapters)
 
 
 def merge_lora(policy: Policy) -> Policy:
-    """Add the adapters to the weights, for `save_pretrained` or for training all weights.
+    """Merge the adapters into the weights, for `save_pretrained` or for training all weights.
 
     Args:
-      policy: from `add_lora` or `load_lora`; `policy.replace(params=state.params)` after a run.
+      policy: policy from `add_lora` or `load_lora`. After a run, pass `policy.replace(params=state.params)`.
 
     Returns:
-      A `Policy` with the projections W + alpha / rank · A·B. A quantized base becomes plain arrays on the host, with
-      its rounding error.
+      A `Policy` whose projections are W + alpha / rank · A·B. A quantized base is dequantized to arrays on the host;
+      its quantization error remains.
 
     Raises:
-      ValueError: a policy without adapters.
+      ValueError: if the policy does not have adapters.
 
     Example:
       >>> base = {"layers_0": {"self_attn": {"q_proj": {"kernel": jnp.zeros((2, 2))}}}}
@@ -97,18 +95,19 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write adapters in PEFT's format, float32, with the tokenizer.
+    """Write adapters in PEFT's format as float32, together with the tokenizer.
 
-    Projections that the base stores as one tensor (Phi-3) become one adapter with the sum of their ranks.
+    If the base stores several projections as one tensor (as in Phi-3), their adapters are combined into one, whose rank
+    is the sum of their ranks.
 
     Args:
-      directory: path to write to, as in `save_pretrained`.
-      policy: from `add_lora` or `load_lora`.
-      base_name: name or directory of the base, written into the config for PEFT.
+      directory: path of the directory to write, as in `save_pretrained`.
+      policy: policy from `add_lora` or `load_lora`.
+      base_name: name or directory of the base model, which PEFT reads from adapter_config.json.
 
     Raises:
-      FileExistsError: `directory` contains files that do not belong to a checkpoint.
-      ValueError: a policy without adapters.
+      FileExistsError: if `directory` contains files that do not belong to a checkpoint.
+      ValueError: if the policy does not have adapters.
 
     Example:
       >>> import tempfile
@@ -125,14 +124,14 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     model = _lora_model(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    adapters: dict[tuple[str, ...], dict[str, jax.Array]] = {}  # path of the projection: its "a" and "b"
+    adapters: dict[tuple[str, ...], dict[str, jax.Array]] = {}  # path of a projection → its "a" and "b"
     for path, leaf in flatten_dict(policy.params).items():
         adapters.setdefault(path[:-1], {})[path[-1]] = leaf
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     untouched = set()
     for tensor in tensor_plan(policy.config, model.config):
-        if not tensor.parts[0].transposed:  # norms, biases, the embedding
+        if not tensor.parts[0].transposed:  # a norm, a bias or the embedding
             continue
         module = tensor.name.removesuffix(".weight")
         nodes = [adapters.get(part.path[:-1]) for part in tensor.parts]
@@ -175,29 +174,30 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
 
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write a policy by `save_pretrained`, or its adapters by `save_lora`; called by all processes of a run."""
+    """Write a policy with `save_pretrained`, or its adapters with `save_lora`. All processes must call this."""
     if not isinstance(policy.model, LoraModel):
         return save_pretrained(directory, policy)
     whole = policy.replace(params=fetch(policy.params))
     if jax.process_index() == 0:
         save_lora(directory, whole, base_name=base_name)
-    gather_objects(None)  # a barrier: the directory is complete
+    gather_objects(None)  # a barrier, so that no process returns before the directory is complete
 
 
 def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: str | None = None) -> Policy:
-    """Add adapters in PEFT's format to a policy.
+    """Load adapters in PEFT's format and add them to a policy.
 
     Args:
-      directory: contains adapter_config.json and adapter_model.safetensors; or the name of a repository on the hub.
-      policy: the base that the adapters were trained on.
-      revision: branch, tag or commit of a repository on the hub; None for its main branch.
+      directory: directory with adapter_config.json and adapter_model.safetensors, or the name of a hub repository.
+      policy: policy with the base model that the adapters were trained on.
+      revision: branch, tag or commit of a hub repository. If None, the main branch is used.
 
     Returns:
-      A `Policy` as from `add_lora`, with the stored adapters.
+      A `Policy` as returned by `add_lora`, with the stored adapters.
 
     Raises:
-      FileNotFoundError: no adapter in the directory.
-      ValueError: an unsupported kind of adapter, adapters of another base, or a revision of a directory.
+      FileNotFoundError: if the directory does not contain an adapter.
+      ValueError: if the type of adapter is not supported, the adapters do not match the base model, or `revision` is
+        set for a local directory.
 
     Example:
       >>> import tempfile
@@ -213,9 +213,9 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     path = find_files("directory", directory, ["adapter_config.json", "adapter_model.safetensors"], revision)
     config = read_json(path / "adapter_config.json")
     if config is None or not (path / "adapter_model.safetensors").is_file():
-        raise FileNotFoundError(f"directory {str(path)!r} needs adapter_config.json and adapter_model.safetensors.")
+        raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
-        raise ValueError("policy already has adapters; merge them by `merge_lora(policy)` before loading others.")
+        raise ValueError("policy already has adapters; merge them with `merge_lora(policy)` before loading more.")
     with reading(path / "adapter_config.json"):
         _check_supported(config)
         power = 0.5 if config.get("use_rslora") else 1.0
@@ -233,11 +233,11 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             (rank, fan_in), (fan_out, _) = sides[0].shape, sides[1].shape
         if (fan_out, fan_in) != tensor.shape or sides[1].shape[1] != rank:
             raise ValueError(
-                f"directory {str(path)!r}: the adapter of {module} is {fan_in} → {rank} → {fan_out}, and the policy's "
-                f"projection is {tensor.shape[1]} → {tensor.shape[0]}; it belongs to another base."
+                f"directory {str(path)!r}: the adapter of {module} maps {fan_in} → {rank} → {fan_out}, but the "
+                f"projection maps {tensor.shape[1]} → {tensor.shape[0]}; load the base model of the adapter."
             )
-        # The model has a single scale; B absorbs the difference of an adapter with another rank or alpha.
-        patterns = (config.get("alpha_pattern") or {}).items()  # PEFT's keys match the end of a module's name
+        # The model has a single scale. For an adapter with a different rank or alpha, B is rescaled.
+        patterns = (config.get("alpha_pattern") or {}).items()  # PEFT matches keys with the end of a module's name
         alpha = next((x for key, x in patterns if re.search(rf"(^|\.)({key})$", module)), config["lora_alpha"])
         a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)
         row = 0
@@ -248,29 +248,29 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             row += part.rows
     if stored or not adapters:
         raise ValueError(
-            f"directory {str(path)!r} adapts projections that the policy does not have: {some(sorted(stored))}."
+            f"directory {str(path)!r} has adapters for projections that the policy lacks: {some(sorted(stored))}."
         )
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
 
 
 def _check_supported(config: Json) -> None:
-    """Raise ValueError unless a PEFT config describes plain low-rank adapters."""
+    """Raise ValueError unless a PEFT config describes LoRA adapters without extensions such as DoRA."""
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; supported: {value!r}.")
+            raise ValueError(f"config key {key!r} must be {value!r}; got {config[key]!r}.")
     for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
         if config.get(key):
-            raise ValueError(f"config key {key!r} is {config[key]!r}, which is not supported; remove it.")
+            raise ValueError(f"config key {key!r} must be unset; got {config[key]!r}.")
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
         most = 1 if key in dropout else math.inf
         if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key == "r"):
-            raise ValueError(f"config key {key!r} is {show(value)}, which is out of range.")
+            raise ValueError(f"config key {key!r} is out of range or not a number: {show(value)}.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:
     if not isinstance(policy.model, LoraModel):
-        raise ValueError("policy has no adapters; add them by `add_lora(policy, key)`.")
+        raise ValueError("policy does not have adapters; add them with `add_lora(policy, key)`.")
     return policy.model

@@ -35,18 +35,18 @@ def init_policy(
     generation_config: Json | None = None,
     dtype: str = "float32",
 ) -> Policy:
-    """Make a policy with random weights.
+    """Create a policy with random weights.
 
     Args:
-      config: content of config.json: at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
-        `num_hidden_layers` and `num_attention_heads`; `model_type` is added.
-      key: typed PRNG key, consumed.
-      tokenizer: of transformers, or None.
-      generation_config: content of generation_config.json; None uses the token ids in `config`.
-      dtype: of the computation and the parameters.
+      config: content of config.json, with at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
+        `num_hidden_layers` and `num_attention_heads`. `model_type` is set automatically.
+      key: typed PRNG key; do not reuse it.
+      tokenizer: transformers tokenizer, or None.
+      generation_config: content of generation_config.json. If None, the token ids in `config` are used.
+      dtype: dtype of the computation and the parameters.
 
     Returns:
-      A `Policy`. Matrices are normal with standard deviation `initializer_range`, norms one and biases zero.
+      A `Policy`. Matrices are normal with standard deviation `initializer_range`, norm scales one and biases zero.
 
     Example:
       >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
@@ -57,7 +57,7 @@ def init_policy(
     """
     if has_vision(config):
         inner = text_config(config)["architectures"]
-        raise ValueError(f"config key 'architectures' is {config['architectures']}; pass its text model, {inner}.")
+        raise ValueError(f"config key 'architectures' must be {inner}, the text model; got {config['architectures']}.")
     raw = {**config, "model_type": family_of(config).model_type, "dtype": dtype}
     model = Transformer(read_config(raw, dtype=dtype))
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), _random_params(model, key))
@@ -69,19 +69,19 @@ def init_policy(
 
 
 def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
-    """Make a policy from a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
+    """Create a policy from a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
 
-    The model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, several
-    turns, quantization and `save_pretrained` need a model from `from_pretrained` or `init_policy`.
+    The model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, multi-turn
+    rollouts, quantization and `save_pretrained` require a policy from `from_pretrained` or `init_policy`.
 
     Args:
-      module: maps right-padded tokens [B, T] int32 to logits [B, T, V]; position t depends only on tokens 0..t. Its
-        `nnx.Param` variables are trained, all others are constants. It is called in evaluation mode. Later changes to
-        the module do not affect the policy.
-      tokenizer: of transformers; its EOS token ends a completion. None suffices for `generate`.
+      module: module that maps right-padded tokens [B, T] int32 to logits [B, T, V]. The logits at position t must depend
+        only on tokens 0..t. `nnx.Param` variables are trained; all other variables are constants. The module is called
+        in evaluation mode, and later changes to it do not affect the policy.
+      tokenizer: transformers tokenizer, whose EOS token ends a completion. `generate` does not need one.
 
     Returns:
-      A `Policy`; its params are a nested dict.
+      A `Policy` whose params are a nested dict.
 
     Example:
       >>> from flax import nnx
@@ -97,7 +97,7 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
     from flax import nnx
 
     if not isinstance(module, nnx.Module):
-        raise ValueError(f"module is a {type(module).__name__}; pass a flax.nnx.Module.")
+        raise ValueError(f"module must be a flax.nnx.Module; got {type(module).__name__}.")
     parts: Any = nnx.split(module, nnx.Param, ...)
     graphdef, state, rest = parts
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -110,8 +110,8 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
 class NnxModel:
     """A flax.nnx module without its params, as a `types.Model`.
 
-    `treedef` belongs to the state of the `nnx.Param` variables, `paths` are their places in a nested dict in the order
-    of that state, and `rest` is the state of all other variables.
+    `treedef` is the tree structure of the `nnx.Param` variables, `paths` are their paths in a nested dict in the order
+    of that structure, and `rest` is the state of all other variables.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -128,21 +128,21 @@ class NnxModel:
         return module(tokens).astype(jnp.float32)
 
     def state(self, params: Params) -> nnx.State:
-        """Return params as the `nnx.State` that `nnx.update(module, state)` takes."""
+        """Convert params to an `nnx.State`, as an argument of `nnx.update(module, state)`."""
         leaves = flatten_dict(params)
         return self.treedef.unflatten([leaves[path] for path in self.paths])
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """Return the tokenizer and a copy of the attributes that users change in place; None without a tokenizer."""
+    """Return a tokenizer with copies of its mutable attributes, to detect changes; None without a tokenizer."""
     if tokenizer is None:
         return None
-    changing = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
-    return tokenizer, copy.deepcopy(changing), len(tokenizer) if isinstance(tokenizer, Sized) else 0
+    attributes = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
+    return tokenizer, copy.deepcopy(attributes), len(tokenizer) if isinstance(tokenizer, Sized) else 0
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """Return the files to write with a policy, name to bytes; a changed tokenizer is saved again."""
+    """Return the files to write with a policy, keyed by name, as bytes. A changed tokenizer is saved again."""
     if policy.loaded_tokenizer == state_of(policy.tokenizer):
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
@@ -150,16 +150,16 @@ def files_of(policy: Policy) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files of a transformers tokenizer, name to bytes."""
+    """Return the files of a transformers tokenizer, keyed by name, as bytes."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Return the params of `model.init`.
+    """Initialize the params of a model.
 
-    Except on CPUs, each shape is a separate program: one program for all of 24 layers compiles for 71 s on an H100.
+    Except on CPUs, each shape is compiled separately: one program for all 24 layers takes 71 s to compile on an H100.
     """
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -168,7 +168,7 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Suppress transformers' message that PyTorch was not found."""
+    """Suppress the warning of transformers that PyTorch was not found."""
     before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:

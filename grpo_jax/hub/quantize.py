@@ -1,6 +1,6 @@
-"""Quantize a frozen base to NF4 or int8, and dequantize checkpoints in NF4 or MXFP4.
+"""Quantize the frozen base of adapters to NF4 or int8, and dequantize checkpoints in NF4 or MXFP4.
 
-Only the projections of layers are quantized, as in QLoRA (arXiv:2305.14314).
+Only the projections in decoder layers are quantized, as in QLoRA (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from grpo_jax.models.layers import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 
 METHODS = ("nf4", "int8")
-"""Values of `quantize`."""
+"""Supported values of `quantize`."""
 
 BLOCK = 64
-"""Weights that share a scale in NF4."""
+"""Number of weights that share a scale in NF4."""
 
 CHUNK = 1 << 20
-"""Weights to quantize at a time."""
+"""Number of weights that are quantized at a time."""
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
@@ -35,7 +35,7 @@ Leaf = TypeVar("Leaf")
 
 
 class Source(NamedTuple):
-    """A part of a parameter, the tensor that stores it, and the part's first row there."""
+    """A part of a parameter, the tensor that stores it, and the index of its first row in that tensor."""
 
     tensor: StoredTensor
     first: int
@@ -43,35 +43,35 @@ class Source(NamedTuple):
 
 
 def check_method(method: str | None) -> None:
-    """Raise ValueError for an unknown method."""
+    """Raise ValueError if `method` is not supported."""
     if method is not None and method not in METHODS:
-        raise ValueError(f"quantize is {method!r}; use {' or '.join(map(repr, METHODS))}, or None for plain weights.")
+        raise ValueError(f"quantize must be {', '.join(map(repr, METHODS))} or None; got {method!r}.")
 
 
 def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable[Part], method: str | None) -> None:
-    """Raise ValueError for a projection that cannot be quantized by a method."""
+    """Raise ValueError if a projection cannot be quantized with `method`."""
     if method is None or not is_projection(path, shape):
         return
     if any(part.stacked for part in parts):
         raise ValueError(
-            f"quantize is {method!r}: {'/'.join(path)} is stored in one tensor with another projection (as in gpt-oss"
-            " and Gemma 4), which is not supported; use quantize=None."
+            f"quantize={method!r} is not supported for {'/'.join(path)}, which is stored in one tensor with a different"
+            " projection (as in gpt-oss and Gemma 4); use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(
-            f"quantize is 'nf4': the rows of {'/'.join(path)} have {shape[-2]} weights, not a multiple of {BLOCK};"
-            " use quantize='int8'."
+            f"quantize='nf4' needs rows with a multiple of {BLOCK} weights, but the rows of {'/'.join(path)} have"
+            f" {shape[-2]}; use quantize='int8'."
         )
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether a parameter is a projection of a layer."""
+    """Whether a parameter is a projection in a decoder layer."""
     named = any("proj" in name or name == "per_layer_input_gate" for name in path[-2:])
     return path[0].startswith("layers_") and len(shape) > 1 and named and "router" not in path
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
-    """Return a `Quantized` with leaves `leaf(shape, dtype)`, as `read_quantized` returns it."""
+    """Return a `Quantized` with the shapes and dtypes of `read_quantized`, and leaves from `leaf(shape, dtype)`."""
     *lead, fan_in, fan_out = shape
     rows = (*lead, fan_out)
     if method == "int8":
@@ -84,9 +84,9 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """Return a parameter [..., in, out] as a `Quantized` of NumPy arrays, quantized a few rows at a time.
+    """Read a parameter [..., in, out] and quantize it, a few rows at a time. Returns a `Quantized` of NumPy arrays.
 
-    "nf4" has blocks of 64 weights, whose scales are quantized to 8 bits; "int8" has one scale for each row.
+    "nf4" uses blocks of 64 weights, whose scales are quantized to 8 bits. "int8" uses one scale per row.
     """
     held = quantized_shape(shape, method, dtype, np.empty)
     absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
@@ -106,24 +106,24 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of rows: round(127 x / max |x|) and max |x| / 127."""
+    """Quantize each row to int8: the codes are round(127 x / max |x|), and the scale is max |x| / 127."""
     scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     return np.rint(x / np.where(scales > 0, scales, 1)).astype(np.int8), scales
 
 
 def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return packed codes and scales of weights [n], as bitsandbytes computes them on a CPU."""
+    """Quantize weights [n] to packed NF4 codes and scales, as bitsandbytes does on a CPU."""
     blocks = x.reshape(-1, BLOCK)
     absmax = np.abs(blocks).max(axis=1)
     scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]
     codes = np.zeros(scaled.shape, np.uint8)
-    for between in _BETWEEN:  # the nearest value; several times faster than `np.searchsorted`
+    for between in _BETWEEN:  # rounds to the nearest level; several times faster than `np.searchsorted`
         codes += scaled > between
     return codes[:, ::2] << 4 | codes[:, 1::2], absmax
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return scales in 8 bits, and their levels, outer scales and offset."""
+    """Quantize scales to 8-bit codes. Returns the codes, and their levels, outer scales and offset."""
     levels = dynamic_levels()
     offset = absmax.mean(dtype=np.float64).astype(np.float32)
     flat = absmax.ravel() - offset
@@ -135,9 +135,9 @@ def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray,
 
 
 def dynamic_levels() -> np.ndarray:
-    """Return the 256 values of a signed 8-bit number with a dynamic exponent (arXiv:1511.04561), ascending.
+    """Return the 256 values of the signed 8-bit dynamic-exponent format (arXiv:1511.04561), in ascending order.
 
-    ±10^(i − 6) times the 2^i midpoints between 2^i + 1 steps from 0.1 to 1, for i = 0…6; and 0 and 1.
+    They are 0, 1, and ±10^(i − 6) times the 2^i midpoints of 2^i + 1 evenly spaced points from 0.1 to 1, for i = 0…6.
     """
     values = [np.float32(0), np.float32(1)]
     for i in range(7):
@@ -146,11 +146,11 @@ def dynamic_levels() -> np.ndarray:
     return np.sort(np.array(values, np.float32))
 
 
-# Checkpoints in four bits ---------------------------------------------------------------------------------------------
+# 4-bit checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def without_quantization(raw: Json) -> Json:
-    """Return a config.json without a `quantization_config` of bitsandbytes' NF4; `read_config` refuses others."""
+    """Remove the `quantization_config` of bitsandbytes NF4 from a config.json. `read_config` rejects other methods."""
     stored = raw.get("quantization_config") or {}
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if any(stored.get(key) != value for key, value in wanted.items()):
@@ -159,7 +159,7 @@ def without_quantization(raw: Json) -> Json:
 
 
 def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint; tensors in bitsandbytes' NF4 or gpt-oss's MXFP4 are dequantized when read."""
+    """Return the tensors of a checkpoint. NF4 (bitsandbytes) and MXFP4 (gpt-oss) tensors are dequantized when read."""
     tensors = dict(stored)
     for key in stored:
         if (name := key.removesuffix(_STATE)) != key:
@@ -173,21 +173,21 @@ def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _all(stored: StoredTensor) -> np.ndarray:
-    """Return all numbers of a tensor, [n]."""
+    """Read all elements of a tensor, [n]."""
     return stored.read(0, math.prod(stored.shape))
 
 
 def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Return an NF4 tensor as float32: table[code] · scale of the block. A block may span several rows.
+    """Return an NF4 tensor as float32: table[code] · block scale. A block may span several rows.
 
-    A nested scale is levels[code] · outer scale of 256 codes + offset.
+    Nested scales are levels[code] · outer scale + offset, where 256 codes share an outer scale.
     """
     codes, absmax, shape, block = parts[""], parts[".absmax"], tuple(state["shape"]), state["blocksize"]
     width = math.prod(shape[1:])
     if codes.dtype != np.uint8 or 2 * math.prod(codes.shape) != math.prod(shape) or width % 2:
         raise ValueError(
-            f"tensor {name!r} is stored in NF4 as {codes.dtype.name}{list(codes.shape)} for {list(shape)};"
-            " supported: bnb_4bit_quant_storage='uint8', two weights a byte."
+            f"NF4 tensor {name!r} of shape {list(shape)} must be stored with two weights per byte"
+            f" (bnb_4bit_quant_storage='uint8'); got {codes.dtype.name}{list(codes.shape)}."
         )
 
     def scales(first: int, count: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
     def rows(first: int, count: int) -> np.ndarray:
         start, size = first * width, count * width
         low, high = start // block, -(-(start + size) // block)
-        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # values of each byte
+        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # values per byte
         values = pairs[codes.read(start // 2, size // 2).ravel()].ravel()
         return values * np.repeat(scales(low, high - low), block)[start - low * block :][:size]
 
@@ -208,14 +208,14 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
 
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# The 16 numbers of four bits (a sign, two bits of exponent, one of mantissa), for both halves of each byte.
+# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) of the low and high half of each byte, [256, 2].
 _PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the weights [..., 32 n], bfloat16, of blocks [..., n, 16] and scales [..., n], both uint8.
+    """Dequantize blocks [..., n, 16] with scales [..., n], both uint8, to bfloat16 weights [..., 32 n].
 
-    weight = value(four bits) · 2^(scale − 127), which is exact in bfloat16 (OCP Microscaling Formats 1.0).
+    weight = FP4 value · 2^(scale − 127), which is exact in bfloat16 (OCP Microscaling Formats 1.0).
     """
     pairs = _PAIRS[blocks].reshape((*scales.shape, -1))
     weights = np.ldexp(pairs, scales.astype(np.int32)[..., None] - 127)
@@ -223,7 +223,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _plain_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Return [experts, in, out], bfloat16, of blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
+    """Return bfloat16 [experts, in, out] from blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
     experts, out, count, half = blocks.shape
 
     def rows(first: int, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name and shape, and the parameters that each of them stores."""
+"""Names and shapes of the tensors of a checkpoint, and the parameters that each tensor stores."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _SUFFIXES = {
     "kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight",
     "input_scale": ".scale",
 }  # fmt: skip
-"""Suffix of a tensor's name, by the parameter's name; a parameter that is not listed is its own suffix."""
+"""Maps parameter names to suffixes of tensor names. The suffix of an unlisted parameter is its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter, or one expert's part of it, as rows or columns of a stored tensor."""
+    """A parameter, or the slice of one expert, and its location in a stored tensor."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]  # of the part in the tree; a matrix [in, out] is stored as [out, in]
-    expert: int | None = None  # index on the parameter's first axis; None for the whole parameter
-    column: int | None = None  # 0 or 1 for the even or odd columns of the stored tensor; None for all
-    half: int | None = None  # 0 or 1 for a half of each expert's rows in a stored [experts, out, in]; None for all
+    shape: tuple[int, ...]  # shape in the parameter tree; a matrix [in, out] is stored as [out, in]
+    expert: int | None = None  # index along the parameter's first axis; None for the whole parameter
+    column: int | None = None  # 0 for even, 1 for odd columns of the stored tensor; None for all
+    half: int | None = None  # 0 or 1 for the first or second half of the rows in [experts, out, in]; None for all
 
     @property
     def stacked(self) -> bool:
-        """Whether the stored tensor contains the experts of several parameters."""
+        """Whether the stored tensor combines the experts of several parameters."""
         return self.column is not None or self.half is not None
 
     @property
@@ -53,7 +53,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint, and the parameters that it stores in order."""
+    """A tensor of a checkpoint and the parameters that it stores, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,36 +64,36 @@ _STACKED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None),
     "gate_bias": ("gate_up_proj_bias", 0), "up_bias": ("gate_up_proj_bias", 1), "down_bias": ("down_proj_bias", None),
 }  # fmt: skip
-"""The tensor that stores a parameter of the experts, and the parameter's columns or half there (0, 1, or all)."""
+"""Maps an expert parameter to the tensor that stacks it, and its columns or half there (0, 1, or None for all)."""
 
 
 def abstract_params(config: TransformerConfig) -> Params:
-    """Return the tree of parameters as shapes and dtypes."""
-    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a copy: the cached tree stays unchanged
+    """Return the tree of parameters, with shapes and dtypes instead of arrays."""
+    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a copy, to protect the cached tree
 
 
-@functools.lru_cache(maxsize=8)  # tracing 30 layers takes half a second, and opening a checkpoint does it three times
+@functools.lru_cache(maxsize=8)  # tracing 30 layers takes 0.5 s, and opening a checkpoint calls this three times
 def _traced_params(config: TransformerConfig) -> Params:
     model = Transformer(config)
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 
 
 LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
-"""Prefixes of the decoder and of the head in a vision-language checkpoint: current names, and older names."""
+"""Prefixes of the decoder and the LM head in vision-language checkpoints: current names, then older names."""
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Return the index into `LAYOUTS` of the prefixes in these names; 0 if there are none."""
+    """Return the index into `LAYOUTS` for the tensor names of a checkpoint."""
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint stores the same projection of all experts of a layer in one tensor."""
+    """Whether a checkpoint stores a projection of all experts of a layer in one tensor."""
     return any(re.match(r"(language_)?model\..*\.mlp\.experts\.down_proj$", name) for name in names)
 
 
 def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacked: bool = False) -> tuple[Tensor, ...]:
-    """Return the tensors of a checkpoint with config.json `raw`; each parameter is in exactly one of them.
+    """Return the tensors that a checkpoint with config.json `raw` contains. Together they store each parameter once.
 
     `layout` is an index into `LAYOUTS` for a vision-language model; `stacked` is the result of `stacked_experts`.
     """
@@ -108,11 +108,11 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
             halves = family.stacked == "halves"
             part = Part(path, leaf.shape, column=None if halves else at, half=(at or 0) if halves else None)
             groups[_hf_name([*modules, name], prefixes)][at or 0] = part
-        elif len(leaf.shape) == 3:  # the experts of a layer, stored as one tensor or as one for each expert
+        elif len(leaf.shape) == 3:  # experts, stored as one tensor or as one tensor per expert
             for e in range(leaf.shape[0]):
                 name, half = _STACKED[last] if stacked else (f"{e}.{last}.weight", 0)
                 members = groups[_hf_name([*modules, name], prefixes)]
-                members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # gate before up
+                members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # the gate precedes up
         else:
             module, order = fused.get(modules[-1], (modules[-1], 0))
             name = _hf_name([*modules[:-1], module], prefixes) + _SUFFIXES.get(last, f".{last}")
@@ -125,7 +125,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
 
 
 def _hf_name(modules: Sequence[str], prefixes: tuple[str, str]) -> str:
-    """Return a module's name in Hugging Face's files: model.layers.0.self_attn for layers_0/self_attn."""
+    """Return a module's name in a Hugging Face checkpoint, such as model.layers.0.self_attn for layers_0/self_attn."""
     model, head = prefixes
     first = re.sub(r"^layers_(\d+)$", r"layers.\1", modules[0])
     return ".".join((head.rstrip(".") if first == "lm_head" else model + first, *modules[1:]))
@@ -139,7 +139,7 @@ def _stored_shape(parts: tuple[Part, ...], *, stacked: bool) -> tuple[int, ...]:
     if parts[0].half is not None:
         return first[0], len(parts) * first[2], first[1]
     columns = (first[0],) if parts[0].transposed else first[1:]
-    if parts[0].path[-1] == "conv1d":  # PyTorch's depthwise filters have an axis of length 1
+    if parts[0].path[-1] == "conv1d":  # PyTorch's depthwise filters have an additional axis of length 1
         columns = (1, *columns)
     rows, highest = sum(part.rows for part in parts), parts[-1].expert
     lead = (highest + 1, rows // (highest + 1)) if stacked and highest is not None else (rows,)

@@ -35,30 +35,28 @@ from grpo_jax.models.sharding import parameter_sharding
 from grpo_jax.types import Json, Params
 
 BLOCK = 1 << 24
-"""Bytes read at a time: a parameter is read with little memory beyond its own."""
+"""Number of bytes to read at a time, which limits the memory needed in addition to the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """The settings that determine the shapes of a run's params."""
+    """Settings that determine the shapes of a run's params."""
 
     param_dtype: str = "float32"
-    lora: int | Json | None = None  # rank of adapters, or `rank` and `targets` of `add_lora`; None trains all params
-    quantize: str | None = None  # of a base with adapters, as in `from_pretrained`
+    lora: int | Json | None = None  # rank, or `rank` and `targets` as in `add_lora`; None trains all params
+    quantize: str | None = None  # quantization of the frozen base, as in `from_pretrained`
 
     def check(self, raw: Json) -> None:
-        """Raise ValueError for an unsupported model, or for quantized params without adapters."""
+        """Raise ValueError if the model is not supported, or if params are quantized but no adapters are trained."""
         check_method(self.quantize)
         read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:
-            raise ValueError(f"lora is {self.lora}; use a rank of at least 1.")
+            raise ValueError(f"lora must have a rank of at least 1; got {self.lora}.")
         if self.lora is None and self.quantize is not None:
-            raise ValueError(
-                f"quantize is {self.quantize!r}: quantized params cannot be trained; set lora to a rank of adapters."
-            )
+            raise ValueError(f"quantize={self.quantize!r} needs adapters; set lora to their rank or omit quantize.")
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
-        """Return the shapes of the trained params, and of the frozen base (None without one)."""
+        """Return the shapes of the trained params and of the frozen base. The latter is None without adapters."""
 
         def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
@@ -80,15 +78,15 @@ class Loading:
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a size in config.json exceeds the tensors' shapes; nothing of that size is allocated yet."""
+    """Raise ValueError if a size in config.json exceeds the tensors' shapes, before arrays of that size exist."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():
-        most, what = longest, "entries on the longest axis"
+        most, what = longest, "elements along the longest axis"
         if key == "num_hidden_layers":
             most, what = layers, "layers"
-        elif "intermediate" in key:  # with experts in every layer, no MLP has this width
+        elif "intermediate" in key:  # may exceed every axis if all layers have experts
             most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
         sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
         if sized and isinstance(value, int) and value > most:
@@ -98,13 +96,13 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_tensors(
     directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], raw: Json, *, tied: bool
 ) -> list[str]:
-    """Raise ValueError if a checkpoint does not fit the plan; return the tensors outside the language model.
+    """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model.
 
-    `tied`: the head is the embedding, and is not read.
+    If `tied`, a stored LM head is ignored, because the embedding is used instead.
     """
     wanted = {tensor.name: tensor.shape for tensor in plan}
     heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # old files store the frequencies
+    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # older files store the RoPE frequencies
     prefixes = LAYOUTS[layout_of(stored)] if has_vision(raw) else ("",)
     inside = {name for name in stored if name.startswith(prefixes)}
     spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
@@ -112,8 +110,8 @@ def check_tensors(
     problems = {
         "missing": [name for name in wanted if name not in stored],
         "unexpected": [name for name in others if name in inside],
-        "of another shape": [
-            f"{name} {list(stored[name].shape)} where config.json says {list(shape)}"
+        "of the wrong shape": [
+            f"{name} has shape {list(stored[name].shape)}, not {list(shape)}"
             for name, shape in wanted.items()
             if name in stored and stored[name].shape != shape
         ],
@@ -121,14 +119,14 @@ def check_tensors(
     found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if found:
         raise ValueError(
-            f"name_or_directory {str(directory)!r}: config.json does not fit the weights: {'; '.join(found)}."
+            f"name_or_directory {str(directory)!r}: config.json does not match the weights: {'; '.join(found)}."
         )
     check_read({name: stored[name] for name in wanted})
     return others
 
 
 def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors of a checkpoint have equal numbers."""
+    """Whether two tensors of a checkpoint are equal."""
     if a.shape != b.shape:
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
@@ -158,11 +156,11 @@ def read_params(
     mesh: jax.sharding.Mesh | None,
     quantize: str | None,
 ) -> Params:
-    """Read every parameter, the largest first, so that the peak of memory is little above their total size."""
+    """Read all parameters, the largest first, so that peak memory is only slightly above their total size."""
     sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
-        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # the experts' matrices, one after another
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # concatenate the rows of all experts
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append(Source(source, first, part))
@@ -181,7 +179,7 @@ def read_params(
 
 
 def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
-    """Return a parameter that is not quantized, read a block at a time."""
+    """Read a parameter in blocks, without quantization."""
     array = np.empty(shape, dtype)
     for tensor, first, part in sources:
         out = array if part.expert is None else array[part.expert]
@@ -201,7 +199,7 @@ def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) 
 
 
 def _place(path: tuple[str, ...], array: np.ndarray | Quantized, mesh: jax.sharding.Mesh | None) -> Params:
-    """Return one parameter on its devices."""
+    """Copy a parameter to the devices of the mesh, or to the default device."""
     if isinstance(array, Quantized):
         return jax.tree_util.tree_map_with_path(lambda at, x: _place((*path, at[0].name), x, mesh), array)
     if mesh is None:

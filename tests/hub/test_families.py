@@ -370,7 +370,7 @@ def test_unused_tensors_are_ignored_only_where_the_family_lists_them(tmp_path):
     unread = "model.layers.3.self_attn.k_proj.weight"  # this layer uses the keys of another
     for name, tensor, message in (
         ("qwen3_5", "mtp.fc.weight", None),
-        ("qwen2", "lm_head.weight", r"of another shape: lm_head.weight \[4, 4\]"),
+        ("qwen2", "lm_head.weight", r"of the wrong shape: lm_head.weight has shape \[4, 4\]"),
         ("qwen2", "model.layers.0.self_attn.rotary_emb.inv_freq", None),
         ("qwen3", "mtp.fc.weight", "unexpected: mtp.fc.weight"),
         ("gemma4", unread, None),

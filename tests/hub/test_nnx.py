@@ -93,12 +93,12 @@ OTHER = Policy(WithoutBatch(), {})
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: from_nnx(WithDropout()), "module is a WithDropout; pass a flax.nnx.Module"),
+        (lambda: from_nnx(WithDropout()), "module must be a flax.nnx.Module; got WithDropout"),
         (lambda: train_by(Decoder(nnx.Rngs(0))), "model is a Decoder, which has no `apply`; .*grpo_jax.from_nnx"),
         (lambda: train_by(WithDropout()), "apply raised .*; a model is called as .*without a dropout key"),
         (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens \[2, 3\]; a model is called as"),
-        (lambda: add_lora(OTHER, jax.random.key(0)), "policy.model is a WithoutBatch; adapters need"),
-        (lambda: save_pretrained("x", OTHER), "no config.json and its model is a WithoutBatch"),
+        (lambda: add_lora(OTHER, jax.random.key(0)), "policy must come from from_pretrained or .*; got a WithoutBatch"),
+        (lambda: save_pretrained("x", OTHER), "written as a checkpoint; its model is a WithoutBatch"),
     ],
 )
 def test_models_that_cannot_be_called_or_written_are_named(call, said):

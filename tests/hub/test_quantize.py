@@ -154,7 +154,7 @@ def without(part):
         (without(".absmax"), {}, r"nf4: 'model.*k_proj\.weight\.absmax' is missing"),
         (without(".nested_absmax"), {}, r"\.nested_absmax' is missing"),
         (lambda tensors: {name: x[:4] if name.endswith("k_proj.weight") else x for name, x in tensors.items()}, {},
-            r"k_proj.weight' is stored in NF4 as uint8\[4, 1\] for \[8, 64\]; supported: .*'uint8'"),
+            r"k_proj.weight' of shape \[8, 64\] must be .*'uint8'\); got uint8\[4, 1\]"),
         (without(".quant_state.bitsandbytes__nf4"), {}, r"unexpected: .*k_proj.weight.absmax"),
         (lambda tensors: tensors, {"bnb_4bit_quant_type": "fp4"}, "'quantization_config' is"),
         (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
@@ -170,10 +170,10 @@ def test_other_ways_to_store_are_refused_before_a_weight_is_read(
 
 @pytest.mark.quick
 def test_what_cannot_be_quantized_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="quantize is 'int4'; use 'nf4' or 'int8', or None"):
+    with pytest.raises(ValueError, match="quantize must be 'nf4', 'int8' or None; got 'int4'"):
         from_pretrained("nowhere", quantize="int4")
     write_checkpoint(tmp_path / "odd", {**QWEN3, "intermediate_size": 96})
-    with pytest.raises(ValueError, match=r"rows of layers_0/mlp/down_proj/kernel have 96 .* use quantize='int8'"):
+    with pytest.raises(ValueError, match=r"rows of layers_0/mlp/down_proj/kernel have 96; use quantize='int8'"):
         from_pretrained(tmp_path / "odd", quantize="nf4")
 
 

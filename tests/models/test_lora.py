@@ -131,7 +131,7 @@ def test_targets_choose_projections():
     ("options", "message"),
     [
         ({"rank": 0}, "rank is 0; it has to be at least 1"),
-        ({"dropout": 1.0}, r"dropout is 1\.0; use a rate in \[0, 1\)"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\); got 1\.0"),
         ({"targets": "q_proj"}, "targets 'q_proj' matches no projection; the whole of a path as 'l"),
         ({"targets": "("}, r"targets '\(' is not a regular expression"),
     ],
