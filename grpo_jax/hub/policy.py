@@ -75,7 +75,7 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
     rollouts, quantization and `save_pretrained` require a policy from `from_pretrained` or `init_policy`.
 
     Args:
-      module: module that maps right-padded tokens [B, T] int32 to logits [B, T, V]. The logits at position t must depend
+      module: module that maps right-padded tokens [B, T] int32 to logits [B, T, V]. Logits at position t must depend
         only on tokens 0..t. `nnx.Param` variables are trained; all other variables are constants. The module is called
         in evaluation mode, and later changes to it do not affect the policy.
       tokenizer: transformers tokenizer, whose EOS token ends a completion. `generate` does not need one.
