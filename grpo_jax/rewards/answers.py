@@ -66,7 +66,7 @@ def final_number(text: str) -> Fraction | None:
     r"""Return the number that is the final answer of a completion or solution, or None.
 
     This is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. If nothing is marked, it is
-    the last number after "the answer is", else the last number. Marked text must be a single number or a chain such as
+    the last number after "the answer is", else the last number. Marked text must contain one number or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
     (`1e6`) are supported; number words are not.
 
@@ -99,12 +99,12 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def number_reward(column: str = "answer") -> RewardFn:
-    r"""Return a reward function: 1 if a completion's final number equals the number in a dataset column, else 0.
+    r"""Return a reward function that is 1 if a completion's final number equals a dataset column, else 0.
 
     The column holds numbers, strings, or solutions that end in `#### 18`, as in GSM8K. It is parsed with `sole_number`,
     and completions with `final_number`. If the column is None, the completion is not scored. The function raises
     ValueError if a value is not a single number (3√13, an interval, a word). A run calls its `check_rows` before
-    sampling, which reports all such rows.
+    sampling to report all such rows.
 
     Example:
       >>> right = number_reward()

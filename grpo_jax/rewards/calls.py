@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""Share of completions with a fault above which a warning is issued, for each function."""
+"""A warning is issued if more than this share of a function's completions has a fault."""
 
 
 class Rewards(NamedTuple):
@@ -53,7 +53,7 @@ class Rewards(NamedTuple):
       stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
         omitted if there are too few), `/missing` (share of completions without a score, including faults), `/errors`
         (number of faults) and `/seconds`. `rewards/unscored` is the share of completions without any score.
-      parts: rewards per turn or token, where a function returned them; `values` has their sum.
+      parts: rewards per turn or token, where a function returned them. `values` contains their sum.
       metrics: values logged with `log_metric`, keyed by name.
       columns: values logged with `log_extra`, one dict for each of the B·G completions.
       completions: the B·G completions as passed to the functions.

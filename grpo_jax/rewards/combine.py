@@ -30,7 +30,7 @@ def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
     `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
-    affects only one completion. If `fn` is asynchronous, all completions are scored concurrently.
+    affects only its completion. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -83,7 +83,7 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Return a reward function with the values of `fn` clipped to [low, high]. Infinite values are still faults."""
+    """Return a reward function that clips the rewards of `fn` to [low, high]. Infinite rewards are still faults."""
     if not low <= high:
         raise ValueError(f"low={low} must not exceed high={high}")
     return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))

@@ -105,7 +105,7 @@ def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
 
 
 def is_async(fn: Callable[..., object]) -> bool:
-    """Return whether `fn` is declared as asynchronous or has a true attribute `is_async`."""
+    """Return whether `fn` is declared as asynchronous or has an attribute `is_async` that is true."""
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     declared = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -156,7 +156,7 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
     """Yield the reasons why a function cannot be called."""
     known, named = [*SAMPLED, *columns, *EXTRAS], arguments_of(fn)
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
-        yield f"reward function {name!r} has positional-only parameters; make them keywords"
+        yield f"reward function {name!r} has positional-only parameters; make them keyword parameters"
         return
     unknown = [wanted for wanted, required in named.items() if required and wanted not in known]
     for wanted in unknown:

@@ -27,7 +27,7 @@ def completion_text(completion: str | Messages) -> str:
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
-    """Return a reward function: 1 if a completion's answer equals `str(row[column])` without outer white space, else 0.
+    """Return a reward function that is 1 if a completion's answer equals `str(row[column])`, both stripped, else 0.
 
     If the column is None, the completion is not scored. `extract` selects the answer in the completion. A regular
     expression selects the first group of its last match, or the whole match if it has no groups (`.` matches line
@@ -88,7 +88,7 @@ class _Accuracy(ColumnReward):
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """Return a reward function: 1 if the whole completion matches `pattern` (`.` matches line breaks), else 0.
+    """Return a reward function that is 1 if the whole completion matches `pattern`, else 0. `.` matches line breaks.
 
     Example:
       >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
@@ -165,11 +165,12 @@ class _Repetition:
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
-    """Return a reward function: 1 if [math-verify](https://github.com/huggingface/Math-Verify) accepts it, else 0.
+    """Return a reward function that is 1 if math-verify finds the correct answer in a completion, else 0.
 
-    math-verify parses and compares formulas, whereas `number_reward` supports only numbers; docs/suites.md compares the
-    two. The column holds a number, a LaTeX formula with or without dollar signs, a string with `\\boxed{…}`, or a
-    solution that ends in `#### 18`, as in GSM8K. If it is None, the completion is not scored.
+    [math-verify](https://github.com/huggingface/Math-Verify) compares formulas; `number_reward` compares only
+    numbers (see docs/suites.md). The column holds a number, a LaTeX formula with or without
+    dollar signs, a string with `\\boxed{…}`, or a solution that ends in `#### 18`, as in GSM8K. If it is None, the
+    completion is not scored.
 
     Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
     seconds. If `timeout` is None, this process scores them without a limit. A run calls the function's `check_rows`
@@ -182,7 +183,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaReward(ColumnReward):
-    """Function of `formula_reward`. Unpickling `parse` in a worker imports math-verify before the timeout starts."""
+    """Result of `formula_reward`. Unpickling `parse` in a worker imports math-verify before the timeout starts."""
 
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]

@@ -57,8 +57,8 @@ def isolated(
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
     Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. Define the function at the top level of a module other than the running script. If a worker
-    cannot import it, the run ends.
+    this process. Define the function at the top level of a module other than the running script. If a worker cannot
+    import it, the run ends.
 
     A fault (an exception, a limit, a crashed worker) affects only the completions of its call. Processes started by a
     killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
@@ -78,7 +78,7 @@ def isolated(
       A reward function with the name and arguments of `fn`.
 
     Raises:
-      ValueError: if a limit is not positive, if `fn` logs, or if it cannot be sent to a worker process.
+      ValueError: if a limit is not positive, if `fn` logs values, or if it cannot be sent to a worker process.
 
     Example:
       >>> isolated(lambda completions: [0.0] * len(completions), timeout=5.0)
@@ -155,7 +155,7 @@ class _IsolatedFunction:
         return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(calls)]
 
     def _started_pool(self) -> ProcessPool:
-        """Return the pool. It is started if necessary, and a worker loads the function."""
+        """Return the pool. Starts it and loads the function in a worker if necessary."""
         if self._pool is not None and self._pool.active:
             return self._pool
         from pebble import ProcessPool
@@ -184,7 +184,7 @@ class _IsolatedFunction:
         return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, requests, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return one element of the result of `_schedule`. Raises SetupError if the function could not be loaded."""
+        """Return the outcome of a call, or None if the pool broke. Raises SetupError if the function did not load."""
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):
             return None
@@ -264,7 +264,7 @@ class _WorkerProcess(SpawnProcess):
             data = prepare(name)
             return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
 
-        # multiprocessing cannot skip the script, whose top level would run again and import JAX.
+        # multiprocessing has no option to skip the main script, which would run again and import JAX.
         with self._starting:
             prepare, spawn.get_preparation_data = spawn.get_preparation_data, without_main
             try:

@@ -51,14 +51,14 @@ class Parse(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A tool call syntax.
+    """A syntax for tool calls.
 
     Attributes:
       name: key of the format in `FORMATS`.
       recognise: function that returns whether a chat template uses this format.
       parse: parser of one decoded turn. `schemas` maps tool names to schemas; formats that do not distinguish strings
         from numbers use them. `thinking` is True if the generation prompt opens <think>.
-      keeps_special_tokens: whether turns are decoded with special tokens, because these delimit the calls.
+      keeps_special_tokens: whether turns are decoded with special tokens, which delimit the calls of this format.
       markers: strings that delimit calls and thoughts. They are kept even if they are special tokens.
     """
 
@@ -105,7 +105,7 @@ def _finite(digits: str) -> float:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Parse arguments that are a JSON string; return other arguments unchanged."""
+    """Parse `arguments` if they are a JSON string. Other arguments are returned unchanged."""
     try:
         return parse_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -147,7 +147,7 @@ def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> M
 
 
 def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Decode the arguments of all tool calls that are JSON strings to objects.
+    """Convert tool call arguments from JSON strings to objects.
 
     Most templates serialize the arguments and would encode a string twice. Returns the messages unchanged if `render`
     shows that the template rejects objects or writes their Python repr (DeepSeek).

@@ -106,7 +106,7 @@ def load_examples(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read an SFT dataset. `text_field` is a column of strings; the others are as in `load_rows`."""
+    """Read an SFT dataset. `text_field` names the column of strings. See `load_rows` for the other arguments."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
@@ -144,7 +144,7 @@ def encode_examples(
 
     Examples without a loss are dropped. If `packing`, examples are packed into blocks of `max_length` tokens with best
     fit decreasing. Both are as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`). Raises
-    ValueError if a row lacks columns that the config needs, or if assistant turns cannot be located in the rendering.
+    ValueError if a row lacks columns that the config needs, or if the assistant's turns cannot be located.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
@@ -282,7 +282,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Return a mask that is True from the end of each generation prompt to the message's last EOS."""
+        """Return a mask of assistant tokens, from the end of each generation prompt to the message's last EOS."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -304,7 +304,7 @@ class _Encoder:
         return mask
 
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Set `mask`, in place, on EOS tokens that open the next turn; append one to a final assistant turn."""
+        """Set `mask` in place on EOS tokens that open the next turn. Appends one to a final assistant turn."""
         # There is no EOS, or an EOS already closes the last turn.
         if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
             return

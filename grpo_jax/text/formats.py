@@ -1,4 +1,4 @@
-"""Tool call formats: `FORMATS` has a parser for each format, and a test of whether a chat template uses it.
+"""Tool call formats. For each, `FORMATS` has a parser and a function that recognizes its chat templates.
 
 The parsed text is untrusted. Parsing takes linear time and never raises. For each malformed call, `Parsed.problems`
 contains a message for the policy.
@@ -95,7 +95,7 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 
 def _skip(text: str, start: int) -> int:
-    """Return the position after any white space at `start`."""
+    """Return the position of the first character at or after `start` that is not white space."""
     found = _BLANK.match(text, start)
     return found.end() if found else start
 
@@ -135,7 +135,7 @@ def _value(text: str, schema: Json | None) -> Any:
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
     kind = (schema or {}).get("type")
-    # Templates render booleans and null in Python syntax.
+    # Some templates render booleans and null in Python syntax.
     if kind == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     if (schema or {}).get("nullable") and text.strip() in ("None", "null"):
@@ -237,7 +237,7 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
         raise MalformedCall(str(error)) from None
 
 
-# --- The table, in matching order: harmony and XML templates may also contain the markers of later formats.
+# --- The table, in matching order: harmony and XML templates may also contain markers of later formats.
 
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _parse_xml = functools.partial(_parse_tagged, read=_read_xml, form=_XML_FORM)

@@ -186,7 +186,7 @@ def template_messages(
 
     Raises ValueError if the template omits a message or call. The check renders markers instead of the contents, since
     templates may modify contents on purpose (white space, earlier thoughts). `seen` collects the structures of checked
-    conversations; each structure is checked once.
+    conversations, since each structure is checked only once.
     """
     keywords = {**keywords, "tokenize": False}
     messages = decode_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=where))

@@ -17,7 +17,7 @@ Columns = Mapping[str, str]
 Template = str | list[dict[str, str]]
 """A format string, or messages with format strings as `role` and `content`. `{column}` refers to the row's value."""
 
-_BRACES = "double literal braces"
+_BRACES = "write literal braces as {{ and }}"
 _ABSENT = object()
 _PROMPT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 
@@ -32,11 +32,11 @@ def load_rows(
 ) -> list[Row]:
     """Read a dataset as a list of dicts with the same columns, including a `prompt`.
 
-    Prompts are all strings or all messages. The dataset is a sequence or iterable of dicts (`datasets.Dataset`,
-    `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path of a JSONL, .csv or
-    .parquet file, the name of a hub dataset (split "train"), or a mapping with `path` or `name` and optionally
-    `config`, `split` and the number of `rows`. At most `max_rows` are read from an iterable. Raises ValueError for
-    invalid datasets and rows; its message starts with `argument`.
+    Prompts are all strings or all lists of messages. The dataset is a sequence or iterable of dicts
+    (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path of a
+    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping with `path` or `name` and
+    optionally `config`, `split` and the number of `rows`. At most `max_rows` are read from an iterable. Raises
+    ValueError for invalid datasets and rows; its message starts with `argument`.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
@@ -63,7 +63,7 @@ def filled_rows(
 
 
 def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], argument: str) -> list[Row]:
-    """Convert the rows to dicts. Raises ValueError if `fault_of(row, rows[0])`, an error message, is not empty."""
+    """Convert the rows to dicts. Raises ValueError if `fault_of(row, rows[0])` returns a message for any row."""
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
         more = f" ({len(faults) - 1} more of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
@@ -76,7 +76,7 @@ def _row_fault(row: object, first: Json) -> str:
     if not isinstance(row, Mapping):
         return f"must be a dict with a 'prompt'; got {show(row)}"
     if "prompt" not in row:
-        return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add it"
+        return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add one"
     if fault := messages_fault(row["prompt"], "prompt") or content_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
@@ -91,7 +91,7 @@ def content_fault(row: Json, first: Json) -> str:
             return f"has a column {name!r}, but models support text only; remove the column"
     for name, value in row.items():
         if not isinstance(name, str):
-            return f"has a column {name!r}; column names must be strings, since rewards receive columns as keywords"
+            return f"has a column {name!r}; column names must be strings, since they are keywords of reward functions"
         try:
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError:
@@ -134,7 +134,7 @@ def _message_fault(message: object) -> str:
     others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
     if others:
         return f"it has a part of type {min(others)!r}, but models support text only; use parts of type 'text'"
-    # Content may be None only next to tool calls: templates would render other messages as "None".
+    # Content may be None only in a message with tool calls. Templates render it as "None" in others.
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"
     return ""
@@ -146,7 +146,7 @@ def is_conversation(prompt: str | Messages) -> bool:
 
 
 def check_templates(columns: object, prompt: object) -> None:
-    """Raise ValueError if `columns` is not a valid `Columns` or None, or `prompt` not a valid `Template` or None."""
+    """Raise ValueError unless `columns` is None or valid `Columns`, and `prompt` is None or a valid `Template`."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     valid = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
     texts = [text for message in messages for text in message.values()] if valid else [None]

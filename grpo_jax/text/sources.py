@@ -71,7 +71,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
 def _check_size(size: int, argument: str) -> None:
     if size > _MAX_ROWS:
         raise ValueError(
-            f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a finite part, such as"
+            f"{argument} has more than {_MAX_ROWS:,} rows; if it is infinite, pass a part of it, such as"
             " dataset.take(1000) or itertools.islice(dataset, 1000)"
         )
 
@@ -167,7 +167,7 @@ _MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError with the number of a bad line."""
+    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError, with the line, on failure."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -64,8 +64,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template that transformers uses, or None. Among named templates, this is the keyword `chat_template`,
-        then "tool_use" if there are tools, then "default"."""
+        """The template that transformers uses, or None. Among named templates, it uses the keyword `chat_template`
+        if set, else "tool_use" if there are tools, else "default"."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -139,10 +139,10 @@ class ChatTemplate:
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Return a rendered assistant message without the generation prompt, and whether it began with all of it.
+        """Render an assistant message, and remove the generation prompt from its start.
 
-        Many templates open a thought in the generation prompt, but omit earlier thoughts. Raises ValueError if the
-        template rejects the message.
+        Also returns whether the whole prompt was there: many templates open a thought in the generation prompt, but
+        omit the thoughts of earlier turns. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
@@ -185,7 +185,7 @@ class ChatTemplate:
         return after
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
-        """Return the cached end of a turn before a message of `role`. Raises ValueError if it is not rendered."""
+        """Return the end of a turn before a message of `role`, cached. Raises ValueError for unsuitable templates."""
         described = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
         key = (str(self.tokenizer.chat_template), role, mark, described, self.eos_token_ids)
         known = _ENDS.setdefault(self.tokenizer, {})
