@@ -132,10 +132,7 @@ def problem_message(reason: str, form: str) -> str:
 
 
 def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> Messages:
-    """Return a copy of the messages with the `function` of each tool call replaced.
-
-    The new value is `change(message_index, call_index, function)`.
-    """
+    """Return the messages with each call's `function` replaced by `change(message_index, call_index, function)`."""
     changed = []
     for index, message in enumerate(messages):
         calls = []
