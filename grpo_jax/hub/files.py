@@ -31,7 +31,7 @@ STORED = {
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
-"""Maps dtype names in a safetensors header to NumPy dtypes."""
+"""Mapping from dtype names in a safetensors header to NumPy dtypes."""
 
 FLOAT32 = STORED["F32"]
 
@@ -113,7 +113,7 @@ class StoredTensor:
         return self.read(first * width, count * width).reshape((count, *self.shape[1:]))
 
     def mapped(self) -> np.ndarray:
-        """Return a tensor that has an `offset` as a memory map. The map stays valid after the file is replaced."""
+        """Memory-map a tensor that has an `offset`. The map stays valid after the file is replaced."""
         assert self.offset is not None
         size = math.prod(self.shape) * self.dtype.itemsize
         data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)

@@ -66,7 +66,7 @@ class Architecture:
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """Return the row of `ARCHITECTURES` and the config.json. Raises ValueError if the model is not supported."""
+    """Return the `ARCHITECTURES` row and the config.json of a header. Raises ValueError if it is not supported."""
     name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
@@ -113,7 +113,7 @@ def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
         "rope_theta": header.get("rope.freq_base", 10000.0),
         **({"partial_rotary_factor": part} if partial or part != 1 else {}),
     }
-    header.get("rope.scaling.attn_factor")  # redundant: longrope computes it from the two context lengths
+    header.get("rope.scaling.attn_factor")  # marks it as read; longrope computes it from the two context lengths
     values = {
         "factor": header.get("rope.scaling.factor"),
         "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),

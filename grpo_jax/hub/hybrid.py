@@ -9,7 +9,7 @@ from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
-"""Maps values of `layer_types` in a config.json to the decoder's mixer names."""
+"""Mapping from `layer_types` in a config.json to the decoder's names of the mixers."""
 
 
 def hybrid(keys: Keys) -> Fields:
@@ -157,7 +157,7 @@ def _experts(keys: Keys) -> Fields:
 
 
 def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_tok") -> Fields:
-    """Return the fields of a mixture of experts. `chosen` is the config key of the number of experts per token."""
+    """Return the fields of a mixture of experts. `chosen` is the config key for the number of experts per token."""
     if not 1 <= keys[chosen] <= experts:
         raise keys.refuse(chosen, keys[chosen], f"between 1 and num_experts = {experts}")
     return {
@@ -194,7 +194,7 @@ _SPARSE: Json = {
 }  # fmt: skip
 _SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the convolution has the same activation
 
-QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # multi-token prediction
+QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # ignores multi-token prediction
 QWEN3_NEXT = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_next",

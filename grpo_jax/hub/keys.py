@@ -13,7 +13,7 @@ from grpo_jax.types import Json
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-"""Maps values of `hidden_act` in a config.json to the decoder's activation names."""
+"""Mapping from `hidden_act` in a config.json to the decoder's name of the activation."""
 
 ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "default": {}, "linear": {"factor": ...}, "dynamic": {"factor": ...},
@@ -28,7 +28,7 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
 PARTIAL_ROTARY = (
     "Phi3ForCausalLM", "Glm4ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-"""Architectures that support rotating only part of the dimensions of a head."""
+"""Architectures that may apply RoPE to only part of the dimensions of each head."""
 
 Fields = dict[str, Any]
 """Keyword arguments of `TransformerConfig`."""
@@ -64,7 +64,7 @@ class Keys:
         return self.raw["architectures"][0]
 
     def refuse(self, key: str, value: object, supported: str) -> ValueError:
-        """Return the ValueError "config key ... must be {supported}; got {value}"."""
+        """Return a ValueError for a config key. `supported` describes its supported values."""
         return ValueError(f"config key {key!r} must be {supported}; got {value!r}.")
 
     def refuse_quantized(self, methods: Collection[str]) -> None:
@@ -134,11 +134,11 @@ def activation_of(keys: Keys, key: str) -> str:
 
 
 def rope_of(keys: Keys, rotary: Json) -> Rope:
-    """Return the `Rope` for `rotary`, a dict as in `rope_parameters` or in the older `rope_scaling`."""
+    """Build a `Rope` from `rotary`, in the format of `rope_parameters` or of the older `rope_scaling`."""
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
-        kind = "longrope"  # early Phi-3 files use other names for it
+        kind = "longrope"  # called "su" or "yarn" in early Phi-3 files
     if kind not in ROPE_NUMBERS:
         raise keys.refuse(f"{where}.rope_type", kind, f"one of {', '.join(ROPE_NUMBERS)}")
     scaling = {}
@@ -195,7 +195,7 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Vision-language models. Each entry maps `model_type` of the text model to its architecture, and has config defaults.
+"""Vision-language models: a dict from `model_type` of the text model to its architecture, and defaults of its config.
 
 Only the text model is loaded. `save_pretrained` copies all other tensors of the checkpoint."""
 

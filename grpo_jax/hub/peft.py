@@ -42,7 +42,7 @@ def add_lora(
       key: typed PRNG key; do not reuse it.
       rank: rank of the adapters.
       alpha: scaling parameter. The output of the adapters is multiplied by alpha / rank.
-      targets: regular expression that matches the whole paths of the projections to adapt.
+      targets: regular expression for the full paths of the projections to adapt.
       dropout: dropout rate in [0, 1) for the input of the adapters.
       init: distribution of A: "uniform" in ±(input size)^(−1/2), or "gaussian" with standard deviation 1 / rank.
 

@@ -128,7 +128,7 @@ class NnxModel:
         return module(tokens).astype(jnp.float32)
 
     def state(self, params: Params) -> nnx.State:
-        """Convert params to an `nnx.State`, as an argument of `nnx.update(module, state)`."""
+        """Convert params to an `nnx.State`, for use in `nnx.update(module, state)`."""
         leaves = flatten_dict(params)
         return self.treedef.unflatten([leaves[path] for path in self.paths])
 

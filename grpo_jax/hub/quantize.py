@@ -200,7 +200,7 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
     def rows(first: int, count: int) -> np.ndarray:
         start, size = first * width, count * width
         low, high = start // block, -(-(start + size) // block)
-        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # values per byte
+        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # values of each byte
         values = pairs[codes.read(start // 2, size // 2).ravel()].ravel()
         return values * np.repeat(scales(low, high - low), block)[start - low * block :][:size]
 

@@ -22,7 +22,7 @@ _SUFFIXES = {
     "kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight",
     "input_scale": ".scale",
 }  # fmt: skip
-"""Maps parameter names to suffixes of tensor names. The suffix of an unlisted parameter is its name."""
+"""Mapping from parameter names to suffixes of tensor names. The suffix of an unlisted parameter is its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ _STACKED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None),
     "gate_bias": ("gate_up_proj_bias", 0), "up_bias": ("gate_up_proj_bias", 1), "down_bias": ("down_proj_bias", None),
 }  # fmt: skip
-"""Maps an expert parameter to the tensor that stacks it, and its columns or half there (0, 1, or None for all)."""
+"""Mapping from expert parameters to stacked tensors, and the columns or half there (0, 1, or None for all)."""
 
 
 def abstract_params(config: TransformerConfig) -> Params:
@@ -83,7 +83,7 @@ LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "lan
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Return the index into `LAYOUTS` for the tensor names of a checkpoint."""
+    """Return the index into `LAYOUTS` that matches the tensor names of a checkpoint, 0 by default."""
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
@@ -112,7 +112,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
             for e in range(leaf.shape[0]):
                 name, half = _STACKED[last] if stacked else (f"{e}.{last}.weight", 0)
                 members = groups[_hf_name([*modules, name], prefixes)]
-                members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # the gate precedes up
+                members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # gate rows precede up rows
         else:
             module, order = fused.get(modules[-1], (modules[-1], 0))
             name = _hf_name([*modules[:-1], module], prefixes) + _SUFFIXES.get(last, f".{last}")
