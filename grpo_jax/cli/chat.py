@@ -22,13 +22,13 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Prints a completion as its tokens arrive, without incomplete characters, and with control characters escaped."""
+    """Prints a completion as its tokens arrive. Incomplete characters are held back, control characters escaped."""
 
     def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Print the new part of a completion with tokens and mask [1, 1, T]. `whole` is True once it has ended."""
+        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]; `whole` is True at the end."""
         ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
@@ -42,7 +42,7 @@ class Printer:
 
 
 def read_stdin() -> Iterator[str]:
-    """Yield the lines of standard input. In a terminal, each is prompted for with "> "."""
+    """Yield the lines of standard input. In a terminal, print "> " before reading each line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

@@ -52,20 +52,20 @@ _SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
 
 
 def init(arguments: Namespace) -> None:
-    """`grpo-jax init`."""
+    """Write an example run (`grpo-jax init`)."""
     files = write_start(arguments.dir)
     print("\n".join(map(str, files)))
     print(f"start: grpo-jax train {files[0]}")
 
 
 def train(arguments: Namespace) -> None:
-    """`grpo-jax train`."""
+    """Train or resume the run described in a file (`grpo-jax train`)."""
     run = _read(arguments, arguments.run)
     _train(run, resume=arguments.resume, dry_run=arguments.dry_run)
 
 
 def resume(arguments: Namespace) -> None:
-    """`grpo-jax resume`."""
+    """Resume the run in a directory (`grpo-jax resume`)."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _read(arguments, _run_file(run_dir))
     _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
@@ -176,8 +176,8 @@ def _last_dir(run: RunFile, run_dir: Path) -> Path:
 def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Copy the RUN.yaml into the run directory for later commands. Yields a callback for `train`.
 
-    An existing file is replaced by the callback, after the first logged step, because `train` may reject the new
-    settings. If a signal ends the run, the command that resumes it is printed.
+    If the directory already contains a file, the callback replaces it after the first logged step, since `train` may
+    reject the new settings. If a signal ends the run, the command that resumes it is printed.
     """
     if run.run_dir is None or jax.process_index() > 0:
         yield lambda step, metrics: None
@@ -247,7 +247,7 @@ def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
 
 
 def plan(arguments: Namespace) -> None:
-    """`grpo-jax plan`."""
+    """Print the memory and FLOPs of a run (`grpo-jax plan`)."""
     run = read_run(arguments.run, arguments.keys)
     named = isinstance(run.model, str) and not is_reference(run.model)
     model = in_folder(str(run.model), run.folder) if named else load_policy(run).config
@@ -271,14 +271,14 @@ def plan(arguments: Namespace) -> None:
 
 
 def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
-    """Return the step and the policy of a checkpoint. If None, the latest checkpoint is used."""
+    """Return the step and the policy of a checkpoint. If `checkpoint` is None, the latest one is used."""
     policy = load_policy(run)
     step, params = load_params(_last_dir(run, run_dir), policy.params, checkpoint)
     return step, policy.replace(params=params)
 
 
 def evaluate(arguments: Namespace) -> None:
-    """`grpo-jax evaluate`."""
+    """Evaluate a model or a checkpoint and print its mean rewards (`grpo-jax evaluate`)."""
     target = Path(arguments.run).expanduser()
     steps = dict[str, int]()
     if target.is_dir():
@@ -309,7 +309,7 @@ def evaluate(arguments: Namespace) -> None:
 
 
 def export(arguments: Namespace) -> None:
-    """`grpo-jax export`."""
+    """Write the policy of a checkpoint in Hugging Face's or PEFT's format (`grpo-jax export`)."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
     step, policy = _load_checkpoint(run, run_dir, arguments.checkpoint)
@@ -321,7 +321,7 @@ def export(arguments: Namespace) -> None:
 
 
 def chat(arguments: Namespace) -> None:
-    """`grpo-jax chat`."""
+    """Complete prompts with a model or a checkpoint (`grpo-jax chat`)."""
     keys = {{"temperature": "temperature_eval"}.get(name, name): text for name, text in arguments.keys.items()}
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
@@ -337,7 +337,7 @@ def chat(arguments: Namespace) -> None:
 
 
 def report(arguments: Namespace) -> None:
-    """`grpo-jax report`."""
+    """Rewrite the report of a run (`grpo-jax report`)."""
     run_dir = Path(arguments.run_dir).expanduser()
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} does not contain metrics.jsonl; pass a run directory")
@@ -346,7 +346,7 @@ def report(arguments: Namespace) -> None:
 
 
 def from_trl(arguments: Namespace) -> None:
-    """`grpo-jax from-trl`. Exits with status 1 if a field cannot be converted."""
+    """Convert a TRL config to a RUN.yaml (`grpo-jax from-trl`). Exits with status 1 if a field cannot be converted."""
     run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
     if arguments.out is None:

@@ -37,7 +37,7 @@ RUN_KEYS = {
     "run_dir": "the directory of the run (default: `runs/` and the name of the file); if null, no files are written",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
-"""Key that is not a config field → its description."""
+"""Descriptions of the keys that are not config fields."""
 
 RENAMED = {
     "model_name_or_path": "use model",
@@ -51,7 +51,7 @@ RENAMED = {
     "use_peft": "use lora",
     "config": "write its fields next to model, data and rewards",
 }
-"""Names used in the Python API and in other libraries → the key to use instead."""
+"""Maps names used in the Python API and in other libraries to a hint with the key to use."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
@@ -70,4 +70,4 @@ def _read_groups() -> dict[str, str]:
 
 
 GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _read_groups()
-"""Key → title of its group."""
+"""Maps every key to the title of its group."""

@@ -31,7 +31,7 @@ COMMANDS = {
     "report": "Rewrite report.png and report.html from the files of a run.",
     "from-trl": "Convert the YAML config of a TRL script to a RUN.yaml, and list the fields that cannot be converted.",
 }
-"""Name of a command → its description. Each command is a function in `cli.commands`."""
+"""Descriptions of the commands. Each command is a function in `cli.commands`."""
 
 _PACKAGE = Path(__file__).parents[1]
 _MODEL_KEYS = ("model", "lora", "quantize", "param_dtype", "folder")
@@ -41,7 +41,7 @@ KEYS: Mapping[str, Sequence[str]] = {
     "chat": [*_MODEL_KEYS, *_SAMPLING_KEYS, "seed", "compute_dtype"],
     "export": _MODEL_KEYS,
 }
-"""Name of a command → the RUN.yaml keys that it accepts as options."""
+"""Keys of RUN.yaml that each command accepts as options."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,7 +129,7 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
 
 
 def _add_processes(parser: _Parser) -> None:
-    """Add the flags of `run.distributed.add_flags`, without importing that module, which imports jax."""
+    """Add the flags of `run.distributed.add_flags`, which cannot be called here because its module imports jax."""
     detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
     parser.add_argument("--distributed", choices=["auto"], help=detected)
     address = "use several processes; address of process 0"
@@ -167,7 +167,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. Errors raised in this package are printed without a traceback and exit with status 1."""
+    """Run a command. Errors raised by this package exit with status 1 and a message instead of a traceback."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
@@ -193,6 +193,6 @@ def _run(arguments: argparse.Namespace) -> None:
             cause.stack = traceback.StackSummary.from_list(frames)
             print("".join(cause.format()), end="", file=sys.stderr)
         elif _PACKAGE not in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
-            raise  # raised by a dependency or user code, so the message alone may not be sufficient
+            raise  # errors of dependencies and user code need a traceback
         distributed.end_by_error()
         raise SystemExit(f"grpo-jax {arguments.command}: {error}") from error

@@ -21,7 +21,7 @@ from grpo_jax.types import RewardFn
 SHIPPED: dict[str, Callable[..., RewardFn]] = {
     name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
-"""Name → built-in function that returns a reward function."""
+"""Built-in functions that return a reward function, by name."""
 
 _Server = TypeVar("_Server")
 _FORM = "use module:name or file.py:name"
@@ -65,7 +65,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module with its name, so that worker processes find it, unless that name is already taken."""
+    """Import a file under its name, so that worker processes find it, or under a new name if that name is taken."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

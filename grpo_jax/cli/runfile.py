@@ -47,7 +47,7 @@ _LORA = {
 _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
 # Keys of the mapping `sft` that are not fields of `SFTConfig`.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
-# Fields whose values in the run are the defaults of its SFT stage.
+# Config fields whose values are also the defaults for the SFT stage.
 _Arguments = TypeVarTuple("_Arguments")
 _R = TypeVar("_R")
 Part = Literal["model", "data", "rewards"]
@@ -91,7 +91,7 @@ class RunFile:
 
 
 class _Problems(list[str]):
-    """List of error messages, one per line."""
+    """List of error messages."""
 
     def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Call a function and return its result. On an error, append "key = value: message" and return None.
@@ -195,7 +195,7 @@ def _read_stages(stated: Json) -> tuple[str, ...]:
 
 
 def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
-    """Read the SFT stage from the keys of a run. Raises ValueError if it is invalid, with one line per error."""
+    """Build the SFT stage from the keys of a run. Raises ValueError, with one line per error, if it is invalid."""
     own, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, *_SFT_KEYS}

@@ -19,7 +19,7 @@ NO_FLOAT16 = "since float16 is not supported: the run uses bfloat16 if the devic
 
 # Arguments of transformers' `from_pretrained` that affect only PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
-# Sampling argument of transformers or vLLM → field of `GRPOConfig`.
+# Sampling arguments of transformers and vLLM, and the fields of `GRPOConfig` that replace them.
 _GENERATION = {
     "stop_strings": "stop",
     "stop": "stop",
@@ -39,9 +39,9 @@ class Migration:
     Attributes:
       values: fields of `GRPOConfig`.
       run_dir: argument `run_dir` of `train`, from `output_dir`.
-      translated: TRL's field → the setting that replaces it.
-      left_out: TRL's field → why it is not needed, or where to set it instead.
-      missing: TRL's field → why it is not supported, and what to do. If empty, the run is equivalent.
+      translated: dict from TRL's field to the setting that replaces it.
+      left_out: dict from TRL's field to the reason why it is not needed, or where to set it instead.
+      missing: dict from unsupported field of TRL to advice. If empty, the run is equivalent.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
       sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
@@ -78,8 +78,8 @@ class Migration:
 def from_trl(values: Json) -> Migration:
     """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    Every value that differs from TRL's default has a note. Raises ValueError if some names are fields of neither TRL's
-    `GRPOConfig` nor `grpo_jax.GRPOConfig`; the message lists all of them.
+    Every value that differs from TRL's default has a note. Raises ValueError if a name is a field of neither TRL's
+    `GRPOConfig` nor `grpo_jax.GRPOConfig`. The message lists all such names.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -113,7 +113,7 @@ def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
     if field:
         if field not in values:
             moved.set_field(name, field, value)
-    elif value or default:  # different empty values, such as None and {}, are equivalent
+    elif value or default:  # all empty values, such as None and {}, are equivalent
         notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
         notes[name] = advice
 
@@ -254,7 +254,7 @@ _MISSING = {
 _NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
-    # TRL's script uses these arguments.
+    # TRL's script calls the function with these arguments.
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },

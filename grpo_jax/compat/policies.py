@@ -32,8 +32,8 @@ _PEFT_FIELDS = (
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
     """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run.
 
-    If `dtype` is None, float32 is used. If it is "auto", the checkpoint's dtype is used; for bfloat16, the compute
-    dtype is then also bfloat16.
+    If `dtype` is None, float32 is used. If it is "auto", the checkpoint's dtype is used, and if that is bfloat16, also
+    as the compute dtype.
     """
     if isinstance(model, Policy):
         if dtype is not None:
@@ -49,7 +49,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with a tokenizer or a processor's tokenizer, whose EOS token also ends completions."""
+    """Set the tokenizer of a policy, given a tokenizer or processor. Its EOS token also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids

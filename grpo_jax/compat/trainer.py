@@ -33,7 +33,7 @@ _FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELS
 _PAGE = "docs/coming_from_trl.md lists what is supported"
 _EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
 _SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
-# Argument or attribute of TRL's trainer → its replacement.
+# Advice for unsupported arguments and attributes of TRL's trainer.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
@@ -70,7 +70,7 @@ class GRPOConfig:
     config: _config.GRPOConfig
     dtype: str | None
     sampler: dict[str, Any] | None
-    _values: Json  # the caller's values, unconverted
+    _values: Json  # the values as passed by the caller
 
     def __init__(self, output_dir: str | None = None, **values: Any):
         self._set({"output_dir": output_dir, **values}, values)
@@ -106,13 +106,13 @@ class GRPOConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Value of `trainer.state`: the logged metrics under TRL's names. Each line also has `step`."""
+    """State of the trainer (`trainer.state`). `log_history` has the logged metrics under TRL's names, and `step`."""
 
     log_history: list[dict[str, float]]
 
     @property
     def global_step(self) -> int:
-        """Last logged optimizer step; 0 before the first."""
+        """Last logged optimizer step, or 0 before the first one."""
         return int(self.log_history[-1]["step"]) if self.log_history else 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -121,7 +121,7 @@ class TrainerState:
 
 @dataclasses.dataclass(slots=True)
 class TrainerControl:
-    """Argument `control` of callbacks. `should_training_stop=True` saves and ends the run after the logged step."""
+    """Argument `control` of callbacks. If `should_training_stop` is True, the run is saved and ends after the step."""
 
     should_training_stop: bool = False
 

@@ -96,7 +96,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "push_to_hub": "pushes the subdirectory `hub` of the run directory, with a model card",
     "hub_strategy": "checkpoints are not pushed",
 }
-"""TRL's field that is also a field here, with the same meaning and default → note on differences, or ""."""
+"""Fields of TRL with the same name, meaning and default here, with a note on differences or ""."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numerics.
@@ -212,7 +212,7 @@ HINTS = {
     name: f"remove it: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
     for name, field in ELSEWHERE.items()
 }
-"""Name of a field → advice, for error messages of `GRPOConfig`."""
+"""Advice for each field in `ELSEWHERE`, for error messages of `GRPOConfig`."""
 
 
 def trl_names(

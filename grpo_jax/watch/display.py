@@ -23,7 +23,7 @@ _SHOWN = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Displayed metrics: (name, label, decimals), or three significant digits if None. The loss is shown only for SFT."""
+"""Displayed metrics as (name, label, decimals); None means three significant digits. The loss is shown only for SFT."""
 
 SILENCE = 30
 """Seconds without output after which the current activity is printed."""
@@ -77,7 +77,7 @@ class Display:
     ):
         self._console = None if quiet else (console or _default_console())
         self._activity, self._clock = activity, clock
-        # Time when the first iteration ended. The estimate of the remaining time excludes it, since it compiles.
+        # Time when the first iteration ended. It is excluded from the estimate, since it includes compilation.
         self._started: float | None = None
         self._total_steps = self._step = self._first = self._logged = 0
         self._updates = 1
@@ -100,7 +100,7 @@ class Display:
             self._live = None
 
     def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
-        """Start the display at `step` of `total_steps` optimizer steps. An iteration has `updates` steps."""
+        """Start the display at `step` of `total_steps` optimizer steps, with `updates` steps per iteration."""
         self._total_steps, self._updates, self._started = total_steps, updates, None
         self._step = self._first = self._logged = step
         self._last_step = self._clock()
@@ -192,7 +192,7 @@ class Display:
         self._console.print(table)
 
     def _time_left(self) -> str:
-        """Format the estimated remaining time. Returns "" until a step after the first iteration is complete."""
+        """Format the estimated remaining time. Returns "" while it is unknown, i.e. during the first iteration."""
         done, todo = self._step - self._first, self._total_steps - self._step
         if self._started is None or done <= 0 or todo <= 0:
             return ""
@@ -227,7 +227,7 @@ def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
 
 
 def _format(value: float | None, decimals: int | None) -> str:
-    """Format a value, with three significant digits if `decimals` is None. Missing or non-finite values give "–"."""
+    """Format a value, with three significant digits if `decimals` is None. Returns "–" if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.{decimals}f}" if decimals is not None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

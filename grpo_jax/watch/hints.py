@@ -19,31 +19,32 @@ from grpo_jax.watch.summary import finite_values
 from grpo_jax.watch.writer import Line
 
 KL_WINDOW = 50
-"""Number of logged steps over which the KL must rise for a hint."""
+"""Number of logged steps over which a steadily rising KL gives a hint."""
 WINDOW = 10
-"""Number of logged steps that the current value of a metric is averaged over."""
+"""Number of logged steps over which the current value of a metric is averaged."""
 FIRST, LAST = 12, 100
-"""Number of lines kept from the start of the run, and of latest lines kept."""
+"""Numbers of lines kept in memory: the first `FIRST` lines of the run and the latest `LAST` lines."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
-"""Largest |l − l_sampling| in a batch, in nats, that is due to rounding, in general and with exact float32 products.
+"""Upper bounds on the largest |l − l_sampling| in a batch due to rounding, in nats: in general, and in exact float32.
 
-On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to
-8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's 10 bits (as a GPU does for float32 products), 0.1 with
-operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54 in bfloat16. The limits allow for larger models.
+The bounds allow for models that are larger than the following ones. On a CPU, the largest gap of stories260K (5 layers,
+4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands
+rounded to TF32's 10 bits (as a GPU does for float32 products), 0.1 with operands rounded to bfloat16's 7 bits (as a TPU
+does), and 0.54 in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Largest mean |log π_old − log π_sampler| per token, in nats, without a hint. bfloat16 engines reach 0.01."""
+"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is given. bfloat16 engines reach 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Smallest mean importance weight of an engine's completions without a hint."""
+"""Mean importance weight of an engine's completions below which a hint is given."""
 ONE_TURN = 1.02
-"""Mean number of turns up to which a run counts as single-turn."""
+"""Mean number of turns up to which a run is considered single-turn."""
 
 History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
     """Return `SAMPLER_GAP_FLOAT32` if this machine computes float32 products exactly, else `SAMPLER_GAP`."""
-    settings: Any = jax.config  # its attributes are defined at run time
+    settings: Any = jax.config  # type checkers do not know its attributes
     exact = jax.default_backend() == "cpu" or settings.jax_default_matmul_precision in ("highest", "float32")
     return SAMPLER_GAP_FLOAT32 if exact and resolve(compute_dtype) == "float32" else SAMPLER_GAP
 
@@ -53,7 +54,7 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
     share, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
     if share is None or share < 0.95:
         return None
-    if unscored > 0.5:  # rewards that are all missing count as equal
+    if unscored > 0.5:  # missing rewards count as equal
         return (
             f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps had no reward and did not"
             " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
@@ -155,7 +156,7 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
 
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost no completion has a second turn, or that most end with a call beyond the limit."""
+    """Report that almost no completion has a second turn, or that most completions exceed the limit on tool calls."""
     turns, share = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
     if share is not None and share >= 0.5:
         return (

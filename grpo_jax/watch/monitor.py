@@ -49,10 +49,10 @@ class Progress:
       cursor: number of prompts sampled since the start of the run; `tokens` is the number of tokens sampled for them.
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
-      skipped: number of consecutive updates, up to the last one, skipped because the loss or gradient was not finite.
+      skipped: number of latest consecutive updates that were skipped because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
       asked: whether an engine is already sampling completions of the prompts that start at `cursor`.
-      window: metric name → [sum, count] since the last logged line.
+      window: dict from metric name to [sum, count] since the last logged line.
     """
 
     step: int = 0
@@ -67,13 +67,13 @@ class Progress:
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def count_batch(self, cursor: int, metrics: Mapping[str, float]) -> None:
-        """Add the completions of an iteration: their tokens and metrics, and the position after their prompts."""
+        """Add the tokens and metrics of an iteration's completions, and set the cursor."""
         self.cursor = cursor
         self.tokens += int(metrics["num_tokens"])
         self._add(metrics)
 
     def count_update(self, metrics: Mapping[str, float]) -> None:
-        """Add an optimizer step and its metrics."""
+        """Increment the counters of optimizer steps and add the metrics of a step."""
         self.step += 1
         self.updates_done += 1
         self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
@@ -92,7 +92,7 @@ class Progress:
                 total[1] += 1
 
     def log_line(self) -> dict[str, float]:
-        """Return totals, and means of metrics since the last call. `ratio_max` is a mean over the updates' maxima."""
+        """Return totals, and metrics averaged since the last call. `ratio_max` is the mean of per-update maxima."""
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
@@ -199,7 +199,7 @@ class Monitor:
         resumed: bool = False,
         updates: int = 1,
     ) -> None:
-        """Open the files and trackers of a run and print its sizes. Drops lines after the step that it resumes from."""
+        """Open the files and trackers of a run and print its sizes. On resume, drop lines after the checkpoint."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         self._writer.config(self._config, prompts=num_rows, param_dtype=max(dtypes, default="float32"))
@@ -241,7 +241,7 @@ class Monitor:
         self._display.say(message)
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions of the batch whose updates start at `step`, and print them with `log_completions`."""
+        """Write the completions of the batch whose updates start at `step`. With `log_completions`, also print them."""
         self._step = step
         if rows:
             self._writer.completions(step, rows)
@@ -253,7 +253,7 @@ class Monitor:
         self._display.advance(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a line of training metrics, and print and store its hints."""
+        """Log the training metrics of a step, and print and store new hints."""
         seconds = self.phase.take()
         tokens, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
         rate = {"tokens_per_second": tokens / seconds["seconds/total"]} if seconds["seconds/total"] > 0 else {}
@@ -312,10 +312,10 @@ class Monitor:
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write each distinct warning once, after `start` has opened the files."""
+        """Write a warning to `warnings.jsonl`, at most once and only after `start`."""
         if self._step is not None and (category, message) not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add((category, message))
-            with contextlib.suppress(OSError):  # the next write of metrics raises the same error, such as a full disk
+            with contextlib.suppress(OSError):  # if the disk is full, the next write of metrics raises an error
                 self._writer.warning(self._step, category, message)
 
 

@@ -115,7 +115,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps by group, and a note on completions that are left out."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a note on completions that are omitted."""
     offsets = _line_offsets(path)
     at = list(offsets)
     chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
@@ -141,12 +141,12 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    others = f"{total:,} completions of {len(at):,} steps" if kept < total else "no others"
-    return steps, f"completions.jsonl has {others}"
+    found = f"{total:,} completions of {len(at):,} steps" if kept < total else "no others"
+    return steps, f"completions.jsonl contains {found}"
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:
-    """Return step → byte offsets of its lines. The JSON is not parsed, since the file may have gigabytes."""
+    """Return a dict from step to the byte offsets of its lines. For speed, the JSON is not parsed."""
     offsets: dict[int, list[int]] = {}
     if not path.exists():
         return offsets

@@ -34,7 +34,7 @@ COLOURS = {
     "reward2": ("#7f5539", "#c29a7b"),
     "reward3": ("#9b1d64", "#f06aae"),
 }
-"""Meaning → (color on a light page, color on a dark page): Okabe and Ito's palette, darkened if too pale on white.
+"""Maps meanings to (color on a light page, color on a dark page). The palette is Okabe and Ito's, with darker tones.
 
 `policy` is the trained policy, `start` the initial policy, and `reference` the reference. `high` and `low` are for
 values beyond a bound, `nothing` for groups without a learning signal, and `reward0` … for reward functions.
@@ -93,17 +93,17 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
 # fmt: on
-"""(title, unit, lower limit of the y axis, regular expression of metric names → (label, meaning)).
+"""(title, unit, lower limit of the y axis, dict from regular expressions of metric names to (label, meaning)).
 
 If the label is empty, group 1 of the match is used. If the meaning is empty, the color of the reward function is used.
 """
 
 _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels without their all-zero curves, which occur without a reference or with one update per batch."""
+"""Panels whose all-zero curves are omitted. They occur without a reference, and with one update per batch."""
 
 
 def colour(meaning: str, *, dark: bool = False) -> str:
-    """Return a color of `COLOURS`."""
+    """Return the color for a meaning (a key of `COLOURS`)."""
     return COLOURS[meaning][dark]
 
 
@@ -139,7 +139,7 @@ def _curve(label: str, meaning: str, values: np.ndarray) -> Curve:
 
 
 def reward_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return label → key of `COLOURS` for the training and held-out rewards among metric names."""
+    """Return a dict from label to key of `COLOURS` for the training and held-out rewards among metric names."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -178,7 +178,7 @@ _COLUMNS, _LETTERS = 3, 62
 """Number of panels per row, and of characters per line of a legend."""
 
 # fmt: off
-_STYLE: Any = {  # matplotlib types each key separately
+_STYLE: Any = {  # matplotlib's type stubs list every key
     "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
     "axes.labelcolor": LIGHT.grey, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",

@@ -33,7 +33,7 @@ def held_out(name: str) -> str | None:
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return metric → label for the held-out rewards, without `eval/reward` if there is only one reward function."""
+    """Return a dict from metric to label of the held-out rewards. A redundant `eval/reward` is omitted."""
     found = {name: label for name in names if (label := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)

@@ -26,7 +26,7 @@ from grpo_jax.messages import import_extra
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
-"""File in the run directory that stores the tracker's run ids, so that a resumed run continues them."""
+"""File in the run directory with the trackers' run ids, which a resumed run continues."""
 
 
 class Tracker:

@@ -33,13 +33,13 @@ JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
 """A JSON value."""
 
 Line = Mapping[str, float | None]
-"""A line of `metrics.jsonl`: "step", and metric name → value. Values that are not finite are None."""
+"""A line of `metrics.jsonl`: a dict with "step" and the metrics. Values that are not finite are None."""
 
 CompletionRow = Mapping[str, Any]
-"""A line of `completions.jsonl`: "prompt" and "completion" (a string or messages), "rewards" (function → reward, or
-None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`. Completions with
-several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have "turn_rewards"
-(function → one reward per turn)."""
+"""A line of `completions.jsonl`: "prompt" and "completion" (strings or messages), "rewards" (dict from function to
+reward, or None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`.
+Completions with several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have
+"turn_rewards" (dict from function to one reward per turn)."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
@@ -62,7 +62,7 @@ def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of the next line, object) per line. Stops at a truncated line, which a killed process may leave."""
+    """Yield (offset of the next line, object) for each line, up to a line truncated by the end of a process."""
     end = 0
     for text in file:
         end += len(text)
@@ -162,7 +162,7 @@ class RunWriter:
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the lines of steps after `step` (−1: all lines) and a truncated last line.
 
-        The evaluation at `step` is also dropped if `evaluated` is False, i.e. if the checkpoint was written before it.
+        If the checkpoint was written before the evaluation at `step` (`evaluated=False`), that line is also dropped.
         """
         for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
