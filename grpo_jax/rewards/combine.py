@@ -90,7 +90,7 @@ def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardF
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
-    """Score only completions that pass a gate: the reward is `fn` if gate > threshold, else `otherwise`.
+    """Return a reward function with a gate: its value is `fn` if gate > threshold, else `otherwise`.
 
     `fn`, for example an expensive judge, is called only with the completions that pass. Completions for which the gate
     returns None are not scored. If `otherwise` is None, completions that fail are not scored either. The policy then

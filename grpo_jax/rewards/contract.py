@@ -217,7 +217,7 @@ RUN_METRICS = {
     "entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens", "clip_fraction",
     "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta",
 }  # fmt: skip
-"""Reserved metrics, which a run logs after calling the reward functions. `check_metrics` reserves rollout metrics."""
+"""Metrics that the run itself logs, so that `log_metric` rejects them. See `check_metrics` for rollout metrics."""
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")

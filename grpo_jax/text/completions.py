@@ -19,7 +19,7 @@ Array = jax.Array | np.ndarray
 CONTEXT = 8
 """Number of prompt tokens decoded together with a completion. No character spans more tokens."""
 
-_REPLACEMENT = "\ufffd"  # decoders return it for an incomplete character
+_REPLACEMENT = "\ufffd"  # what decoders return for an incomplete character
 
 
 class RewardInputs(NamedTuple):
@@ -82,7 +82,7 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the end of a prompt that completions continue. It is empty if they start a new message."""
+    """Return the end of a prompt, which its completions continue. It is empty if they start a new message."""
     prefill = _prefill(prompt)
     last, text = list[int](), ""
     if isinstance(prompt, str) or prefill:

@@ -167,7 +167,7 @@ _MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line breaks. Raises ValueError, with the line, on failure."""
+    """Yield the lines of a UTF-8 file, with line breaks. Raises ValueError with the number of an invalid line."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
