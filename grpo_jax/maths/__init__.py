@@ -1,7 +1,7 @@
-"""The maths of GRPO: pure functions of arrays, which depend on jax and chex only.
+"""The math of GRPO: pure functions of arrays that depend only on jax and chex.
 
-Read in this order: `advantages` (rewards to advantages), `credit` (rewards of turns and tokens to advantages),
-`sampling` (logits to tokens), `log_probs`, `kl`, `surrogates` (ratio, per-token loss, reduction), `losses` (the
+Suggested reading order: `advantages` (rewards to advantages), `credit` (turn and token rewards to advantages),
+`sampling` (logits to tokens), `log_probs`, `kl`, `surrogates` (ratios, per-token losses, reductions), `losses` (the
 objective), `supervised` (SFT and distillation), `reference` (the reference policy), `stops` (stop strings).
 """
 

@@ -1,4 +1,4 @@
-"""Argument checks of the pure functions, and bounds of log-probs."""
+"""Argument checks for the pure functions, and bounds on log-probs and log-ratios."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log-ratio| that is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and a global-norm clip overflows much
-earlier, by the square of a gradient entry."""
+"""Largest |log-ratio| passed to exp: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and a global-norm clip overflows much earlier
+because it squares gradient entries."""
 
 MIN_LOG_PROB = -1e4
-"""Lower bound of log-probs. It replaces −inf (an excluded token), so that differences of log-probs are finite."""
+"""Lower bound on log-probs. Replaces −inf (an excluded token), so that differences of log-probs are finite."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def bounded(x: jax.Array, low: float, high: float) -> jax.Array:
-    """Return clip(x, low, high), with derivative 1 outside the bounds too, so that the gradient does not vanish."""
+    """Return clip(x, low, high) with derivative 1 everywhere, so that the gradient does not vanish out of bounds."""
     return jnp.clip(x, low, high)
 
 
@@ -32,20 +32,20 @@ def _bounded_jvp(
 
 
 def choose(argument: str, value: str, known: Iterable[str]) -> str:
-    """Return `value` if it is one of `known`; otherwise raise a ValueError that names the nearest."""
+    """Return `value` if it is in `known`; otherwise raise a ValueError that suggests the closest name."""
     known = list(known)
     if value in known:
         return value
     close = nearest(value, known)
     hint = f" Did you mean {close!r}?" if close else ""
-    raise ValueError(f"{argument}={value!r} is not known; use one of {', '.join(map(repr, known))}.{hint}")
+    raise ValueError(f"{argument}={value!r} is not supported; use one of {', '.join(map(repr, known))}.{hint}")
 
 
 def floating(argument: str, value: jax.Array) -> jax.Array:
-    """Return `value` as an array of at least float32; raise a ValueError if its dtype is not floating."""
+    """Convert `value` to an array of at least float32. Raise ValueError if its dtype is not floating-point."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"{argument} has dtype {value.dtype}; pass a floating dtype.")
+        raise ValueError(f"{argument} has dtype {value.dtype}; pass a floating-point array.")
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
@@ -55,7 +55,7 @@ Scalar = float | jax.Array
 
 
 def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """Return `value` in the dtype of log_probs; raise a ValueError if the shapes differ."""
+    """Cast `value` to the dtype of `log_probs`. Raise ValueError if the shapes differ."""
     value = floating(name, value)
     if value.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, the shape of log_probs.")
@@ -63,7 +63,7 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
 
 
 def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """Return `value` without gradient, [..., 1] if given per row and [..., T] if given per token."""
+    """Return `value` without gradient: [..., 1] if it has one value per row, [..., T] if one per token."""
     value = floating(name, value)
     rows = log_probs.shape[:-1]
     if value.shape == rows:
@@ -74,9 +74,9 @@ def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array
 
 
 def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
-    """Return the mask as bool; raise a ValueError if its shape is not that of log_probs."""
+    """Convert the mask to bool. Raise ValueError if its shape differs from the shape of `log_probs`."""
     if log_probs.ndim == 0:
-        raise ValueError("log_probs has shape (); pass [..., T], completion tokens on the last axis.")
+        raise ValueError("log_probs has shape (); pass [..., T], with the completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
     if mask.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, the shape of log_probs.")
@@ -84,13 +84,13 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
 
 
 def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return log-probs with 0 where the mask is False, and without −inf.
+    """Set log-probs to 0 where the mask is False and bound the others below by `MIN_LOG_PROB`.
 
-    Masked values are replaced before they are used: a NaN that is masked later reaches the gradient as 0·NaN.
+    Masking happens before any use of the values, because masking a NaN later leaves 0·NaN in the gradient.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
 def is_off(coefficient: Scalar) -> bool:
-    """Return whether the coefficient is the Python number 0, so that its term is omitted; False if it is traced."""
+    """Return whether the coefficient is the Python number 0 and its term can be omitted. Traced values return False."""
     return isinstance(coefficient, int | float) and coefficient == 0

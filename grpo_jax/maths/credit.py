@@ -1,4 +1,4 @@
-"""Rewards of turns and tokens to advantages of tokens: each token is credited with the rewards after it."""
+"""Token advantages from turn and token rewards: each token is credited with the rewards that follow it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def turn_advantages(
     epsilon: float = 1e-4,
     estimator: str = "grpo",
 ) -> jax.Array:
-    """Compute the advantages of tokens from the rewards that follow them (rewards to go).
+    """Compute token advantages from the rewards that follow each token (rewards to go).
 
-        r_n = the rewards in turn n, from its first token to the last before the next turn
+        r_n = the sum of rewards in turn n, from its first token to the last one before the next turn
         S_n = Σ_{m≥n} r_m
-        A_n = `compute_advantages` of the S_n of the group's completions
+        A_n = `compute_advantages` of S_n over the completions of the group
         A_t = A_n − Σ_k w_k (the rewards in turn n before token t)
 
-    The second term of A_t is 0 if a turn has its reward at its last token. It is in units of the reward, so it applies
-    only if advantages are too: with scale_rewards="none" and the estimators "grpo" and "rloo".
+    The second term of A_t is 0 if the only reward of a turn is at its last token. It is in units of the reward, so it
+    is applied only if advantages are as well: with scale_rewards="none" and the estimators "grpo" and "rloo".
 
     Args:
-      token_rewards: [B, G, T, K] float, each at its token: a turn's reward at the last token of the turn, a
-        completion's at its last token. NaN at all tokens of a completion that a function has not scored.
-      turns: [B, G, T] int, the turn of a sampled token, from 0; −1 for other tokens, whose rewards belong to the turn
-        before them.
+      token_rewards: [B, G, T, K] float, rewards placed at tokens: a turn's reward at the last token of the turn, a
+        completion's reward at its last token. NaN at all tokens of a completion that function k did not score.
+      turns: [B, G, T] int, turn index of each sampled token, starting at 0; −1 for all other tokens. Their rewards
+        belong to the preceding turn.
       weights: as in `compute_advantages`.
       scale_rewards: as in `compute_advantages`.
       multi_objective_aggregation: as in `compute_advantages`.
@@ -42,34 +42,34 @@ def turn_advantages(
       estimator: as in `compute_advantages`, except "opo".
 
     Returns:
-      [B, G, T] float32, unitless; 0 where `turns` is −1. With one turn and its reward at the last token, every token
-      has the completion's advantage of `compute_advantages`.
+      [B, G, T] float32, unitless; 0 where `turns` is −1. With a single turn whose reward is at the last token, every
+      token gets the advantage that `compute_advantages` gives the completion.
 
     Raises:
-      ValueError: for wrong shapes or names, and as `compute_advantages`.
+      ValueError: if a shape is wrong or `compute_advantages` rejects an argument.
 
     Gradient:
-      None: rewards are data. With scale_rewards="none", the expected value of (1/G) Σ_i Σ_t A_it ∇log π(t) over groups
-      of G sampled from π, with R the sum of all rewards of a completion, is:
+      None; rewards are constants. With scale_rewards="none", the expected value of (1/G) Σ_i Σ_t A_it ∇log π(t) over
+      groups of G samples from π is as follows, where R is the sum of all rewards of a completion:
 
-      | turns, estimator | expected gradient |
+      | number of turns, estimator | expected gradient |
       |---|---|
-      | the same number in every completion, "rloo" | ∇E[R] |
-      | the same number in every completion, "grpo" | (G − 1)/G · ∇E[R] |
-      | the number depends on the sample | biased: late turns are compared with few others |
+      | the same in every completion, "rloo" | ∇E[R] |
+      | the same in every completion, "grpo" | (G − 1)/G · ∇E[R] |
+      | depends on the sample | biased: late turns are compared with few completions |
 
-      A turn that no other completion of its group reaches has A = 0. Crediting every token with the whole episode's
-      reward gives (G − 1)/G · ∇E[R] for any number of turns, with the rewards before a turn as noise.
-      tests/maths/test_credit.py enumerates all of these.
+      A turn that no other completion of its group reaches has A = 0. Crediting every token with the reward of the whole
+      episode gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
+      tests/maths/test_credit.py verifies all of these by enumeration.
 
     References:
-      Rewards to go and baselines by state: Williams, "Simple statistical gradient-following algorithms" (1992), and
-      Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
+      Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
+      and Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
       (arXiv:2402.03300), section 4.1.3, normalizes the reward of each step over all steps of the group, then sums over
       the following steps. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
 
     Example:
-      Two completions of two turns each; the first completion is rewarded in its first turn.
+      Two completions of two turns each. Only the first turn of the first completion has a reward.
 
       >>> import jax.numpy as jnp
       >>> turns = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1]]])
@@ -83,19 +83,19 @@ def turn_advantages(
             f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
         )
     if estimator == "opo":
-        raise ValueError('estimator="opo" has a baseline for whole completions, and none for a turn.')
+        raise ValueError('estimator="opo" does not support turns, since its baseline is for whole completions.')
     scale_rewards = scale_of(scale_rewards, estimator)
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
     scored = ~jnp.isnan(rewards).any(axis=2, keepdims=True)  # [B, G, 1, K]
     rewards = jnp.where(scored, rewards, 0)
-    # The turn of each token; an observation belongs to the turn before it. There are at most as many turns as tokens.
-    owner = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
-    rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], owner
+    # Turn index of each token; observation tokens belong to the preceding turn. There are at most T turns.
+    turn_of = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
+    rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], turn_of
     earned = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
     to_go = _to_go(earned)
-    there = jnp.arange(t)[None, None] <= turns.max(axis=2, keepdims=True)
-    to_go = jnp.where(there[..., None] & scored, to_go, jnp.nan)
+    exists = jnp.arange(t)[None, None] <= turns.max(axis=2, keepdims=True)
+    to_go = jnp.where(exists[..., None] & scored, to_go, jnp.nan)
     advantages = compute_advantages(
         jnp.moveaxis(to_go, 2, 1).reshape(b * t, g, k),
         weights=weights,
@@ -105,16 +105,16 @@ def turn_advantages(
         estimator=estimator,
     )
     advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2)
-    found = jnp.take_along_axis(advantages, owner, axis=2)
+    found = jnp.take_along_axis(advantages, turn_of, axis=2)
     if in_units_of_rewards(scale_rewards, estimator):
-        of_each = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
-        weighed = (rewards * of_each[None, None, None]).sum(axis=-1)
-        found = found - _earlier_in_turn(weighed, owner)
+        per_function = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
+        weighted = (rewards * per_function[None, None, None]).sum(axis=-1)
+        found = found - _earlier_in_turn(weighted, turn_of)
     return jnp.where(turns >= 0, found, 0)
 
 
 def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
-    """Return whether advantages are differences of rewards, to which further rewards can be added."""
+    """Return whether advantages are differences of rewards, so that rewards can be added to them."""
     return scale_rewards == "none" and estimator in ("grpo", "rloo")
 
 
@@ -130,15 +130,15 @@ def _to_go(earned: jax.Array) -> jax.Array:
     return jnp.moveaxis(to_go, 0, 2)
 
 
-def _earlier_in_turn(rewards: jax.Array, owner: jax.Array) -> jax.Array:
-    """Return the sum of the rewards in a token's turn before the token, [B, G, T]; exactly 0 if they are at the end."""
-    begins = jnp.diff(owner, axis=2, prepend=-1) != 0
+def _earlier_in_turn(rewards: jax.Array, turn_of: jax.Array) -> jax.Array:
+    """Return the sum of rewards that precede each token in its turn, [B, G, T]."""
+    starts = jnp.diff(turn_of, axis=2, prepend=-1) != 0
 
     def step(sum_so_far: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        reward, begin = token
-        sum_so_far = jnp.where(begin, 0, sum_so_far)
+        reward, start = token
+        sum_so_far = jnp.where(start, 0, sum_so_far)
         return sum_so_far + reward, sum_so_far
 
-    tokens = jnp.moveaxis(rewards, 2, 0), jnp.moveaxis(begins, 2, 0)
+    tokens = jnp.moveaxis(rewards, 2, 0), jnp.moveaxis(starts, 2, 0)
     _, sums = jax.lax.scan(step, jnp.zeros_like(rewards[..., 0]), tokens)
     return jnp.moveaxis(sums, 0, 2)

@@ -11,19 +11,19 @@ from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, bounded, choose, 
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
-    """Return d: unbiased in value; on-policy its expected gradient is 0, whatever the reference is."""
+    """Return d: unbiased in value. On-policy, its expected gradient is 0 for any reference."""
     return log_ratio
 
 
 def k2(log_ratio: jax.Array) -> jax.Array:
-    """Return d²/2: biased in value; on-policy its expected gradient is ∇KL(π‖π_ref)."""
+    """Return d²/2: biased in value. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Return e^{−d} − 1 + d ≥ 0: unbiased in value; on-policy its expected gradient is ∇KL(π_ref‖π)."""
+    """Return e^{−d} − 1 + d ≥ 0: unbiased in value. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
     d = bounded(log_ratio, -MAX_LOG_RATIO, jnp.inf)
-    # expm1, since the sum e^{−d} − 1 + d loses all digits near d = 0, where a KL usually is.
+    # Evaluating e^{−d} − 1 + d directly loses all digits near d = 0, the usual case.
     return jnp.expm1(-d) + d
 
 
@@ -31,29 +31,30 @@ ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "
 
 
 def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: str = "k3") -> jax.Array:
-    """Estimate KL(π‖π_ref) token by token from the log-probs of tokens sampled from π.
+    """Estimate KL(π‖π_ref) per token from the log-probs of tokens sampled from π.
 
         d = log_probs − ref_log_probs
         k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
 
-    Half precision is computed in float32. Log-probs below −1e4 count as −1e4. In k3, d below −20 counts as −20 in value
-    and derivative, since the exponential would overflow.
+    Half-precision inputs are computed in float32. Log-probs below −1e4 are treated as −1e4. In k3, d below −20 is
+    treated as −20 in value and derivative, since the exponential would overflow.
 
     Args:
-      log_probs: [...] float, nats ≤ 0, of the sampled tokens under the policy.
-      ref_log_probs: [...] float, nats ≤ 0, of the same tokens under the reference.
+      log_probs: [...] float, nats ≤ 0, log-probs of the sampled tokens under the policy.
+      ref_log_probs: [...] float, nats ≤ 0, log-probs of the same tokens under the reference.
       estimator: "k1", "k2" or "k3".
 
     Returns:
       [...] float32 (float64 for float64 input), nats per token.
 
     Raises:
-      ValueError: if the shapes differ, a dtype is not floating, or the estimator is not known.
+      ValueError: if the shapes differ, a dtype is not floating-point, or the estimator is unknown.
 
     Gradient:
-      With respect to `log_probs`: 1, d and 1 − e^{−d}. `ref_log_probs` is constant. An unbiased value does not imply an
-      unbiased gradient: over tokens sampled from π in a given state, the expected gradient of k1 is 0, of k2
-      ∇KL(π‖π_ref), and of k3 ∇KL(π_ref‖π). See `grpo_loss` for products with the ratio and for whole completions.
+      With respect to `log_probs`: 1 for k1, d for k2 and 1 − e^{−d} for k3. `ref_log_probs` is constant. An unbiased
+      value does not imply an unbiased gradient: over tokens sampled from π in a given state, the expected gradient is 0
+      for k1, ∇KL(π‖π_ref) for k2, and ∇KL(π_ref‖π) for k3. `grpo_loss` covers products with the ratio and whole
+      completions.
 
     References:
       Schulman, "Approximating KL Divergence" (2020): k1, k2, k3. DeepSeekMath (arXiv:2402.03300), equation 4: k3.
@@ -72,6 +73,6 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(
             f"log_probs has shape {log_probs.shape} and ref_log_probs {ref_log_probs.shape}; "
-            "pass the log-probs of the same tokens."
+            "pass log-probs of the same tokens."
         )
     return estimate(bounded(log_probs, MIN_LOG_PROB, jnp.inf) - bounded(ref_log_probs, MIN_LOG_PROB, jnp.inf))

@@ -1,7 +1,7 @@
 """The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
 Each variant is a function in one of three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
-Leading axes are free, such as [B, G, T] or [R, T]; a row of T tokens is one completion.
+Arrays may have any leading axes, such as [B, G, T] or [R, T]. A row of T tokens is one completion.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from grpo_jax.maths.surrogates import (
 def _check_terms(
     settings: LossSettings, ref_log_probs: jax.Array | None, entropies: jax.Array | None, entropy_coef: Scalar
 ) -> None:
-    """Raise a ValueError for a term without its array."""
+    """Raise ValueError if a term is enabled without the array it needs."""
     if ref_log_probs is None and not is_off(settings.beta):
         raise ValueError(
-            f"beta={settings.beta} needs ref_log_probs, the log-probs under the reference; or pass beta=0.0."
+            f"beta={settings.beta} needs ref_log_probs (log-probs under the reference); pass them or set beta=0.0."
         )
     if entropies is None and not (is_off(entropy_coef) and is_off(1 - settings.top_entropy_quantile)):
         raise ValueError(
-            "entropy_coef and top_entropy_quantile need entropies, [..., T] nats; "
-            "or pass entropy_coef=0.0 and top_entropy_quantile=1.0."
+            "entropy_coef and top_entropy_quantile need entropies ([..., T] in nats); "
+            "pass them or set entropy_coef=0.0 and top_entropy_quantile=1.0."
         )
 
 
@@ -73,25 +73,25 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute `grpo_loss` of a part of a minibatch, with metrics that merge exactly.
+    """Compute the contribution of a part of a minibatch to `grpo_loss`, with metrics that merge exactly.
 
-    With the counts of the whole minibatch, the losses of its parts add up to its loss, and their gradients to its
-    gradient, however it is split along the leading axes:
+    If the counts of the whole minibatch are passed, the losses and gradients of its parts sum to the loss and gradient
+    of the minibatch, for any split along the leading axes:
 
         totals = batch_totals(mask)
         loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]
         metrics = finalize_metrics(merge_metrics(...))
 
     Args:
-      settings: the arguments of `grpo_loss` that are fields of `LossSettings`; the others are passed directly.
-      num_rows: rows of the minibatch; None: of this call.
-      num_tokens: masked-in tokens of the minibatch; None: of this call.
-      num_selected_tokens: selected tokens of the minibatch; None: of this call.
-      selected: [..., T] bool or 0/1, this call's part of the minibatch's `top_entropy_mask`; None: computed from this
-        call's tokens.
+      settings: the arguments of `grpo_loss` that are fields of `LossSettings`. All others are passed directly.
+      num_rows: number of rows in the minibatch. If None, the rows of this call are counted.
+      num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens of this call are counted.
+      num_selected_tokens: number of selected tokens in the minibatch. If None, the tokens of this call are counted.
+      selected: [..., T] bool or 0/1, this part of the minibatch's `top_entropy_mask`. If None, the mask is computed
+        from the tokens of this call.
 
     Returns:
-      The [] float32 loss and its `MetricSums`.
+      The loss, [] float32, and its `MetricSums`.
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
     surrogate, reduction = settings.functions
@@ -109,7 +109,7 @@ def grpo_loss_terms(
         max_completion_length=mask.shape[-1] if longest is None else longest,
     )
 
-    # Policy term: the surrogate, with the masks and weights that do not apply to the KL.
+    # Policy term. Its masks and weights do not apply to the KL.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
     weights, log_weights = read_importance_weights(importance_weights, l, mask)
@@ -129,7 +129,7 @@ def grpo_loss_terms(
     if selected is not None:
         selected = mask & read_mask(log_probs, selected, "selected")
         p = jnp.where(selected, p, 0)
-    if weights is not None and surrogate is not vespo:  # vespo includes them in its own weight
+    if weights is not None and surrogate is not vespo:  # vespo already applies them
         p = p * jnp.where(mask, weights, 1)
     loss = reduction(p, mask, counts)
     sums = {"policy_loss": loss, "kl_bounded_tokens": jnp.zeros_like(count), "kl_in_loss": jnp.zeros_like(loss)}
@@ -163,14 +163,14 @@ def _gather_metrics(
     sums: dict[str, jax.Array],
     token_sums: dict[str, jax.Array],
 ) -> MetricSums:
-    """Return the metrics of a call; arrays [..., T] are summed over the masked-in tokens."""
+    """Return the metrics of one call. Arrays [..., T] are summed over tokens with mask 1."""
     w, mask = tokens.ratio, tokens.mask
     clips = clip_events(surrogate, tokens, settings)
     token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
     sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
-    # Counts are floats too, so that metrics can be averaged over steps and devices.
+    # Counts are converted to float as well, so that metrics can be averaged over steps and devices.
     sums, maxes = jax.tree.map(lambda x: sg(x.astype(loss.dtype)), (sums, maxes))
     return MetricSums(sums, maxes)
 
@@ -210,7 +210,7 @@ def grpo_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the GRPO objective and its metrics.
 
-        d = l − l_ref,   w = ratio of l to l_old at the importance sampling level,   p = surrogate(w, A) of `loss_type`
+        d = l − l_ref,   w = importance ratio of l to l_old (see `level` below),   p = surrogate(w, A) of `loss_type`
         loss = reduce(p · masks and weights) + reduce(beta · k) − entropy_coef · Σ m' H / max(Σ m', 1)
 
     | loss_type | p | reduce |
@@ -221,10 +221,10 @@ def grpo_loss(
     | dapo | same | Σ m p / max(normalizer, 1) |
     | luspo | same; use it with importance_sampling_level="sequence" | mean over rows of Σ m p |
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
-    | sapo | −A·(4/τ)·σ(τ(w−1)), τ by the sign of A | as grpo |
+    | sapo | −A·(4/τ)·σ(τ(w−1)), τ depends on the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
 
-    In vespo s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) depend on the
+    In vespo, s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) depend on the
     sign of A.
 
     | level | w |
@@ -233,75 +233,79 @@ def grpo_loss(
     | sequence | exp(Σ m (l − l_old) / Σ m), gradient through the mean |
     | trajectory | sg(exp(Σ m (l − l_old)))·exp(l − sg(l)): unbiased, high variance |
 
-    Half precision is computed in float32. Values where `mask` is 0 are ignored, NaN and inf included. Log-probs below
-    −1e4 (−inf) count as −1e4, and log-ratios above 20 count as 20 in exponentials. Bounds do not zero gradients.
+    Half-precision inputs are computed in float32. Values where `mask` is 0 are ignored, including NaN and inf.
+    Log-probs below −1e4 (or −inf) are treated as −1e4, and log-ratios above 20 as 20 in exponentials. Gradients are
+    not zeroed at these bounds.
 
     Args:
-      log_probs: [..., T] float, nats; l, under the trained params. A row of T tokens is one completion.
-      old_log_probs: [..., T] float, nats; None: sg(l), ratio 1 in value with the gradient of l.
-      ref_log_probs: [..., T] float, nats; may be None if beta is 0. The metric `kl` needs them for any beta.
-      advantages: [...] or [..., T] float, unitless.
-      mask: [..., T] bool or 0/1, m.
+      log_probs: [..., T] float, nats; l, log-probs under the trained params. A row of T tokens is one completion.
+      old_log_probs: [..., T] float, nats; l_old. If None, sg(l) is used: the ratio is 1 and has the gradient of l.
+      ref_log_probs: [..., T] float, nats; l_ref. May be None if beta is 0, but the metric `kl` is then 0.
+      advantages: [...] or [..., T] float, unitless; A.
+      mask: [..., T] bool or 0/1; m.
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
-      beta: ≥ 0, weight of the KL term. The number 0 leaves the term out.
-      epsilon: ≥ 0, lower clip range.
-      epsilon_high: ≥ 0, upper clip range; None: epsilon. In cispo it is the cap itself (5.0 in the paper), and None
-        scales on-policy gradients by epsilon.
-      delta: > 1 + epsilon_high, cap of the ratio in the unclipped term; None: no cap.
+      beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
+      epsilon: lower clip range ε ≥ 0.
+      epsilon_high: upper clip range ≥ 0; None uses epsilon. In cispo it is the cap of the ratio itself (5.0 in the
+        paper), and None scales on-policy gradients by epsilon.
+      delta: cap of the ratio in the unclipped term, > 1 + epsilon_high; None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
-      kl_estimator: "k1", "k2" or "k3" of d.
-      use_bias_correction_kl: for placement "loss", whether the estimator is multiplied by w (k1, k3) or sg(w) (k2).
-      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s), which subtracts beta·Σ_{s≥t} d_s,
-        at the current params, from the normalised advantages of an unclipped loss.
-      max_completion_length: tokens, constant of dr_grpo; None: T.
-      normalizer: denominator of dapo, cispo and vespo, the masked-in tokens of the whole minibatch; None: of this call.
+      kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
+      use_bias_correction_kl: whether k is multiplied by w (k1, k3) or sg(w) (k2); for placement "loss" only.
+      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s). This is equivalent to subtracting
+        beta·Σ_{s≥t} d_s, at the current params, from the normalized advantages of an unclipped loss.
+      max_completion_length: length in tokens in the denominator of dr_grpo; None uses T.
+      normalizer: denominator of dapo, cispo and vespo: the number of tokens with mask 1 in the whole minibatch. If
+        None, the tokens of this call are counted.
       sapo_temperature_neg: τ > 0 where A ≤ 0.
       sapo_temperature_pos: τ > 0 where A > 0.
       vespo_k_pos: k where A ≥ 0.
       vespo_lambda_pos: λ where A ≥ 0.
       vespo_k_neg: k where A < 0.
       vespo_lambda_neg: λ where A < 0.
-      entropies: [..., T] float, nats, of the next-token distributions; differentiable.
+      entropies: [..., T] float, nats; H, entropies of the next-token distributions. Differentiable.
       entropy_coef: weight of the entropy bonus; may be traced.
-      top_entropy_quantile: ρ in [0, 1]; below 1 only tokens with entropy ≥ the linear (1−ρ)-quantile (m') enter p.
-      sampling_log_probs: [..., T] float, nats, of the sampler, for the off-policy mask only; NaN: not scored. None:
-        old_log_probs.
-      off_policy_mask_threshold: nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None keeps all.
-      kl_correction_level: the w of the KL correction at the sequence level: "token", exp(l − l_old), or
-        "importance_sampling_level", the ratio of the policy term (TRL's value). Other levels use their own ratio.
-      importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler, which multiply p (in vespo they enter
-        s); None: 1.
-      surrogate: a function of `Tokens` and `LossSettings` that returns p [..., T] instead of the p of `loss_type`,
-        which still determines the reduction. Its clips are not counted in the metrics.
+      top_entropy_quantile: ρ in [0, 1]. Below 1, p is kept only at the tokens with mask m', whose entropy is at least
+        the linearly interpolated (1−ρ)-quantile.
+      sampling_log_probs: [..., T] float, nats; l_sampling, log-probs from the sampler for the off-policy mask. NaN
+        marks tokens that were not scored. If None, old_log_probs is used.
+      off_policy_mask_threshold: threshold in nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
+        keeps all tokens.
+      kl_correction_level: the w of the KL correction at importance sampling level "sequence": "token" uses
+        exp(l − l_old), "importance_sampling_level" the ratio of the policy term (as TRL). Not used at other levels.
+      importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler that multiply p (in vespo, part of s).
+        None uses 1.
+      surrogate: function of `Tokens` and `LossSettings` that returns p [..., T]. It replaces the p of `loss_type`, but
+        not its reduction. Metrics do not count its clipping.
 
     Returns:
-      loss: [] float32 (float64 for float64 log_probs), to be minimised.
+      loss: [] float32 (float64 for float64 log_probs), to be minimized.
       metrics: dict of [] floats without gradient. `loss` = `policy_loss` + `kl_in_loss` − `entropy_bonus`. Means over
-        masked-in tokens: `kl` (plain k3 whatever enters the loss; 0 without reference), `entropy`, `ratio_mean`,
-        `approx_kl_old` (k3 estimate of KL(old‖new) by the token log-ratios), `clip_fraction` = `clip_fraction_low`
+        tokens with mask 1: `kl` (k3 for any `kl_estimator`; 0 without ref_log_probs), `entropy`, `ratio_mean`,
+        `approx_kl_old` (k3 estimate of KL(old‖new) from token log-ratios), `clip_fraction` = `clip_fraction_low`
         (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high), `clip_fraction_delta`
-        (w > delta, A < 0), `off_policy_fraction` (if its threshold is given). Others: `ratio_max`, `kl_bounded_tokens`
-        (tokens with d < −20), `tokens`, `rows`; with entropies `selected_tokens` (Σ m') and `selected_entropy` (mean
-        over m'). For parts of a minibatch use `grpo_loss_terms`.
+        (w > delta, A < 0), and `off_policy_fraction` if its threshold is set. Others: `ratio_max`, `kl_bounded_tokens`
+        (tokens with d < −20), `tokens`, `rows`; with entropies also `selected_tokens` (Σ m') and `selected_entropy`
+        (mean over m'). For parts of a minibatch, use `grpo_loss_terms`.
 
     Raises:
-      ValueError: wrong shapes or dtypes, an unknown name, or a term without its array.
+      ValueError: if a shape or dtype is wrong, a name is unknown, or an array required by a term is missing.
 
     Gradient:
       With respect to `log_probs` and `entropies` only. For one token sampled from π_old in a given state, the expected
       gradient of the KL term is:
 
-      | in the loss | gradient |
+      | KL term | expected gradient |
       |---|---|
       | k1 | 0 on-policy |
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
       | k3 | ∇KL(π_ref‖π) on-policy, the other direction; biased off-policy |
-      | w·k3, w·k1, sg(w)·k2 | ∇KL(π‖π_ref), also off-policy: `use_bias_correction_kl=True`, the default |
+      | w·k3, w·k1, sg(w)·k2 (`use_bias_correction_kl=True`, the default) | ∇KL(π‖π_ref), also off-policy |
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
 
-      Only the last line is about whole completions. The terms in the loss omit the effect of a token on later states,
-      on-policy too: 4 to 47 % of the gradient's norm in four problems of two tokens, enumerated in
-      tests/maths/test_enumeration.py. The last line is exact there, with more variance. At the sequence level,
+      Only the last line holds for whole completions. The other terms omit the effect of a token on later states, even
+      on-policy: 4 to 47 % of the gradient norm in the four two-token problems that tests/maths/test_enumeration.py
+      enumerates. The last line is exact in these problems, with more variance. At level "sequence",
       `kl_correction_level="importance_sampling_level"` is biased for completions of more than one token.
 
     References:

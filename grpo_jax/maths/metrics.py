@@ -1,4 +1,4 @@
-"""Metrics of the objective as sums that merge exactly over the parts of a batch; selection of tokens by entropy."""
+"""Loss metrics as sums that merge exactly across parts of a batch, and entropy-based token selection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_jax.maths.checks import Scalar, sg
 
 
 class MetricSums(NamedTuple):
-    """Metrics of a part of a batch; parts merge by the sum of `sums` and the maximum of `maxes`."""
+    """Metrics of one part of a batch. To merge parts, add their `sums` and take the maximum of their `maxes`."""
 
     sums: dict[str, jax.Array]
     maxes: dict[str, jax.Array]
@@ -22,8 +22,9 @@ class MetricSums(NamedTuple):
 def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
     """Return Σ m·x over all tokens for each metric [..., T], without gradient.
 
-    The tokens of a row are added in pairs, since a sequential float32 sum of thousands loses its last digits on a CPU.
-    XLA would merge two sums in a row into one, and a barrier between them deadlocks the devices of a mesh on CPUs.
+    The tokens of a row are added pairwise, since a sequential float32 sum of thousands of values loses its last digits
+    on CPU. Summing in two stages does not help: XLA merges both stages, and an optimization barrier between them
+    deadlocks a mesh of CPU devices.
     """
     values = jnp.where(mask[None], sg(jnp.stack(list(metrics.values()))), 0)
     while (length := values.shape[-1]) > 1:
@@ -34,22 +35,22 @@ def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str,
 
 
 def top_entropy_threshold(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """Return the linear (1 − quantile)-quantile of the entropies where `mask` is True, []."""
+    """Return the linearly interpolated (1 − quantile)-quantile, [], of the entropies where `mask` is True."""
     largest = jnp.finfo(entropies.dtype).max
     ordered = jnp.sort(jnp.where(mask, entropies, largest), axis=None)
     last = jnp.maximum(jnp.sum(mask), 1) - 1
     position = (1 - quantile) * last
     below = jnp.floor(position).astype(int)
     above = jnp.minimum(below + 1, last)
-    # Bounded by the upper value: rounded above it, the threshold would exclude all tokens.
+    # Rounding could put the threshold above the upper value, which might exclude all tokens.
     return sg(jnp.minimum(ordered[below] + (position - below) * (ordered[above] - ordered[below]), ordered[above]))
 
 
 def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """Return the tokens of `mask` whose entropy is at least the linear (1 − quantile)-quantile, [..., T] bool.
+    """Return a mask [..., T] of the tokens whose entropy is at least the (1 − quantile)-quantile.
 
-    Compute the mask once per minibatch and pass it on as `selected`. Two programs may differ in the last bit of an
-    entropy that many tokens share, so a threshold from the other program could drop all of these tokens.
+    Compute this mask once per minibatch and pass it as `selected`. Two programs may compute entropies that differ in
+    the last bit, so a threshold from a different program could exclude all tokens that share the same entropy.
     """
     return mask & (entropies >= top_entropy_threshold(entropies, mask, quantile))
 
@@ -63,16 +64,16 @@ def update_entropy_coef(
         applied = coef if entropy ≤ target, else 0
 
     Args:
-      coef: [] float, the current coefficient; the config's `entropy_coef` at the start.
-      entropy: [] float, nats; the metric `selected_entropy` of the last minibatch.
-      target: nats; the bonus acts at and below it.
-      delta: > 0, step of the coefficient.
+      coef: [] float, current coefficient; initially the config's `entropy_coef`.
+      entropy: [] float, nats, metric `selected_entropy` of the last minibatch.
+      target: entropy in nats at or below which the bonus is applied.
+      delta: step > 0 of the coefficient.
       minimum: lower bound of the coefficient.
       maximum: upper bound of the coefficient.
 
     Returns:
       The new coefficient and `applied`, the `entropy_coef` of the next step, both [] float32 without gradient. In the
-      first step, before any entropy is measured, `entropy_coef` is 0.
+      first step, `entropy_coef` is 0, since no entropy is available yet.
 
     References:
       Skywork-OR1 (arXiv:2505.22312), section 4; TRL's `use_adaptive_entropy`.
@@ -87,10 +88,10 @@ def update_entropy_coef(
 
 
 def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Return the counts of a whole minibatch, for calls of `grpo_loss_terms` with a part of it.
+    """Count the rows and tokens of a whole minibatch, as keyword arguments of `grpo_loss_terms` for its parts.
 
-    They are `num_rows`, `num_tokens`, and with `selected`, the `top_entropy_mask` of the minibatch,
-    `num_selected_tokens`. Both masks are [..., T].
+    Returns `num_rows` and `num_tokens`, and also `num_selected_tokens` if `selected` (the `top_entropy_mask` of the
+    minibatch) is given. Both masks are [..., T].
     """
     mask = jnp.asarray(mask) != 0
     totals = {"num_rows": jnp.asarray(math.prod(mask.shape[:-1])), "num_tokens": jnp.sum(mask)}
@@ -100,14 +101,14 @@ def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str
 
 
 def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
-    """Return the metrics of two parts of a batch together."""
+    """Merge the metrics of two parts of a batch."""
     return MetricSums(
         sums=jax.tree.map(jnp.add, first.sums, second.sums), maxes=jax.tree.map(jnp.maximum, first.maxes, second.maxes)
     )
 
 
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
-    """Return the metrics of merged sums: `x_sum` becomes `x`, the mean over masked-in tokens; the rest is unchanged."""
+    """Convert merged sums to metrics: `x_sum` to the mean `x` over tokens with mask 1. Other values are unchanged."""
     sums = dict(metrics.sums)
     result = dict(metrics.maxes)
     if "selected_entropy_sum" in sums:

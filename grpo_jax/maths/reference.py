@@ -1,4 +1,4 @@
-"""Updates of the reference policy (TR-DPO)."""
+"""Reference policy updates (TR-DPO)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from grpo_jax.types import Params
 
 
 def _check_alpha(alpha: float | jax.Array) -> None:
-    """Raise a ValueError for a Python number outside [0, 1]; traced values are not checked."""
+    """Raise ValueError for a Python number outside [0, 1]. Traced values are not checked."""
     if isinstance(alpha, int | float) and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha} must lie in [0, 1]: it is the weight of the new params.")
+        raise ValueError(f"alpha must be in [0, 1]; got {alpha}. It is the weight of the new params.")
 
 
 def _check_trees(ref_params: Params, params: Params) -> None:
-    """Raise a ValueError unless both trees have the same structure and shapes and only floating leaves."""
+    """Raise ValueError unless both trees have the same structure and shapes and only floating-point leaves."""
     ref_leaves, leaves = (
         {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (ref_params, params)
     )
     if ref_leaves.keys() != leaves.keys():
         odd = sorted(ref_leaves.keys() ^ leaves.keys())
-        raise ValueError(f"ref_params and params differ in structure: only one of them has {', '.join(odd)}.")
+        raise ValueError(f"ref_params and params differ in structure; missing from one of them: {', '.join(odd)}.")
     for name, ref_leaf in ref_leaves.items():
         leaf = leaves[name]
         if jnp.shape(ref_leaf) != jnp.shape(leaf):
@@ -30,8 +30,8 @@ def _check_trees(ref_params: Params, params: Params) -> None:
         for which, x in (("ref_params", ref_leaf), ("params", leaf)):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(
-                    f"Leaf {name} of {which} has dtype {jnp.result_type(x)}; only floats have a weighted mean. "
-                    "Keep integer leaves out of the params that are mixed."
+                    f"Leaf {name} of {which} has dtype {jnp.result_type(x)}; only floating-point leaves can be mixed. "
+                    "Exclude integer leaves from the params."
                 )
 
 
@@ -40,24 +40,24 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 
-    The arithmetic is float32 (float64 for float64 leaves), since a small alpha would change nothing in bfloat16. Leaves
-    are mixed one by one: for adapters, whose weights are products A B, use `models.lora.sync_adapters`.
+    The arithmetic is float32 (float64 for float64 leaves), since in bfloat16 a small alpha would have no effect. Each
+    leaf is mixed separately. For adapters, whose weights are products A·B, use `models.lora.sync_adapters`.
 
     Args:
-      ref_params: pytree of float leaves of any shape; `None` leaves stay `None`.
+      ref_params: pytree of float leaves of any shape; `None` leaves are unchanged.
       params: pytree of the same structure and shapes; the dtypes may differ.
-      alpha: [] float in [0, 1], the weight of the *new* params (1 copies them, 0 keeps the reference).
+      alpha: [] float in [0, 1], weight of the *new* params (1 copies them, 0 keeps the reference).
 
     Returns:
-      A pytree like `ref_params` with the same dtypes, in new buffers. A bfloat16 reference approaches the params only
-      to bfloat16's resolution: keep the reference in float32 if alpha is small.
+      A pytree with the structure and dtypes of `ref_params`, in new buffers. A bfloat16 reference approaches the params
+      only up to the resolution of bfloat16; if alpha is small, store the reference in float32.
 
     Raises:
-      ValueError: if the trees differ in structure or shapes, a leaf is not floating, or alpha lies outside [0, 1].
+      ValueError: if the trees differ in structure or shapes, a leaf is not floating-point, or alpha is not in [0, 1].
 
     References:
-      TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and optax's `step_size` have the
-      same direction; `optax.incremental_update` computes in the leaves' own dtype.
+      TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and optax's `step_size` are also
+      weights of the new params; `optax.incremental_update` computes in the dtype of the leaves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,27 +79,27 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
 def sync_reference(
     ref_params: Params, params: Params, step: int | jax.Array, *, every: int, alpha: float | jax.Array
 ) -> Params:
-    """Apply `mixup` to the reference at every `every`-th step.
+    """Apply `mixup` to the reference every `every` steps.
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref   if step % every == 0,   else θ_ref
 
-    With fixed params, n syncs multiply the distance between the two by (1 − alpha)ⁿ.
+    If the params are fixed, n syncs multiply their distance to the reference by (1 − alpha)ⁿ.
 
     Args:
       ref_params: as in `mixup`.
       params: as in `mixup`.
-      step: [] integer, number of optimizer steps so far (1 after the first); may be traced.
-      every: integer ≥ 1, steps between two syncs (TRL's `ref_model_sync_steps`).
+      step: [] integer, number of completed optimizer steps (1 after the first); may be traced.
+      every: integer ≥ 1, number of steps between two syncs (TRL's `ref_model_sync_steps`).
       alpha: as in `mixup`.
 
     Returns:
-      A pytree like `ref_params` with the same dtypes.
+      A pytree with the structure and dtypes of `ref_params`.
 
     Raises:
-      ValueError: as `mixup`, or if every < 1.
+      ValueError: if every < 1 or `mixup` rejects an argument.
 
     References:
-      TR-DPO (arXiv:2404.09656), section 3. Step 0 counts as a multiple of `every`.
+      TR-DPO (arXiv:2404.09656), section 3. Step 0 is a multiple of `every` and also mixes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,10 +108,10 @@ def sync_reference(
       [0.0, 0.5, 0.0, 0.5]
     """
     if isinstance(every, int) and every < 1:
-        raise ValueError(f"every={every} must be at least 1 (optimizer steps between two syncs).")
+        raise ValueError(f"every must be at least 1; got {every}. Pass the number of optimizer steps between syncs.")
     _check_alpha(alpha)
     _check_trees(ref_params, params)
-    # A branch instead of a select, so that the params are not read at other steps.
+    # `cond` instead of `where`, so that the params are not read at other steps.
     return jax.lax.cond(
         step % every == 0, lambda: mixup(ref_params, params, alpha), lambda: jax.tree.map(jnp.asarray, ref_params)
     )

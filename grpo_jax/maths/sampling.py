@@ -1,8 +1,8 @@
-"""Logits to tokens: the sampling distribution, and exact draws from it by inverting its cumulative sum.
+"""Sampling distribution of tokens from logits, and exact sampling from it with the inverse CDF.
 
-A Gumbel draw needs a random number for each entry of the vocabulary and is the most expensive part of a decode step on
-a CPU. The inverse CDF needs two per draw: one selects a block of the vocabulary by the blocks' masses, the other a
-token in the block. Each level resolves 2^-23, so that two levels are exact for rare tokens.
+Gumbel sampling needs a random number for each vocabulary entry and is the most expensive part of a decode step on CPU.
+The inverse CDF needs two per token. The first selects a block of the vocabulary with probability proportional to its
+mass; the second selects a token in the block. Each level has a resolution of 2^-23, so rare tokens are drawn exactly.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 
 
 class Sampling(NamedTuple):
-    """The settings of the distribution that tokens are drawn from; hashable, for use as a static argument."""
+    """Settings of the sampling distribution. Hashable, for use as a static argument."""
 
-    temperature: float = 1.0  # unitless; 0 is greedy decoding, with log-probs at temperature 1
+    temperature: float = 1.0  # unitless; 0 selects greedy decoding, with log-probs at temperature 1
     top_k: int = 0  # number of tokens to keep; 0 keeps all
     top_p: float = 1.0  # probability mass to keep, in (0, 1]
     min_p: float | None = None  # smallest probability relative to the largest, in [0, 1]
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise a ValueError for a setting outside its range; the settings are Python numbers."""
+    """Raise ValueError if a setting, a Python number, is out of range."""
     temperature, top_k, top_p, min_p = sampling
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(f"temperature must be a finite number ≥ 0 (0 is greedy); got {temperature!r}.")
@@ -39,12 +39,13 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | None = None) -> jax.Array:
-    """Return the logits [..., V] float32 of the distribution that tokens are drawn from.
+    """Compute the logits [..., V] float32 of the sampling distribution.
 
-    These steps apply in order, each to the result of the one before, as in transformers: divide by the temperature;
-    keep the `top_k` largest; keep the smallest set of most likely tokens whose mass reaches `top_p`; keep tokens at
-    least `min_p` times as likely as the likeliest. Other tokens get −inf. Tokens that tie with the last kept one are
-    kept. `keep`, [...] token ids, are never cut: the log-prob of a sampled token stays finite when the params change.
+    As in transformers, these steps are applied in order, each to the result of the previous one: divide by the
+    temperature; keep the `top_k` largest logits; keep the smallest set of most likely tokens whose mass reaches
+    `top_p`; keep tokens at least `min_p` times as likely as the most likely one. All other tokens get −inf. Ties with
+    the last token kept are also kept. The token ids `keep`, [...], are never removed, so that the log-prob of a sampled
+    token remains finite when the params change.
     """
     check_sampling(sampling)
     temperature, top_k, top_p, min_p = sampling
@@ -60,9 +61,9 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
     if top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        # A token stays if the mass before it has not reached top_p, so that the first always stays.
-        stays = jnp.cumsum(probs, axis=-1) - probs < top_p
-        smallest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
+        # Compare the mass before each token, so that the first token is always kept.
+        kept = jnp.cumsum(probs, axis=-1) - probs < top_p
+        smallest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= smallest, logits, -jnp.inf)
     if min_p:
         logits = jnp.where(logits >= logits.max(axis=-1, keepdims=True) + math.log(min_p), logits, -jnp.inf)
@@ -73,15 +74,15 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
-    """Return the two uniforms of a draw, [..., 2] float32 in [0, 1), for each of [...] typed keys."""
+    """Draw two uniform random numbers, [..., 2] float32 in [0, 1), for each of the typed keys [...]."""
     flat = keys.reshape(-1)
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape((*keys.shape, 2))
 
 
 def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
-    """Return the first index along the axis where the cumulative sum of weights exceeds u · total, for u in [0, 1).
+    """Return the first index along `axis` where the cumulative sum of weights exceeds u · total, for u in [0, 1).
 
-    Rounding never selects an entry of weight 0 if some entry is positive.
+    An entry of weight 0 is never selected due to rounding, unless all weights are 0.
     """
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=axis), 0)
     total = cumulative.max(axis=axis)
@@ -90,11 +91,11 @@ def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
 
 
 def vocabulary_blocks(size: int) -> tuple[int, int]:
-    """Return the number of blocks and their width for draws from a vocabulary; both are about the square root.
+    """Return the number and the width of vocabulary blocks for sampling, both about the square root of the size.
 
-    If possible, the blocks fill the vocabulary exactly and their number is a multiple of a power of two, so that whole
-    blocks fit on each of several devices. The blocks determine which token a uniform selects, so they depend on the
-    size of the vocabulary only.
+    If possible, the blocks cover the vocabulary without padding and their number is a multiple of a power of two, so
+    that a vocabulary can be sharded in whole blocks. The blocks determine which token a random number selects, so they
+    depend only on the size of the vocabulary.
 
     Example:
       >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)
@@ -110,11 +111,11 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 def draw_tokens(
     u: jax.Array, logits: jax.Array, *, axis: int = -1, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token from softmax(logits) for each row, given its two uniforms u [..., 2] in [0, 1).
+    """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
 
-    Returns tokens [...] int32 and their log-probs [...] float32. Entries of −inf are never drawn. The vocabulary is the
-    given axis of the logits. If it is split over devices, `together` gathers a small array, and blocks are selected by
-    a masked sum, since an index would gather the logits.
+    Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. The vocabulary is axis
+    `axis` of the logits. If it is sharded, `together` all-gathers a small array, and blocks are selected with a masked
+    sum, since indexing would gather the logits.
     """
     axis %= logits.ndim
     before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
@@ -123,10 +124,10 @@ def draw_tokens(
     top = logits.max(axis=axis, keepdims=True)
     padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
 
-    def cut(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         return jnp.pad(x, padding).reshape((*before, blocks, width, *after))
 
-    weights = cut(jnp.exp(logits - top))
+    weights = split(jnp.exp(logits - top))
     masses = weights.sum(axis=axis + 1)
     masses = masses if together is None else together(masses)
     block = _inverse_cdf(u[..., 0], masses, axis)
@@ -140,7 +141,7 @@ def draw_tokens(
     tokens = (block * width + place).astype(jnp.int32)
     if together is not None:
         own = jnp.arange(width).reshape((*ones[0], -1, *ones[1])) == jnp.expand_dims(place, axis)
-        drawn = jnp.where(chosen & jnp.expand_dims(own, axis), cut(logits), 0).sum(axis=(axis, axis + 1))
+        drawn = jnp.where(chosen & jnp.expand_dims(own, axis), split(logits), 0).sum(axis=(axis, axis + 1))
         drawn = jnp.expand_dims(together(drawn), axis)
     else:
         drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
@@ -148,7 +149,7 @@ def draw_tokens(
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the likeliest token of each row, [...] int32, and its log-prob [...] float32."""
+    """Return the most likely token of each row, [...] int32, and its log-prob, [...] float32."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
@@ -162,14 +163,14 @@ def sample_tokens(
     top_p: float = 1.0,
     min_p: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token for each row of logits, and return it with its log-prob.
+    """Sample one token for each row of logits, and return it with its log-prob.
 
     token ~ softmax(process_logits(logits)), log-prob = log softmax(process_logits(logits))[token].
 
     Args:
-      key: a typed PRNG key, consumed; or [...] keys, one per draw.
-      logits: [..., V], any float dtype; −inf is never drawn, and a row has at least one finite entry.
-      temperature: ≥ 0; 0 takes the likeliest token, with its log-prob at temperature 1.
+      key: single PRNG key, or keys [...], one per row of logits.
+      logits: [..., V], any float dtype. Logits of −inf are never drawn; each row needs at least one finite entry.
+      temperature: temperature ≥ 0; 0 selects the most likely token and returns its log-prob at temperature 1.
       top_k: as in `Sampling`.
       top_p: as in `Sampling`.
       min_p: as in `Sampling`.
@@ -178,7 +179,7 @@ def sample_tokens(
       tokens [...] int32, log_probs [...] float32.
 
     Raises:
-      ValueError: logits without a vocabulary axis, keys of another shape, or a setting outside its range.
+      ValueError: if logits have no vocabulary axis, the shape of the keys is wrong, or a setting is out of range.
 
     Example:
       >>> import jax
@@ -197,5 +198,5 @@ def sample_tokens(
     if key.shape == ():
         return draw_tokens(jax.random.uniform(key, (*rows, 2)), processed)
     if key.shape != rows:
-        raise ValueError(f"key must be one key, or one per draw {rows}; got shape {key.shape}.")
+        raise ValueError(f"key must be a single key or have shape {rows}; got shape {key.shape}.")
     return draw_tokens(uniforms(key), processed)

@@ -1,14 +1,14 @@
-"""Stop strings found token by token: an automaton over bytes, with one table look-up per sampled token.
+"""Stop string detection during sampling: a byte automaton with one table lookup per sampled token.
 
-The state is the longest suffix of the text that is a prefix of a stop string. A token advances the state through all of
-its bytes, so that a string may start and end inside of tokens and is found at the token that completes it:
+The state is the longest suffix of the text that is a prefix of a stop string. A token advances the state by all of its
+bytes, so a stop string may start and end inside tokens. It is found at the token that completes it:
 
 ```
 stop "</a>"       tokens   x      </      a>       .
                   state    ""  →  "</" →  found →  found
 ```
 
-Many tokens have the same effect on every state: the table has one row for each kind of token, and is small.
+Tokens with the same effect on every state are of the same kind. The table is small because it has one row per kind.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import numpy as np
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 _TEXTS = 1 << 13
-"""Number of tokens processed at a time, to bound the memory."""
+"""Number of tokens processed at a time, to limit memory use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """The automaton of stop strings over a vocabulary; hashable, for use as a static argument of `jit`.
+    """Automaton of stop strings over a vocabulary. Hashable, for use as a static argument of `jit`.
 
     Attributes:
       strings: the stop strings.
-      digest: hash of the arrays, for equality.
-      kinds: [N + 1] unsigned integers, the kind of each token; the last one is for ids ≥ N, which have no text.
-      table: [kinds, S + 1] int32, the state after a token of a kind. The last state, S, is final and means found.
+      digest: hash of the arrays, for equality comparison.
+      kinds: [N + 1] unsigned integer, kind of each token. The last entry is for ids ≥ N, which have no text.
+      table: [kinds, S + 1] int32, next state for each token kind and state. State S is final: a string was found.
     """
 
     strings: tuple[str, ...]
@@ -51,7 +51,7 @@ class Stops:
         return int(self.table.shape[1] - 1)
 
     def after(self, state: Array, tokens: Array) -> Array:
-        """Return the states [...] int32 after tokens [...]; a turn starts in state 0."""
+        """Return the next states [...] int32 after tokens [...]. Each turn starts in state 0."""
         if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
             found: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
             return found
@@ -59,7 +59,7 @@ class Stops:
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """Return the number of tokens of a turn up to the one that completes a stop string, or None."""
+        """Return the number of tokens through the one that completes a stop string, or None if there is none."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])
@@ -69,10 +69,10 @@ class Stops:
 
 
 def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
-    """Return the automaton of non-empty stop strings over a vocabulary.
+    """Build the automaton of non-empty stop strings for a vocabulary.
 
-    `pieces` are the UTF-8 bytes of each of the N tokens; b"" is a token without text. A string that no sequence of
-    tokens spells raises a ValueError.
+    `pieces` are the UTF-8 bytes of each of the N tokens, b"" for a token without text. Raises ValueError if a stop
+    string cannot be formed from these tokens.
 
     Example:
       >>> stops = make_stops(["</a>"], [b"x", b"</", b"a>.", b"<", b"a"])
@@ -81,17 +81,17 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
     """
     encoded = [string.encode() for string in strings]
     alone = [_tables([string], pieces) for string in encoded]
-    unspelt = [string for string, (_, table) in zip(strings, alone, strict=True) if not _spelt(table)]
-    if unspelt:
-        raise ValueError(f"no tokens of this vocabulary spell {', '.join(map(repr, unspelt))}")
+    missing = [string for string, (_, table) in zip(strings, alone, strict=True) if not _is_reachable(table)]
+    if missing:
+        raise ValueError(f"the tokens of this vocabulary cannot form {', '.join(map(repr, missing))}")
     kinds, table = alone[0] if len(alone) == 1 else _tables(encoded, pieces)
     return Stops(tuple(strings), hashlib.sha256(kinds.tobytes() + table.tobytes()).digest(), kinds, table)
 
 
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `kinds` and `table` of the automaton."""
+    """Build `kinds` and `table` of `Stops`."""
     steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Bytes that are in no string become 255, which UTF-8 does not use, so that few different texts remain.
+    # Replace bytes that no string contains by 255 (unused in UTF-8), so that few distinct texts remain.
     same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
     texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
     different = sorted(set(texts), key=len, reverse=True)
@@ -102,7 +102,7 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
         there = np.frombuffer(b"".join(text.ljust(lengths[0]) for text in some), np.uint8).reshape(len(some), -1)
         states = np.tile(np.arange(len(steps)), (len(some), 1))
         for at in range(lengths[0]):
-            count = int((lengths > at).sum())  # the longest come first
+            count = int((lengths > at).sum())  # longest first
             states[:count] = steps[states[:count], there[:count, at, None]]
         for text, row in zip(some, states.astype(np.int32), strict=True):
             kind_of[text] = rows.setdefault(row.tobytes(), len(rows))
@@ -110,8 +110,8 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
     return kinds, np.frombuffer(b"".join(rows), np.int32).reshape(len(rows), -1)
 
 
-def _spelt(table: np.ndarray) -> bool:
-    """Return whether tokens lead from state 0 to the final state."""
+def _is_reachable(table: np.ndarray) -> bool:
+    """Return whether some token sequence leads from state 0 to the final state."""
     reached, count = np.zeros(1, np.int64), 0
     while len(reached) > count:
         count, reached = len(reached), np.unique(np.append(table[:, reached], reached))
@@ -119,7 +119,7 @@ def _spelt(table: np.ndarray) -> bool:
 
 
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """Return the state after a byte, [S + 1, 256]. States but the final one are prefixes of strings by length."""
+    """Return the next state for each state and byte, [S + 1, 256]. Non-final states are prefixes sorted by length."""
     states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
     number, found = {text: i for i, text in enumerate(states)}, len(states)
     steps = np.zeros((found + 1, 256), np.int64)

@@ -1,12 +1,12 @@
-"""Supervised losses: the likelihood of given tokens (SFT) and the divergence from a teacher (distillation).
+"""Supervised losses: negative log-likelihood of target tokens (SFT) and divergence from a teacher (distillation).
 
 ```
-whole distributions        ── divergence ────────────┐
-k of the teacher's tokens  ── top_k_divergence ──────┼──► [..., T] ── reduction of `loss_type` ──► loss
-the sampled token          ── sampled_divergence ────┘
+full distributions       ── divergence ────────────┐
+k tokens per position    ── top_k_divergence ──────┼──► [..., T] ── reduction of `loss_type` ──► loss
+sampled tokens           ── sampled_divergence ────┘
 ```
 
-In distillation the completions are sampled from the policy, and only the policy has a gradient.
+In distillation, completions are sampled from the policy, and only the policy has a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 def likelihood_loss(
     log_probs: jax.Array, mask: jax.Array, *, loss_type: str = "nll", num_tokens: Scalar | None = None
 ) -> jax.Array:
-    """Compute the negative log-likelihood of given tokens, the loss of SFT.
+    """Compute the SFT loss, the negative log-likelihood of the target tokens.
 
         nll:  Σ m · (−l) / max(Σ m, 1)
         dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l)
@@ -34,10 +34,11 @@ def likelihood_loss(
     "nll" has the gradient of `grpo_loss(..., loss_type="bnpo")` with advantages 1, ratio 1 and beta 0.
 
     Args:
-      log_probs: [..., T] float, l.
-      mask: [..., T], m: 1 on the tokens to learn.
+      log_probs: [..., T] float, nats; l.
+      mask: [..., T] bool or 0/1; m, 1 at the target tokens.
       loss_type: "nll" or "dft".
-      num_tokens: [], Σ m of the whole minibatch, so that the losses of its parts add up; None: of this call.
+      num_tokens: [], Σ m over the whole minibatch, so that the losses of its parts sum to its loss. If None, the tokens
+        of this call are counted.
 
     Returns:
       [] float32, nats per token.
@@ -62,10 +63,10 @@ def likelihood_loss_terms(
     loss_type: str,
     num_tokens: Scalar,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute `likelihood_loss` of a part of a minibatch, with metrics that merge exactly.
+    """Compute the contribution of a part of a minibatch to `likelihood_loss`, with metrics that merge exactly.
 
-    All arrays are [..., T]. Two of them enter the metrics only: `entropies` in nats, and `likeliest`, 1 where the token
-    is the likeliest one, which becomes `mean_token_accuracy`.
+    All arrays are [..., T]. `entropies` (nats) and `likeliest` are used for metrics only: `likeliest` is 1 where the
+    target token is the most likely one, and its mean is the metric `mean_token_accuracy`.
     """
     chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
@@ -76,7 +77,7 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound of the log of the mass of k tokens, so that the rest keeps about 1e-7, the resolution of float32."""
+"""Upper bound on the log of the mass of k tokens. The other tokens keep about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -99,28 +100,28 @@ DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array, Scalar], jax.Array]] = {
 def divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """Compute the divergence between the policy's distribution p and the teacher's q.
+    """Compute a divergence between the policy's distribution p and the teacher's distribution q.
 
         reverse_kl: KL(p‖q) = Σ p (log p − log q)          forward_kl: KL(q‖p)
         jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
 
-    jsd / alpha tends to the forward KL for alpha → 0, and jsd / (1 − alpha) to the reverse KL for alpha → 1. Log-probs
-    below −1e4 (−inf) count as −1e4.
+    jsd / alpha approaches the forward KL as alpha → 0, and jsd / (1 − alpha) the reverse KL as alpha → 1. Log-probs
+    below −1e4 (or −inf) are treated as −1e4.
 
     Args:
-      log_probs: [..., V] float, nats, normalized; the policy's.
-      teacher_log_probs: [..., V] float, nats, normalized; the teacher's.
+      log_probs: [..., V] float, nats, normalized log-probs of the policy.
+      teacher_log_probs: [..., V] float, nats, normalized log-probs of the teacher.
       kind: "reverse_kl", "forward_kl" or "jsd".
-      alpha: in (0, 1), weight of the teacher in jsd; unused by the others.
+      alpha: weight of the teacher in jsd, in (0, 1); not used by the other kinds.
 
     Returns:
       [...] float32 (float64 for float64 input), nats ≥ 0.
 
     Gradient:
-      With respect to `log_probs`, for a given state: the effect of a token on later states is not included.
+      With respect to `log_probs`, for a given state. The effect of a token on later states is not included.
 
     References:
-      GKD (arXiv:2306.13649), equation 1, where the weight in jsd is beta.
+      GKD (arXiv:2306.13649), equation 1, where alpha is called beta.
     """
     choose("kind", kind, DIVERGENCES)
     log_probs = floating("log_probs", log_probs)
@@ -130,7 +131,7 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append log(1 − Σ exp(log_probs)), at least about log 1e-7, to log-probs of k tokens: [..., k] to [..., k + 1]."""
+    """Append the log-prob of the other tokens, log(1 − Σ exp(log_probs)) ≥ about log 1e-7: [..., k] → [..., k + 1]."""
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
 
@@ -138,22 +139,23 @@ def with_rest(log_probs: jax.Array) -> jax.Array:
 def top_k_divergence(
     log_probs: jax.Array, teacher_log_probs: jax.Array, *, kind: str = "reverse_kl", alpha: Scalar = 0.5
 ) -> jax.Array:
-    """Compute `divergence` with all tokens but k merged into one, for a teacher with top-k log-probs only.
+    """Compute `divergence` from the log-probs of k tokens, with all other tokens merged into one.
 
-    With r and s the mass of the merged tokens under p and q, it is less than the divergence of whole distributions by
+    Let r and s be the mass of the merged tokens ("rest") under p and q. The result is less than the divergence of the
+    full distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
         jsd: at most ((1 − alpha)·r + alpha·s) · log 2
 
     Args:
-      log_probs: [..., k] float, nats; the policy's, of k different tokens (usually the teacher's most probable).
-      teacher_log_probs: [..., k] float, nats; the teacher's, of the same tokens.
+      log_probs: [..., k] float, nats, policy log-probs of k distinct tokens, usually the teacher's most likely ones.
+      teacher_log_probs: [..., k] float, nats, teacher log-probs of the same tokens.
       kind: as in `divergence`.
       alpha: as in `divergence`.
 
     References:
-      SDPO (arXiv:2601.20802), the top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
+      SDPO (arXiv:2601.20802), top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
     """
     log_probs = floating("log_probs", log_probs)
     teacher = like_log_probs("teacher_log_probs", teacher_log_probs, log_probs)
@@ -166,25 +168,25 @@ def sampled_divergence(
 ) -> jax.Array:
     """Estimate the reverse KL from sampled tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    Its gradient is the policy gradient with the advantage −(l − l_teacher) of each token, at the current params and
-    without a clip.
+    Its gradient is the unclipped policy gradient with the token advantage −(l − l_teacher) at the current params.
 
     Args:
-      log_probs: [..., T] float, nats; l.
-      old_log_probs: [..., T] float, nats, under the policy that sampled; None: sg(l), w is 1 in value.
-      teacher_log_probs: [..., T] float, nats.
+      log_probs: [..., T] float, nats; l, log-probs under the policy.
+      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. If None, sg(l) is
+        used, so that w = 1.
+      teacher_log_probs: [..., T] float, nats; l_teacher.
       mask: [..., T] bool or 0/1.
 
     Returns:
       [..., T] float, nats of either sign; 0 where the mask is 0.
 
     Gradient:
-      Over tokens sampled from the old policy, the expected gradient is ∇KL(p‖q) in each given state, at any distance
-      from the old policy; the expected value is that KL. The variance is larger than with `divergence`.
+      Over tokens sampled from the old policy in a given state, the expected value is KL(p‖q) and the expected gradient
+      is ∇KL(p‖q), however far the policy is from the old one. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher), which is equal in the
-      first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher); both are equal
+      in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
@@ -204,10 +206,10 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute coef · reduce(per_token), with the reduction of `loss_type`, and the metrics as sums.
+    """Compute coef · reduce(per_token) with the reduction of `loss_type`, and its metrics as sums.
 
-    `per_token`, [..., T] nats, is one of the divergences above. With the counts of a whole minibatch the losses of its
-    parts add up, as in `losses.grpo_loss_terms`.
+    `per_token`, [..., T] in nats, is one of the divergences above. If the counts of the whole minibatch are passed, the
+    losses of its parts sum to its loss, as in `losses.grpo_loss_terms`.
     """
     _, reduction = LOSS_TYPES[choose("loss_type", loss_type, LOSS_TYPES)]
     per_token = floating("per_token", per_token)

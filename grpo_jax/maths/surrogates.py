@@ -1,4 +1,4 @@
-"""The variants of the objective, in one table each: importance ratios, per-token policy losses, reductions."""
+"""Components of the objective: tables of importance ratios, per-token policy losses and reductions."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from grpo_jax.maths.kl import ESTIMATORS
 
 
 class Tokens(NamedTuple):
-    """The arguments of a surrogate, arrays [..., T]. Where `mask` is False, values are 0 and ratios 1."""
+    """Input of a surrogate: arrays [..., T]. Where `mask` is False, values are 0 and ratios are 1."""
 
-    log_probs: jax.Array  # l; only l, log_ratio and ratio have a gradient
+    log_probs: jax.Array  # l; only log_probs, log_ratio and ratio have a gradient
     log_ratio: jax.Array  # l − l_old
-    ratio: jax.Array  # w at the importance sampling level
+    ratio: jax.Array  # w, importance ratio at the importance sampling level
     advantages: jax.Array  # A
     mask: jax.Array  # bool
-    log_weights: jax.Array  # [...], summed log of the sampler weights of each row (vespo only)
+    log_weights: jax.Array  # [...], sum of the log sampler weights of each row (vespo only)
 
 
 class Counts(NamedTuple):
-    """Denominators of the reductions, counted over the whole minibatch."""
+    """Denominators of the reductions for the whole minibatch."""
 
     rows: Scalar
     tokens: Scalar
@@ -45,17 +45,17 @@ class Counts(NamedTuple):
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
-    """Return exp(log_ratio), with the log-ratio bounded above in value but not in gradient."""
+    """Return exp(log_ratio) with the log-ratio bounded above; the bound does not change the gradient of log_ratio."""
     return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
 def row_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return Σ m·x over the row, [..., T] → [..., 1]."""
+    """Return Σ m·x over each row, [..., T] → [..., 1]."""
     return jnp.sum(values, axis=-1, keepdims=True, where=mask)
 
 
 def row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return Σ m·x / max(Σ m, 1) over the row, [..., T] → [..., 1]."""
+    """Return Σ m·x / max(Σ m, 1) over each row, [..., T] → [..., 1]."""
     return row_sum(values, mask) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
@@ -65,12 +65,12 @@ def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> 
 
 
 def sequence_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return w_t = exp(Σ m (l − l_old) / Σ m), equal for all tokens of a row; gradient through the mean (GSPO)."""
+    """Return w_t = exp(Σ m (l − l_old) / Σ m), equal for all tokens of a row, with gradient through the mean (GSPO)."""
     return jnp.broadcast_to(_exp(row_mean(log_ratio, mask)), log_ratio.shape)
 
 
 def trajectory_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): the completion's weight, the token's own gradient."""
+    """Return w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): completion weight with the gradient of the token."""
     return sg(_exp(row_sum(log_ratio, mask))) * jnp.exp(log_probs - sg(log_probs))
 
 
@@ -82,7 +82,7 @@ RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
-    """Return the minimum, with the gradient of `first` at a tie (jnp.minimum halves it)."""
+    """Return the minimum. A tie has the gradient of `first`, which jnp.minimum would halve."""
     return jnp.where(first <= second, first, second)
 
 
@@ -95,19 +95,19 @@ def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −sg(min(w, ε_high))·A·l: the weight is capped, and the gradient never vanishes."""
+    """Return p = −sg(min(w, ε_high))·A·l: a capped weight, whose gradient never vanishes."""
     return -sg(jnp.minimum(tokens.ratio, settings.upper_epsilon)) * tokens.advantages * tokens.log_probs
 
 
 def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −A·(4/τ)·σ(τ(w − 1)), τ by the sign of A: a smooth gate instead of the clip, slope 1 at w = 1."""
+    """Return p = −A·(4/τ)·σ(τ(w − 1)), τ from the sign of A: a smooth gate instead of clipping, slope 1 at w = 1."""
     w, A = tokens.ratio, tokens.advantages
     tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
     return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
 
 
 def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), s the completion's log-weight, (k, λ) by the sign of A."""
+    """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), with completion log-weight s, and (k, λ) from the sign of A."""
     A = tokens.advantages
     s = row_sum(jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), tokens.mask) + tokens.log_weights[..., None]
     s = jnp.clip(s, math.log(1e-8), MAX_LOG_RATIO)
@@ -118,10 +118,10 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
-    """Return the term per token that beta multiplies, from d = l − l_ref."""
+    """Compute the per-token KL term from d = l − l_ref, before multiplication by beta."""
     w = tokens.ratio
     if settings.kl_placement == "reward":
-        # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params, on the unclipped ratio.
+        # Equivalent to A_t ← A_t − beta·Σ_{s≥t} d_s at the current params with an unclipped ratio.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
     k = ESTIMATORS[settings.kl_estimator](d)
     if not settings.use_bias_correction_kl:
@@ -129,19 +129,19 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
         # The geometric mean of a completion's ratios is not an importance weight.
         w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
-    # k1 and k3 need w in the gradient: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 needs sg(w): w·k2 has
-    # the gradient of E_π[d²/2], which is not a KL.
+    # k1 and k3 require the gradient of w: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 requires sg(w):
+    # w·k2 has the gradient of E_π[d²/2], which is not a KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
 def near_the_sampler(
     tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
-    """Return DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
+    """Return the off-policy mask of DeepSeek-V3.2: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
     l, l_sampling = tokens.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
-        # A token that the sampler could not score (NaN) does not count as drift.
+        # Tokens without sampler log-prob (NaN) contribute 0.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
     return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
@@ -149,7 +149,7 @@ def near_the_sampler(
 def read_importance_weights(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return the sampler weights ([..., 1] or [..., T]; None if they are 1) and their summed logs [...]."""
+    """Return the weights ([..., 1] or [..., T]; None if not given) and the sum of their logs for each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
     weights = row_or_token("importance_weights", importance_weights, l)
@@ -158,7 +158,7 @@ def read_importance_weights(
 
 
 SAMPLER_WEIGHT_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""Weights per token or per completion; outside of the bounds they are clipped or set to 0."""
+"""Weights per token or per sequence, truncated to the bounds or masked (set to 0) outside them."""
 
 
 def sampler_weights(
@@ -170,7 +170,7 @@ def sampler_weights(
     clip_max: Scalar | None = 3.0,
     clip_min: Scalar | None = None,
 ) -> jax.Array:
-    """Compute importance weights of completions sampled from an engine's distribution μ instead of π_old.
+    """Compute importance weights for completions sampled from an engine's distribution μ instead of π_old.
 
         δ = log π_old − log μ per token
         token:     w_t = exp(δ_t)
@@ -178,24 +178,25 @@ def sampler_weights(
         truncate:  w ← max(min(w, clip_max), clip_min)
         mask:      w ← w if clip_min ≤ w ≤ clip_max, else 0
 
-    Half precision is computed in float32. Values where `mask` is 0 are ignored, NaN and inf included. Log-probs below
-    −1e4 (−inf) count as −1e4, and |log w| above 20 as 20. For a token that the engine could not score (NaN), δ = 0.
+    Half-precision inputs are computed in float32. Values where `mask` is 0 are ignored, including NaN and inf.
+    Log-probs below −1e4 (or −inf) are treated as −1e4, and |log w| above 20 as 20. δ = 0 for tokens that the engine did
+    not score (NaN).
 
     Args:
-      old_log_probs: [..., T] float, nats, under π_old, computed by the trainer.
-      sampling_log_probs: [..., T] float, nats, under μ.
-      mask: [..., T] bool or 0/1; a row of T tokens is one completion.
+      old_log_probs: [..., T] float, nats, log-probs under π_old from the trainer.
+      sampling_log_probs: [..., T] float, nats, log-probs under μ.
+      mask: [..., T] bool or 0/1; m. A row of T tokens is one completion.
       mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-      clip_max: > 0, upper bound of the weights; None: no bound.
-      clip_min: ≥ 0, lower bound; None: no bound.
+      clip_max: upper bound > 0 of the weights; None disables it.
+      clip_min: lower bound ≥ 0 of the weights; None disables it.
 
     Returns:
-      float32 (float64 for float64 old_log_probs): [..., T] in the token modes, 1 where `mask` is 0; [...] in the
-      sequence modes, 1 for a row without tokens: the `importance_weights` of `grpo_loss`.
+      Float32 weights (float64 for float64 old_log_probs) to pass to `grpo_loss` as `importance_weights`. In token
+      modes [..., T], 1 where `mask` is 0. In sequence modes [...], 1 for a row without tokens.
 
     Gradient:
-      None: the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
-      the weights of earlier tokens and are exact for completions of one token only. Bounds trade bias for variance.
+      None; the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
+      the weights of earlier tokens and are exact only for completions of one token. Bounds trade bias for variance.
 
     References:
       TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
@@ -208,7 +209,7 @@ def sampler_weights(
         if value.shape != old.shape or old.ndim == 0:
             raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, the shape of old_log_probs [..., T].")
     delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
-    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)  # one `where` is enough, since there is no gradient
+    delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)
     if mode.startswith("sequence"):
         delta = delta.sum(axis=-1)
     w = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -219,7 +220,7 @@ def sampler_weights(
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Return Σ_rows (Σ m·x / max(Σ m, 1)) / rows: completions weigh the same, so tokens of long ones weigh less."""
+    """Return Σ_rows (Σ m·x / max(Σ m, 1)) / rows: each completion has the same weight, regardless of its length."""
     return jnp.sum(row_mean(values, mask)) / counts.rows
 
 
@@ -239,7 +240,7 @@ def sum_over_normalizer(values: jax.Array, mask: jax.Array, counts: Counts) -> j
 
 
 def sum_over_constant(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Return Σ m·x / (rows·max_completion_length): the denominator does not depend on the sample."""
+    """Return Σ m·x / (rows·max_completion_length). The denominator does not depend on the sampled completions."""
     return jnp.sum(values, where=mask) / (counts.rows * counts.max_completion_length)
 
 
@@ -258,18 +259,18 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
 }
-"""The surrogate and the reduction of each loss type.
+"""Surrogate and reduction of each loss type.
 
-To add a loss, add a function and a row here, its name to `config.fields.LossType` and the docstring of `grpo_loss`, its
-NumPy version to tests/maths/test_losses.py, and a setting to `experiments.estimators`. If it clips, extend
-`clip_events`; if it applies the sampler's weights itself, as `vespo` does, extend `losses.grpo_loss_terms`. Add new
-settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their contradictions with other fields to
-`config.contradictions`, and their relation to TRL's fields to `compat.trl_fields`.
+To add a loss type, add a function and an entry here, and add the name to `config.fields.LossType` and to the docstring
+of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`. If the loss
+clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`, extend `losses.grpo_loss_terms`.
+Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflicts with other fields to
+`config.contradictions`, and the corresponding TRL fields to `compat.trl_fields`.
 """
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Return where the clip stops the gradient, [..., T] bool for each metric; all False for other surrogates."""
+    """Return a mask [..., T] of clipped tokens for each metric; all False for surrogates without clipping."""
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
@@ -288,9 +289,9 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """The settings of the objective, as arguments of `grpo_loss` and fields of `GRPOConfig` with the same names.
+    """Static settings of the objective, named as the arguments of `grpo_loss` and the fields of `GRPOConfig`.
 
-    `surrogate` is an argument of `train`. Unknown names raise a ValueError.
+    `surrogate` is an argument of `train` instead of a config field. Raises ValueError if a variant is unknown.
     """
 
     loss_type: str = "dapo"
@@ -323,7 +324,7 @@ class LossSettings:
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:
-        """The surrogate, which is the caller's own if given, and the reduction of `loss_type`."""
+        """The custom surrogate if given, otherwise the one of `loss_type`; and the reduction of `loss_type`."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 

@@ -117,8 +117,8 @@ def far(teacher=L, **settings):
 SCALES = ({"scale_rewards": "group"}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"})
 SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\), params \(1,\)"
 REFUSED = [
-    (loss, {"loss_type": "dappo"}, r"loss_type='dappo' is not known; use one of 'grpo', .* Did you mean 'dapo'\?"),
-    (loss, {"kl_estimator": "k4"}, "kl_estimator='k4' is not known"),
+    (loss, {"loss_type": "dappo"}, r"loss_type='dappo' is not supported; use one of 'grpo', .* Did you mean 'dapo'\?"),
+    (loss, {"kl_estimator": "k4"}, "kl_estimator='k4' is not supported"),
     (loss, {"beta": 0.1}, "beta=0.1 needs ref_log_probs"),
     (loss, {"entropy_coef": 0.1}, "entropy_coef and top_entropy_quantile need entropies"),
     (loss, {"top_entropy_quantile": 0.5}, "entropy_coef and top_entropy_quantile need entropies"),
@@ -139,45 +139,45 @@ REFUSED = [
         for f in BOTH
         for weights in ([1.0], [1.0, 2.0, 3.0], 1.0)
     ],
-    *[(f, {"rewards": L} | SUM, "aggregation='sum_then' is not known.* Did you mean 'sum_then_n") for f in BOTH],
+    *[(f, {"rewards": L} | SUM, "aggregation='sum_then' is not supported.* Did you mean 'sum_then_n") for f in BOTH],
     (compute_advantages, {"rewards": L, "scale_rewards": "groups"}, r"scale_rewards='groups'.* Did you mean 'group'\?"),
     *[
-        (estimated, {"estimator": name} | scale, f"estimator='{name}' has a scale of its own.*leave both out")
+        (estimated, {"estimator": name} | scale, f"estimator='{name}' does not support scale_rewards.*omit both")
         for name in ("rloo", "maxrl", "opo", "reinforce_pp")
         for scale in SCALES
     ],
-    (estimated, {"estimator": "opo"}, r'estimator="opo" needs \(2, 3\), the tokens of each completion'),
-    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs \(2, 3\), the tokens of each'),
-    (credited, {"estimator": "opo"}, 'estimator="opo" has a baseline for whole completions'),
+    (estimated, {"estimator": "opo"}, r'for estimator="opo" pass \(2, 3\), the completion lengths'),
+    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'for estimator="opo" pass \(2, 3\)'),
+    (credited, {"estimator": "opo"}, 'estimator="opo" does not support turns'),
     (credited, {"rewards": TURNS}, r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"),
-    (kl, {"estimator": "mean"}, r"estimator='mean' is not known; use one of 'k1', 'k2', 'k3'\.$"),
+    (kl, {"estimator": "mean"}, r"estimator='mean' is not supported; use one of 'k1', 'k2', 'k3'\.$"),
     (kl, {"ref": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
     (kl, {"l": IDS}, "log_probs has dtype int32"),
     (kl, {"ref": IDS}, "ref_log_probs has dtype int32"),
-    *[(mixed, {"alpha": alpha}, rf"alpha={alpha} must lie in \[0, 1\]") for alpha in (-0.1, 1.1, 2)],
-    (mixed, {"ref": W | {"b": L}, "params": W | {"c": L}}, r"only one of them has \['b'\], \['c'\]"),
+    *[(mixed, {"alpha": alpha}, rf"alpha must be in \[0, 1\]; got {alpha}") for alpha in (-0.1, 1.1, 2)],
+    (mixed, {"ref": W | {"b": L}, "params": W | {"c": L}}, r"missing from one of them: \['b'\], \['c'\]"),
     (mixed, {"params": ONE}, SHAPES),
     (mixed, {"params": INTEGERS}, r"Leaf \['w'\] of params has dtype int32"),
     (mixed, {"ref": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
-    *[(synced, {"every": every}, f"every={every} must be at least 1") for every in (0, -1)],
+    *[(synced, {"every": every}, f"every must be at least 1; got {every}") for every in (0, -1)],
     (synced, {"params": ONE}, SHAPES),
     (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
     (weighed, {"mask": MASK[0]}, r"mask has shape \(3,\)"),
     (weighed, {"old": IDS}, "old_log_probs has dtype int32"),
-    (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not known.*'token_mask'"),
+    (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not supported.*'token_mask'"),
     (drawn, {"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
     (drawn, {"top_k": -2}, "top_k must be an integer ≥ 0 .*; got -2"),
     (drawn, {"top_p": 0.0}, r"top_p must be in \(0, 1\] .*; got 0.0"),
     (drawn, {"min_p": 2.0}, r"min_p must be None or in \[0, 1\]; got 2.0"),
     (drawn, {"logits": zeros(())}, r"logits must be \[\.\.\., V\]"),
-    (drawn, {"key": jax.random.split(KEY, 3)}, r"key must be one key, or one per draw \(2,\); got shape \(3,\)"),
+    (drawn, {"key": jax.random.split(KEY, 3)}, r"key must be a single key or have shape \(2,\); got shape \(3,\)"),
     (far, {"kind": "kl"}, "kind"),
     (far, {"teacher": zeros((2, 4))}, "teacher_log_probs has shape"),
     (distillation_loss_terms, {"per_token": L, "mask": MASK[0]}, "mask has shape"),
     (
         likelihood_loss,
         {"log_probs": L, "mask": MASK, "loss_type": "mle"},
-        "'mle' is not known; use one of 'nll', 'dft'",
+        "'mle' is not supported; use one of 'nll', 'dft'",
     ),
 ]
 

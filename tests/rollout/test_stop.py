@@ -114,7 +114,7 @@ def test_max_turn_length_cuts_a_completion_of_one_turn():
     [
         ({"stop": [""]}, r"stop = \[''\]: must be a string or a list of non-empty strings"),
         ({"stop": "a<eos>"}, r"stop has 'a<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
-        ({"stop": ["a", "x"]}, "stop = .*no tokens of this vocabulary spell 'x': name tokens by their ids"),
+        ({"stop": ["a", "x"]}, "stop = .*the tokens of this vocabulary cannot form 'x': name tokens by their ids"),
         ({"stop": ["a"], "tokenizer": None}, "stop = .*give tokenizer too"),
         ({"stop_token_ids": [True]}, r"stop_token_ids = \[True\]: id 0 must be a whole number"),
         ({"stop_token_ids": "7"}, "stop_token_ids = '7': must be a list of token ids"),
