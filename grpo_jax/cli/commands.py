@@ -55,7 +55,7 @@ def init(arguments: Namespace) -> None:
     """Write an example run (`grpo-jax init`)."""
     files = write_start(arguments.dir)
     print("\n".join(map(str, files)))
-    print(f"start: grpo-jax train {files[0]}")
+    print(f"to start the run: grpo-jax train {files[0]}")
 
 
 def train(arguments: Namespace) -> None:
@@ -123,7 +123,7 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
         if "grpo" in run.stages:
             _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
     if run.run_dir is not None:
-        print(f"{_last_dir(run, run.run_dir)}: to write the model, run grpo-jax export {run.run_dir} OUT")
+        print(f"saved in {_last_dir(run, run.run_dir)}; to write the model: grpo-jax export {run.run_dir} OUT")
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:

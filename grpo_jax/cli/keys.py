@@ -19,7 +19,7 @@ RUN_KEYS = {
     "row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a built-in function; "
     "`{number_reward: answer}` calls a function with arguments and uses its result; `suite`, the default for a suite "
-    "of tasks, stands for the suite's reward functions",
+    "of tasks, is replaced with the suite's reward functions",
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
     "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its `data`, `eval_data`, `columns` and `prompt`",
     "tools": "a list of functions that the policy can call, as `module:function`",

@@ -33,7 +33,7 @@ NAME = "run.yaml"
 """File name of the RUN.yaml that is copied into the run directory."""
 
 SUITE = "suite"
-"""Entry of `rewards` that stands for the reward functions of the suite in `data`."""
+"""Entry of `rewards` that is replaced with the reward functions of the suite in `data`."""
 
 _KINDS = {"run_dir": str, "param_dtype": Literal["float32", "bfloat16"], "quantize": Literal[METHODS]}
 # Types of keys with scalar values, as annotations for `config.fields.read`.

@@ -1,4 +1,4 @@
-"""All fields of TRL 1.16's `GRPOConfig`, with advice on those that are not fields here, and TRL's metric names.
+"""All fields of TRL 1.16's `GRPOConfig`, with advice on fields that do not exist here, and TRL's metric names.
 
 The table is used by error messages of `GRPOConfig`, by `compat.from_trl` and by the page `docs/coming_from_trl.md`.
 """

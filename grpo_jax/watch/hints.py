@@ -27,10 +27,10 @@ FIRST, LAST = 12, 100
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
 """Upper bounds on the largest |l − l_sampling| in a batch due to rounding, in nats: in general, and in exact float32.
 
-The bounds allow for models that are larger than the following ones. On a CPU, the largest gap of stories260K (5 layers,
-4,096 tokens, temperatures 1 and 0.5) and of random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands
-rounded to TF32's 10 bits (as a GPU does for float32 products), 0.1 with operands rounded to bfloat16's 7 bits (as a TPU
-does), and 0.54 in bfloat16.
+The bounds include a margin for larger models. On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens,
+temperatures 1 and 0.5) and of random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's
+10 bits (as a GPU does for float32 products), 0.1 with operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54
+in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
 """Mean |log π_old − log π_sampler| per token, in nats, above which a hint is given. bfloat16 engines reach 0.01."""

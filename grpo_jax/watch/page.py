@@ -29,7 +29,7 @@ STEPS = 12
 COMPLETION_BYTES = 2_000_000
 """Maximum total size of the completions, in bytes."""
 TEXT = 6000
-"""Maximum length of a prompt or completion, in characters. The middle of longer ones is omitted."""
+"""Maximum length of a prompt or completion, in characters. Longer text is abbreviated in the middle."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> None:
@@ -46,7 +46,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
         try:
             replace_file(run_dir / name, write)
         except Exception as error:
-            warnings.warn(f"{name} was not written: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"could not write {name}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:

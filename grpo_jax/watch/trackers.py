@@ -98,7 +98,7 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
     names = check_trackers(config, run_dir)
     path = None if run_dir is None else Path(run_dir) / RUNS
     runs = json.loads(path.read_text(encoding="utf-8")) if step and path is not None and path.exists() else {}
-    with contextlib.ExitStack() as opened:  # closes the opened trackers if another one cannot be opened
+    with contextlib.ExitStack() as opened:  # on an error, closes the trackers that are already open
         trackers = []
         for name in names:
             tracker = _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)

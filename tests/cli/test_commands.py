@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 def trained(folder):
     """The directory of a run of `grpo-jax train`, with adapters."""
     printed = run("train", write_run(folder, lora=2))
-    assert f"to write the model, run grpo-jax export {folder / 'run'} OUT" in printed
+    assert f"to write the model: grpo-jax export {folder / 'run'} OUT" in printed
     return folder / "run"
 
 
@@ -258,7 +258,7 @@ def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lo
 def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run("init", "first").splitlines()[-1] == f"start: grpo-jax train {Path('first/my_run.yaml')}"
+    assert run("init", "first").splitlines()[-1] == f"to start the run: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
     assert 0 < found["in_word"] < 1, "the first rewards are a signal"
     with pytest.raises(SystemExit, match=r"my_run.yaml already exists; pass a new directory, or move"):

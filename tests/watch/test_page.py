@@ -216,6 +216,6 @@ def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, mon
         raise RuntimeError("no font")
 
     monkeypatch.setattr("grpo_jax.watch.page.save_figure", fail)
-    with pytest.warns(RuntimeWarning, match=r"report.png was not written: RuntimeError: no font"):
+    with pytest.warns(RuntimeWarning, match=r"could not write report.png: RuntimeError: no font"):
         write_report(tmp_path)
     assert (tmp_path / "report.png").read_bytes() == before
