@@ -1,13 +1,13 @@
-"""One iteration's batch: prompts → completions → rewards → advantages → `Batch`.
+"""Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` gets completions from a source of rollouts. The default source, `LocalRollouts`, samples them on request;
-`run.sources` has the sources that prefetch.
+`collect` requests completions from a source of rollouts. The default source, `LocalRollouts`, samples them on request;
+`run.sources` defines the sources that prefetch.
 
-While the reward functions run on the host, the device computes the log-probs under the reference (with
-`dynamic_sampling` afterwards, because rewards choose the groups), and then, if completions are prefetched, samples the
-next ones. It holds the training state (`run.new_state`), a frozen base, a teacher and, without `donate`, the caller's
-params; the prompts' keys and values with one packed sequence; and the caches of the next rollout. The caches of this
-iteration's rollout are freed, and its tokens and log-probs are on the host.
+While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
+samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
+select the groups. During this time the device holds the training state (`run.new_state`), a frozen base model, a
+teacher and, without `donate`, the caller's params; the keys and values of the prompts and one packed sequence; and the
+caches of the next rollout. The caches of the current rollout are freed, and its tokens and log-probs are on the host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.run.sampler import Sampler
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Called with the name of a phase; returns a context in which its seconds are measured."""
+"""Function from the name of a phase to a context manager that measures the phase's time."""
 
 _jit_advantages = jax.jit(
     compute_advantages, static_argnames=("weights", "estimator", "scale_rewards", "multi_objective_aggregation")
@@ -53,12 +53,12 @@ _jit_advantages = jax.jit(
 
 
 class LocalRollouts:
-    """The default source of rollouts: samples completions on request, from the present policy.
+    """The default source of rollouts, which samples completions from the current policy on request.
 
-    The n-th prompt of a run is the n-th entry of the shuffled epochs, and the keys of its samples are made from n, so
-    one integer is the position of a run in its dataset. `cursor` counts the prompts of completed iterations,
-    `next_cursor` also those of the present one. A checkpoint stores `cursor`, and `in_progress`, whether an engine is
-    sampling the prompts from there on: a resumed run repeats an interrupted iteration.
+    The n-th prompt of a run is the n-th entry of the shuffled epochs, and its sampling keys are derived from n, so a
+    single integer is the run's position in its dataset. `cursor` is the number of prompts in completed iterations;
+    `next_cursor` includes the current iteration. Checkpoints store `cursor`, so a resumed run repeats an interrupted
+    iteration. They also store `in_progress`, which is True while an engine samples the prompts that start at `cursor`.
     """
 
     in_progress = False
@@ -71,30 +71,30 @@ class LocalRollouts:
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
-        """Wait for completions in progress, while `state` still holds the policy that samples them."""
+        """Wait for completions in progress. Call it while `state` still holds the policy that samples them."""
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Return the completions of the next prompts."""
+        """Sample and return the completions of the next prompts."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
         return self.sample_from(state, start)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Return a context in which the next completions may be sampled; the device may still compute `batch`."""
+        """Return a context in which the next completions may be sampled. The device may still be computing `batch`."""
         return contextlib.nullcontext()
 
     def commit(self) -> None:
-        """End the iteration: all prompts before `next_cursor` are used."""
+        """Mark the current iteration as completed: advance `cursor` to `next_cursor`."""
         self.cursor = self.next_cursor
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return the prefetched completions as arrays for a checkpoint."""
+        """Return the prefetched completions and their transcript as arrays for a checkpoint; None if there are none."""
         return None, None
 
     def close(self) -> None:
-        """Abandon completions in progress."""
+        """Stop sampling and discard the completions in progress."""
 
     def sample_from(self, state: TrainState, start: int) -> RolloutResult:
-        """Sample completions of the prompts from number `start` on."""
+        """Sample completions of the prompts that start at index `start` of the shuffled epochs."""
         params = sampling_params(state)
         result = self.sample_by(params, sampling_key(state), start, self._interrupt)
         if self.run.sampler is None:
@@ -104,7 +104,7 @@ class LocalRollouts:
         return with_old_log_probs(result, self.run.updater, params)
 
     def sample_by(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
-        """Sample from `params`; an engine's completions have no `old_log_probs` yet."""
+        """Sample completions from `params`. The completions of an engine do not have `old_log_probs` yet."""
         run = self.run
         return sample(
             run.policy,
@@ -129,18 +129,18 @@ def collect(
     phase: Phase = lambda name: contextlib.nullcontext(),
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, dict[str, float], list[dict[str, Any]]]:
-    """Sample and score one iteration's completions, and compute their advantages and log-probs.
+    """Sample one iteration's completions and compute their rewards, advantages and log-probs.
 
-    `phase` measures the seconds of "rollout", "reference" (log-probs and advantages), "rewards" and "teacher".
-    `interrupt` is called between them; an exception that it raises ends the iteration.
+    `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and "teacher". `interrupt` is
+    called between phases; an exception that it raises ends the iteration.
 
     Returns:
-      The whole iteration's `Batch` in NumPy arrays [B, G, T], with the T that the updater needs; the metrics of the
-      rollout; and one dict per completion, for `completions.jsonl`.
+      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T as returned by `Updater.columns`; the metrics
+      the rollout; and one dict per completion for `completions.jsonl`.
     """
     config = run.config
 
-    def timed(name: str) -> AbstractContextManager[None]:  # a signal stops the iteration between two phases
+    def timed(name: str) -> AbstractContextManager[None]:
         interrupt()
         return phase(name)
 
@@ -170,15 +170,15 @@ def collect(
 def _next_rollout(
     run: Run, state: TrainState, source: LocalRollouts, timed: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
-    """The next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
+    """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)
     with timed("rollout"):
         rollout = source.next(state)
     batch = None
     if not config.dynamic_sampling:
-        with timed("reference"):  # the device may still be computing when this returns
+        with timed("reference"):  # dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # Prefetching that takes longer than the rewards counts as "rollout".
+    # If prefetching takes longer than the rewards, the additional time is counted as "rollout".
     with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
         process_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
@@ -192,9 +192,9 @@ def _next_rollout(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """The `Batch` of a rollout, with advantages of 0. The device may still be computing its reference log-probs.
+    """Return the `Batch` of a rollout, with zero advantages. The device may still be computing the reference log-probs.
 
-    `counted` [B] bool is False for groups that only fill the batch; None: all count.
+    `counted` [B] bool is False for padding groups, which are excluded from the loss. None includes all groups.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
@@ -207,13 +207,13 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     def log_probs(params: Params | None) -> jax.Array | None:
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
-    zeros: Any = np.zeros(mask.shape[:2], np.float32)  # the fields of `Batch` have the type of JAX arrays
+    zeros: Any = np.zeros(mask.shape[:2], np.float32)  # `Any`: the fields of `Batch` are annotated as JAX arrays
     return Batch(
         prompts=prompts,
         tokens=tokens,
         mask=mask,
         advantages=zeros,
-        sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs of the ratio: see `types.Batch`
+        sampling_log_probs=completions.log_probs[:, :, :t],  # also used as old log-probs if those are None
         ref_log_probs=log_probs(state.ref_params),
         initial_log_probs=log_probs(state.initial_params),
         counted=counted,
@@ -224,9 +224,9 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
 def _advantages(
     run: Run, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
 ) -> np.ndarray:
-    """The advantages [B, G] or [B, G, T] of a batch; `counted` [B] is False for groups that only fill it."""
+    """Return the advantages [B, G] or [B, G, T] of a batch; `counted` [B] is False for padding groups."""
     config = run.config
-    # Groups that only fill the batch count as not scored: NaN keeps them out of the statistics of the whole batch.
+    # NaN marks the completions of padding groups as unscored, which excludes them from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
     if run.advantage_fn is not None:
         return run.advantage_fn(state, batch, rollout, rewards._replace(values=values), counted)
@@ -247,7 +247,7 @@ def _advantages(
 
 
 def _per_completion(batch: Batch) -> np.ndarray:
-    """One advantage per completion [B, G]; advantages of tokens are averaged."""
+    """Return one advantage per completion [B, G], the mean over its tokens if advantages are per token."""
     advantages = np.asarray(batch.advantages)
     return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
 
@@ -256,12 +256,12 @@ def _per_completion(batch: Batch) -> np.ndarray:
 
 
 def sampling_params(state: TrainState) -> Params:
-    """The params to sample from: the old policy's, if it is kept."""
+    """Return the params to sample from: `old_params` if the state has them, else `params`."""
     return state.params if state.old_params is None else state.old_params
 
 
 def sampling_key(state: TrainState) -> jax.Array:
-    """The key of all samples of a run; `prompt_indices` are folded into it."""
+    """Return the sampling key of a run, into which `prompt_indices` are folded."""
     return jax.random.fold_in(state.key, 0)
 
 
@@ -280,11 +280,11 @@ def sample(
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutResult:
-    """Sample completions of these `rows` of `data` by `generate`, or by the engine `sampler`.
+    """Sample completions of the given `rows` of `data` with `generate`, or with the engine `sampler`.
 
-    The keys of the samples are made from `prompt_indices` [B]. P is `prompt_length`, unless environments make a prompt
-    longer. `evaluation` selects the settings for evaluations. `interaction` has the tools and environments of several
-    turns. `interrupt` is called every few tokens; an exception that it raises ends the sampling.
+    The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
+    prompt longer. `evaluation` selects the settings for evaluations. `interaction` holds the tools and environments of
+    multi-turn completions. `interrupt` is called every few tokens; an exception that it raises stops the sampling.
     """
     ends, group = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     draw: Callable[..., Completions] = generate
@@ -321,7 +321,7 @@ def sample(
     if interaction is None:
         prompts = make_prompts([data.token_ids[i] for i in rows], length=prompt_length, on_host=True)
         result = RolloutResult([data.rows[i] for i in rows], prompts, complete(prompts))
-    else:  # one call of `generate`, with the episodes as its `answers`
+    else:
         from grpo_jax.run.multi_turn import sample_episodes
 
         result = sample_episodes(interaction, complete, data, rows, group, prompt_length, config.padding)
@@ -339,9 +339,9 @@ def call_reward_fns(
     on_error: str,
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
-    """Call the reward functions for this process's rows, of which there may be none.
+    """Call the reward functions on this process's rows, if it has any.
 
-    `gather_rewards` joins the results of all processes.
+    `gather_rewards` concatenates the results of all processes.
     """
     tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
     g = np.shape(tokens)[1]
@@ -349,7 +349,7 @@ def call_reward_fns(
     if not process_rows:
         return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
     rows = slice(process_rows.start, process_rows.stop)
-    places = slice(rows.start * g, rows.stop * g)  # of B·G completions
+    places = slice(rows.start * g, rows.stop * g)  # indices of the process's completions, of B·G
     prompts = zip(np.asarray(rollout.prompts.tokens)[rows], np.asarray(rollout.prompts.lengths)[rows], strict=True)
     ids = [row[:length] for row, length in prompts]
     inputs = reward_inputs(tokenizer, rollout.rows[rows], tokens[rows], present[rows], prompt_ids=ids)
@@ -359,7 +359,7 @@ def call_reward_fns(
         inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[places]]
     if rollout.environments is not None:
         inputs.columns["environments"] = list(rollout.environments[places])
-    if not names:  # there is only a teacher
+    if not names:  # the run has a teacher and no reward functions
         texts = list(inputs.completions)
         return Rewards(np.zeros((len(process_rows), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
     return compute_rewards(

@@ -1,6 +1,6 @@
-"""Rollouts of several turns, and the advantages of their turns.
+"""Multi-turn rollouts and per-turn advantages.
 
-Environments are opened, `generate` calls them between turns, and they are closed when the completions are done.
+Environments are created and reset before sampling, called between turns, and closed when the completions have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sample_episodes(
     prompt_length: int,
     padding: int,
 ) -> RolloutResult:
-    """Sample completions of several turns of these rows of `data`; `complete` calls `generate` or an engine."""
+    """Sample multi-turn completions of the given rows of `data`. `complete` calls `generate` or an engine."""
     opened = [data.rows[i] for i in rows]
     with Episodes(interaction, opened, num_generations, rows) as episodes:
         opened = episodes.reset(opened)
@@ -57,9 +57,9 @@ def episode_prompts(
     length: int,
     padding: int,
 ) -> Prompts:
-    """The prompts of opened environments; a prompt is encoded again if `reset` added text to it.
+    """Return the prompts of the `opened` rows. Prompts that an environment's `reset` changed are encoded again.
 
-    P is `length`, or the next multiple of `padding` that holds the longest prompt.
+    P is `length` if the longest prompt fits, or else its length rounded up to a multiple of `padding`.
     """
     ids = []
     for i, row in zip(rows, opened, strict=True):
@@ -70,7 +70,7 @@ def episode_prompts(
                 interaction.tokenizer,
                 chat_template_kwargs=interaction.config.chat_template_kwargs,
                 tools=[interaction.schemas(row)],
-                argument="with what reset returned,",
+                argument="after reset,",
             ).token_ids[0]
         ids.append(encoded)
     longest = -(-max(map(len, ids)) // padding) * padding
@@ -80,16 +80,16 @@ def episode_prompts(
 def credit_turns(
     batch: Batch, rollout: RolloutResult, rewards: Rewards, names: Sequence[str], config: GRPOConfig
 ) -> np.ndarray:
-    """The advantages [B, G, T] of turn_credit="to_go", 0 where the mask is False.
+    """Compute the advantages [B, G, T] of turn_credit="to_go", 0 where the mask is False.
 
-    Raises a `ValueError` if a reward function has returned rewards of tokens, and advantages have another unit.
+    Raises ValueError if a reward function returned per-token rewards and the settings scale advantages.
     """
     of_tokens = next((part for part in rewards.parts if part.per_token), None)
     if of_tokens is not None and not in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         raise ValueError(
-            f"reward function {names[of_tokens.function]!r} returned an array, a reward for each token;"
-            f" turn_credit = {config.turn_credit!r} adds these to advantages, which must not be scaled: set"
-            ' scale_rewards="none" with advantage_estimator="grpo" or "rloo", or return a list, one for each turn'
+            f"reward function {names[of_tokens.function]!r} returned an array of per-token rewards, which"
+            f' turn_credit={config.turn_credit!r} adds to unscaled advantages only. Set scale_rewards="none" with'
+            ' advantage_estimator="grpo" or "rloo", or return a list with one reward per turn'
         )
     t, turns = batch.mask.shape[2], rollout.turns
     advantages = _jit_turn_advantages(

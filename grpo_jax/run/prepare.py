@@ -1,4 +1,4 @@
-"""Checks of `train`'s arguments before anything runs, and the run that is derived from them."""
+"""Validation of the arguments of `train`, and construction of the `Run` from them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def prepare(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Check the arguments of `train` and derive its run.
+    """Validate the arguments of `train` and build its `Run`.
 
-    A config or policy of another type is refused at once. One `ValueError` lists everything else that is wrong.
+    Raises ValueError immediately if `config` or `policy` has the wrong type. All other errors are reported together.
     """
     if not isinstance(config, GRPOConfig):
         raise ValueError(
-            f"config must be a GRPOConfig; got {type(config).__name__} (GRPOConfig.from_dict takes a dict)."
+            f"config must be a GRPOConfig; got {type(config).__name__}. GRPOConfig.from_dict converts a dict."
         )
     check_is_policy(policy)
     policy.check_held()
@@ -84,7 +84,7 @@ def prepare(
 
         has_rewards = fns is None or bool(fns) or environment_factory is not None
         faults.of(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
-    # Environments that could not be read may have been the only source of rewards.
+    # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, faults, required=teacher is None)
     checked_fn = None
@@ -114,7 +114,7 @@ def prepare(
 
 
 def _local_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes of a device of this process; None if unknown."""
+    """Return the memory of a local device in bytes; None if unknown."""
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
     return None if local is None else memory_of(local)
 
@@ -129,8 +129,8 @@ def _encode(
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """Tokenize the datasets, and place the policy on the devices of the run.
 
-    Returns the policy and the config for these devices, their mesh, and the encoded datasets by the names of their
-    arguments. Raises all `faults`, together with errors of tokens, sizes and devices.
+    Returns the policy and the config for these devices, their mesh, and a dict from argument name to encoded dataset.
+    Raises all `faults` together with errors in tokens, sizes and devices.
     """
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     encoded = {}
@@ -159,7 +159,7 @@ def _encode(
     faults.raise_together("this run", problems)
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=TurnEnds.of(config), template_kwargs=config.chat_template_kwargs)
-    keep_programs()  # before anything is compiled
+    keep_programs()  # must precede the first compilation
     return place_policy(policy, mesh), config, mesh, encoded
 
 
@@ -174,7 +174,7 @@ def derive_run(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """The run of checked arguments, without rewards and evaluation. Params of policy and teacher may be shapes."""
+    """Build a `Run` from validated arguments, without rewards and evaluation data. Params may be abstract."""
     if prompt_length is None:
         longest = max(map(len, data.token_ids))
         prompt_length = -(-longest // config.padding) * config.padding
@@ -212,25 +212,25 @@ def derive_run(
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise a `ValueError` unless it is an optax transformation, or None."""
+    """Raise ValueError unless `optimizer` is an optax transformation or None."""
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
-            f"optimizer is {show(optimizer)}: give an optax transformation, such as optax.adamw(1e-6), or None for the "
-            "config's"
+            f"optimizer must be an optax transformation; got {show(optimizer)}. Pass one such as optax.adamw(1e-6), or"
+            " None to use the config's optimizer"
         )
 
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
-    """Rows to train on; from a stream, as many as the run samples."""
+    """Load the training rows. From a stream, only as many rows as the run needs are read."""
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
-            "dataset is an IterableDataset of unknown length: set max_steps, which limits the rows that are read, or"
-            " give a part of it, list(dataset.take(1000))"
+            "dataset is an IterableDataset, whose length is unknown: set max_steps, or pass a finite part of the"
+            " dataset, such as list(dataset.take(1000))"
         )
     mesh = mesh_of(policy.params) if config.mesh is None else None
     try:
         most = config.most_prompts(None if mesh is None else mesh.size)
-    except ValueError:  # a batch that does not split, which the checks of the run report
+    except ValueError:  # batch size not divisible; reported later by `run_problems`
         most = 1
     return load_rows(dataset, max_rows=most)
 
@@ -244,7 +244,7 @@ def _check_functions(
     *,
     required: bool,
 ) -> list[RewardFn]:
-    """Check reward functions against the datasets, and return them together with the rewards of environments."""
+    """Validate reward functions against the datasets. Returns them followed by the rewards of environments."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import REWARD_COLUMNS, with_environments
@@ -266,12 +266,12 @@ def _make_interaction(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
 ) -> Interaction | None:
-    """The tools and environments of completions of several turns."""
+    """Build the tools and environments of multi-turn completions."""
     from grpo_jax.rollout.interaction import make_interaction
 
     if not is_cached(policy.model):
         raise ValueError(
-            "tools and environment_factory: policy.model has no cache: several turns need a model of this package"
+            "tools and environment_factory need a model with a KV cache; use a model loaded by from_pretrained"
         )
     return make_interaction(
         policy.tokenizer,
@@ -286,7 +286,7 @@ def _make_interaction(
 def _encode_rows(
     policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
 ) -> EncodedPrompts:
-    """Tokenize the prompts of a dataset."""
+    """Tokenize the prompts of a dataset and check their token ids."""
     data = encode_prompts(
         rows,
         policy.tokenizer,

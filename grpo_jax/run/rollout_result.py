@@ -1,4 +1,4 @@
-"""The result of a rollout: completions with their prompts, rows and episodes."""
+"""Result of a rollout: completions with their prompts, dataset rows and episodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:  # optional capabilities
 
 
 class RolloutResult(NamedTuple):
-    """Completions [B, G, T] of B rows of a dataset, as NumPy arrays.
+    """Completions [B, G, T] of B dataset rows, as NumPy arrays.
 
-    `rows` have prompts that include text from environments. `episodes` are B·G records of completions of several turns,
-    prompt-major. `environments` belong to this process's completions, in `process_rows` (None: an equal share), and are
-    None for prefetched completions. `metrics` are measurements of the engine that sampled.
+    The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
+    completions, prompt-major. `environments` are the environments of this process's completions, or None if the
+    completions were prefetched. `process_rows` are the rows of this process; None is an equal share of the rows.
+    `metrics` are the sampling engine's metrics.
     """
 
     rows: list[Row]
@@ -32,12 +33,12 @@ class RolloutResult(NamedTuple):
 
     @property
     def present(self) -> np.ndarray:
-        """[B, G, T] bool, True on all tokens of a completion, observations included."""
+        """Mask [B, G, T] bool of all tokens of a completion, including observations."""
         return np.asarray(self.completions.mask if self.completions.present is None else self.completions.present)
 
     @property
     def turns(self) -> np.ndarray:
-        """[B, G, T] int32, the turn of each sampled token, from 0; −1 elsewhere."""
+        """Turn index of each sampled token, [B, G, T] int32, starting at 0; −1 elsewhere."""
         sampled = np.asarray(self.completions.mask)
         if self.episodes is None:
             return np.where(sampled, np.int32(0), np.int32(-1))
@@ -47,14 +48,14 @@ class RolloutResult(NamedTuple):
 
     @property
     def turn_counts(self) -> list[int]:
-        """B·G numbers of turns."""
+        """Number of turns of each of the B·G completions."""
         if self.episodes is None:
             return [1] * self.completions.ended.size
         return [max(1, len(one.lengths)) for one in self.episodes]
 
     @property
     def episode_metrics(self) -> dict[str, float]:
-        """Metrics of the episodes; {} for completions of one turn."""
+        """Metrics of the episodes; {} for single-turn completions."""
         if self.episodes is None:
             return {}
         from grpo_jax.rollout.interaction import metrics_of
@@ -63,7 +64,7 @@ class RolloutResult(NamedTuple):
         return metrics_of(self.episodes) | {"completions/observation_tokens": float(observed.mean())}
 
     def head(self, count: int) -> RolloutResult:
-        """The completions of the first `count` rows."""
+        """Return the completions of the first `count` rows."""
         process_rows, end = self.process_rows, count * self.completions.tokens.shape[1]
         if process_rows is not None:
             process_rows = range(min(process_rows.start, count), min(process_rows.stop, count))
@@ -71,7 +72,7 @@ class RolloutResult(NamedTuple):
         return self.take(np.arange(count))._replace(environments=environments, process_rows=process_rows)
 
     def take(self, groups: np.ndarray) -> RolloutResult:
-        """The completions of these rows, in this order, without their environments."""
+        """Return the completions of the given rows, in the given order, without environments."""
         g = self.completions.tokens.shape[1]
         prompts, completions = jax.tree.map(lambda x: np.asarray(x)[groups], (self.prompts, self.completions))
         episodes = self.episodes
@@ -80,7 +81,7 @@ class RolloutResult(NamedTuple):
         return RolloutResult([self.rows[b] for b in groups], prompts, completions, episodes, metrics=self.metrics)
 
     def join(self, other: RolloutResult) -> RolloutResult:
-        """These completions followed by the others, without environments; prompts are padded to one length."""
+        """Concatenate two rollouts, without environments. Prompts are padded to the longer of the two lengths."""
         longest = max(self.prompts.tokens.shape[1], other.prompts.tokens.shape[1])
 
         def padded(prompts: Prompts) -> Prompts:

@@ -1,4 +1,4 @@
-"""Rewards of a rollout: of all processes, as metrics and lines of `completions.jsonl`, and for dynamic sampling."""
+"""Rewards of a rollout: gathering from all processes, metrics, `completions.jsonl` and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """The rewards of all rows, gathered from the processes. Each process calls this with the rewards of its rows.
+    """Gather the rewards of all rows from the processes. Each process passes the rewards of its rows.
 
-    Statistics are recomputed over all completions. Faults are summed, and the seconds are the slowest process's.
+    Reward statistics are recomputed over all completions. Error counts are summed, and times are maxima over processes.
     """
     if jax.process_count() == 1:
         return process_rewards
@@ -37,20 +37,20 @@ def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[Rew
     joined = join_rewards([one._replace(values=x, parts=p) for one, x, p in zip(sent, values, parts, strict=True)])
     stats = reward_stats(names, joined.values.reshape(-1, len(names)))
     for name in dict.fromkeys(name for one in sent for name in one.stats):
-        numbers = [one.stats[name] for one in sent if name in one.stats]
+        per_process = [one.stats[name] for one in sent if name in one.stats]
         if name.endswith("/errors"):
-            stats[name] = float(sum(numbers))
+            stats[name] = float(sum(per_process))
         elif name.endswith("/seconds"):
-            stats[name] = float(max(numbers))
+            stats[name] = float(max(per_process))
     return joined._replace(stats=stats)
 
 
 def join_rewards(parts: Sequence[Rewards]) -> Rewards:
-    """The rewards of all parts in their order; statistics are the first part's."""
+    """Concatenate rewards. Statistics are taken from the first part."""
     firsts = itertools.accumulate((len(part.completions) for part in parts), initial=0)
     metrics: dict[str, list[float]] = {}
-    for name, numbers in (item for part in parts for item in part.metrics.items()):
-        metrics.setdefault(name, []).extend(numbers)
+    for name, values in (item for part in parts for item in part.metrics.items()):
+        metrics.setdefault(name, []).extend(values)
     return Rewards(
         values=np.concatenate([part.values for part in parts]),
         stats=parts[0].stats,
@@ -66,7 +66,7 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """[B] bool, True for groups whose rewards are all equal."""
+    """Return a mask [B] bool of the groups whose rewards are all equal."""
     found = _jit_zero_signal(
         rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
     )
@@ -74,7 +74,7 @@ def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
 
 
 def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:
-    """Metrics of rewards [B, G, K] and of completion lengths, under TRL's names."""
+    """Compute metrics of rewards [B, G, K] and of completion lengths, with TRL's names."""
     lengths = rollout.present.sum(axis=-1)
     totals = total_rewards(rewards, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in totals if (~np.isnan(group)).sum() > 1]
@@ -93,7 +93,7 @@ def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutRes
 def completion_rows(
     rewards: Rewards, names: Sequence[str], rollout: RolloutResult, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """One dict per completion, prompt-major, as in `completions.jsonl`; `advantages` [B, G], None in an evaluation."""
+    """Return a dict per completion for `completions.jsonl`, prompt-major. `advantages`: [B, G], None in evaluations."""
     rows, ended = rollout.rows, rollout.completions.ended
     g = ended.shape[1]
     turns = [
@@ -130,11 +130,11 @@ def refill_groups(
     config: GRPOConfig,
     sample_more: Callable[[], tuple[RolloutResult, Rewards, dict[str, float], Batch | None]],
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
-    """Replace zero-signal groups by groups of the next prompts, which `sample_more` samples and scores (DAPO).
+    """Replace zero-signal groups with groups of the next prompts, from `sample_more` (dynamic sampling of DAPO).
 
-    After `MAX_REFILLS` further rollouts, zero-signal groups fill the batch; the mask [B] that is returned last is False
-    for them, and they count in no loss, denominator or batch statistic. Metrics are the first rollout's, whose prompts
-    are not selected by their rewards; only costs are summed over the rollouts.
+    After `MAX_REFILLS` additional rollouts, missing groups are padded with zero-signal groups. The last result is a
+    mask [B] that is False for these; they are excluded from the loss, its normalizers and batch statistics. Metrics
+    are from the first rollout, whose prompts are not selected by rewards. Only costs are summed over all rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]
@@ -153,7 +153,7 @@ def refill_groups(
 
 
 def _take_groups(rewards: Rewards, groups: np.ndarray) -> Rewards:
-    """The rewards of these groups, in this order."""
+    """Return the rewards of the given groups, in the given order."""
     g = rewards.values.shape[1]
     old = [b * g + i for b in groups.tolist() for i in range(g)]
     new = {completion: at for at, completion in enumerate(old)}

@@ -1,4 +1,4 @@
-"""The host's side of a run, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
+"""Host-side state of a run, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
-    """Raise a `ValueError` if the run cannot use its run directory as requested."""
+    """Raise ValueError if `resume`, or a setting of the run, is incompatible with `run_dir`."""
     if resume not in RESUME:
-        raise ValueError(f"resume = {resume!r}: choose one of {', '.join(map(repr, RESUME))}")
+        raise ValueError(f"resume must be one of {', '.join(map(repr, RESUME))}; got {resume!r}")
     if run_dir is None and resume == "must":
-        raise ValueError('resume = "must": there is no run_dir to resume in; give one')
+        raise ValueError('resume="must" needs a run directory; pass run_dir')
     if run_dir is None and run.config.load_best_model_at_end:
-        raise ValueError("load_best_model_at_end = True: there are no checkpoints to choose from; give run_dir")
+        raise ValueError("load_best_model_at_end=True needs checkpoints to choose from; pass run_dir")
     if run.config.report_to not in (None, "none"):
         from grpo_jax.watch.trackers import check_trackers
 
@@ -56,17 +56,17 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """The `Session` of a run. SIGTERM and SIGINT are deferred in it, unless `run_dir` is None.
+    """Open the `Session` of a run as a context. It defers SIGTERM and SIGINT unless `run_dir` is None.
 
-    All processes write checkpoints together; the first one locks the directory, logs, publishes and calls `callbacks`.
-    `description` (`resume.describe`) decides whether a checkpoint belongs to this run. `hints` returns what looks wrong
-    in a line of metrics.
+    All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
+    A checkpoint belongs to this run if it matches `description` (`resume.describe`). `hints` is a function from a line
+    of metrics to a list of warnings.
     """
     first = jax.process_index() == 0
     own_dir = run_dir if first else None
     publisher = None
     if run.config.push_to_hub:
-        assert run_dir is not None  # by `check_run_dir`
+        assert run_dir is not None  # ensured by `check_run_dir`
         from grpo_jax.run.publish import Publisher
 
         publisher = Publisher(run.config, run.policy, run_dir)
@@ -83,8 +83,8 @@ def open_session(
 class Session:
     """Progress of a run, and the objects that log, stop, save and publish it.
 
-    `run_dir` is None in all processes but the first. Checkpoints store `progress` and the completions of `source`.
-    `train` and `sft` set `evaluate`, which returns the metrics of some params; None disables evaluation.
+    `run_dir` is None in all processes except process 0. Checkpoints store `progress` and the prefetched completions of
+    `source`. `train` and `sft` set `evaluate`, a function from params to metrics; None disables evaluation.
     """
 
     run: BaseRun
@@ -99,7 +99,7 @@ class Session:
     _warned_of_skipped: bool = False
 
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
-        """Begin the log, and return the newest checkpoint, or `state` for a new run; arguments as in `train`."""
+        """Start logging, and return the latest checkpoint, or `state` for a new run. Arguments are as in `train`."""
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
         data = self.run.data
@@ -113,31 +113,31 @@ class Session:
             updates=self.run.sizes.updates,
         )
         if (kept := keep_programs()) is not None:
-            self.monitor.say(f"compiled programs are kept in {kept} (JAX_ENABLE_COMPILATION_CACHE=0 disables this)")
+            self.monitor.say(f"compiled programs are cached in {kept}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable")
         if self.publisher is not None:
             self.publisher.open()
         keep_policy(self.run_dir, self.run.policy)
         return restored
 
     def stopping(self) -> bool:
-        """Whether a signal or a callback has requested a stop, in any process."""
+        """Return whether a signal or a callback has requested a stop in any process."""
         return any(gather_objects(self.signals.received is not None or self.monitor.stopped))
 
     def signalled(self) -> bool:
-        """Whether a signal has requested the end of the program, in any process."""
+        """Return whether any process has received SIGTERM or SIGINT."""
         return any(gather_objects(self.signals.received is not None))
 
     def running(self) -> bool:
-        """Whether the run has another update to make."""
+        """Return whether updates remain and no stop was requested."""
         return self.progress.step < self.run.total_steps and not self.stopping()
 
     def log_batch(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
-        """Log an iteration's batch: its metrics, and its completions if it was sampled."""
+        """Log the metrics of an iteration's batch, and its completions if they were sampled."""
         self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, rows)
 
     def log_update(self, metrics: dict[str, float]) -> None:
-        """Log an optimizer step: the means since the last line, every `logging_steps` and after the last step."""
+        """Count an optimizer step. Every `logging_steps` and after the last step, log the means since the last log."""
         run, progress = self.run, self.progress
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
@@ -154,9 +154,9 @@ class Session:
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
-        """Warn of the first skipped update, and raise a `FloatingPointError` after `max_skipped_updates` in a row.
+        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` in a row.
 
-        Before the error, the run is saved with a count of 0: a resumed run may skip as many updates again.
+        Before raising, the run is saved with the count reset to 0, so that a resumed run does not fail immediately.
         """
         run, progress = self.run, self.progress
         step, most = progress.step, run.config.max_skipped_updates
@@ -169,19 +169,19 @@ class Session:
             progress.skipped = 0
             self.save(state, batch)
             raise FloatingPointError(
-                f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because loss or gradient was"
-                f" not finite; in the last one {cause}. The policy is unchanged since the first of them; fix the cause"
-                " and call train again with the same run_dir to resume"
+                f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because the loss or gradient"
+                f" was not finite. In the last update, {cause}. The skipped updates did not change the policy. Fix the"
+                " cause and call train again with the same run_dir to resume"
             )
         warnings.warn(
-            f"step {step} was skipped, params and optimizer state are unchanged: {cause}. Further skipped updates are"
-            " counted in the metric update_skipped",
+            f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Additional skipped"
+            " updates are only counted, in the metric update_skipped",
             RuntimeWarning,
-            stacklevel=3,  # the call of `train`
+            stacklevel=3,  # points to the caller of this method, in `train` or `sft`
         )
 
     def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Evaluate before the first step, every `eval_steps`, and after the last step."""
+        """Evaluate if the step is the first, the last or a multiple of `eval_steps`, unless it is already evaluated."""
         run, progress, config = self.run, self.progress, self.run.config
         step, best = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
@@ -190,7 +190,7 @@ class Session:
         try:
             with self.monitor.phase("evaluation"):
                 metrics = self.evaluate(state.params)
-        except Interrupted:  # the resumed run evaluates
+        except Interrupted:  # the resumed run repeats the evaluation
             return
         except Exception:
             self.save_after_error(state, batch)
@@ -198,15 +198,14 @@ class Session:
         progress.evaluated = step
         measured = {f"eval/{name}": value for name, value in metrics.items()}
         if best is not None and best.startswith("eval/") and best not in measured:
-            raise ValueError(
-                f"metric_for_best_model = {best!r}: an evaluation measures {', '.join(measured)}; name one"
-            )
+            known = ", ".join(measured)
+            raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {best!r}")
         progress.keep_metric(best, measured)
         self.checkpoints.measured(progress)
         self.monitor.evaluation(step, metrics)
 
     def save(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Write a checkpoint: the state, the counters, an unfinished batch, and prefetched completions."""
+        """Write a checkpoint of the state, the counters, an unfinished batch, and prefetched completions."""
         completions = transcript = None
         if self.source is not None:
             self.progress.asked = self.source.in_progress
@@ -222,10 +221,10 @@ class Session:
                 self.publisher.saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save a run that an error of a reward function, environment or engine is about to end.
+        """Save the run after an error in a reward function, environment or engine.
 
-        An error in saving is only printed. Several processes write a checkpoint together, so they write none if one of
-        them has failed.
+        An error while saving is only printed. With several processes no checkpoint is written, because all of them
+        would have to take part and one has failed.
         """
         step = self.progress.step
         if step == 0 or not self.checkpoints.enabled or jax.process_count() > 1:
@@ -237,12 +236,12 @@ class Session:
             self.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
         else:
             self.monitor.say(
-                f"step {step} is saved: once the cause is fixed, the same call resumes from there (with"
-                ' resume="changed" if a reward function or environment was edited)'
+                f"saved a checkpoint of step {step}. Fix the cause and repeat the call to resume from there; pass"
+                ' resume="changed" if you edit a reward function or environment'
             )
 
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:
-        """Save a stopped run; unless a signal ended it, return the best state and push its policy to the hub."""
+        """Save the run if it was stopped. Unless a signal ended it, return the best state and push it to the hub."""
         progress = self.progress
         if self.stopping():
             self.save(state, batch)
@@ -257,6 +256,6 @@ class Session:
         return state
 
     def exit_if_signalled(self) -> None:
-        """Raise `SystemExit` if a signal has requested it (`StopSignals.leave`); called after the session is closed."""
+        """Raise SystemExit if a signal ended the run (see `StopSignals.leave`). Call it after closing the session."""
         if self.signalled():
             self.signals.leave()

@@ -1,4 +1,4 @@
-"""Sources of rollouts: when completions are sampled, and by which policy. A run has one source.
+"""Sources of rollouts. A run's source determines when completions are sampled, and from which policy.
 
 ```
 LocalRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
@@ -33,31 +33,31 @@ from grpo_jax.watch.monitor import Progress
 
 
 class PrefetchedRollouts(LocalRollouts):
-    """Samples the next completions while the reward functions run, from the policy that sampled the present ones.
+    """A source that samples the next completions while the reward functions run, from the policy of the current ones.
 
-    Checkpoints store `waiting`, the completions of the prompts from `cursor` on.
+    Checkpoints store `waiting`, the completions of the prompts that start at `cursor`.
     """
 
     waiting: RolloutResult | None = None
     _next: RolloutResult | None = None
 
     def restore(self, waiting: RolloutResult | None) -> None:
-        """Continue with the completions that a checkpoint has stored."""
+        """Set the next completions, which a checkpoint stored."""
         self.waiting = self._next = waiting
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Return the completions of the next prompts, sampled now if they were not prefetched."""
+        """Return the completions of the next prompts, and sample them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
         result, self._next = self._next, None
-        # A checkpoint does not store environments: reward functions get none, in the first iteration either.
+        # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
         return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
-        """Sample the next completions in a thread, and wait for them at the end of the context."""
+        """Sample the next completions in a thread, and wait for them when the context exits."""
 
         def sample_next() -> RolloutResult:
-            jax.block_until_ready(batch)  # the devices of a mesh must receive all programs in the same order
+            jax.block_until_ready(batch)  # all devices of a mesh must execute programs in the same order
             return self.sample_from(state, self.next_cursor)._replace(environments=None)
 
         if not self._continues_after(state):
@@ -68,13 +68,13 @@ class PrefetchedRollouts(LocalRollouts):
             self._next = coming.result()
 
     def commit(self) -> None:
-        """End the iteration; checkpoints store the next completions from here on."""
+        """Mark the current iteration as completed. From now on, checkpoints store the prefetched completions."""
         self.cursor, self.waiting = self.next_cursor, self._next
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `waiting` as arrays, with a transcript of several turns: JSON as bytes [n] uint8.
+        """Return `waiting` as arrays, and the transcript of multi-turn completions as the bytes [n] uint8 of JSON.
 
-        The transcript has the episodes, and the prompts to which environments added text.
+        The transcript contains the episodes, and the prompts that environments changed.
         """
         if self.waiting is None:
             return None, None
@@ -89,15 +89,15 @@ class PrefetchedRollouts(LocalRollouts):
         return self.waiting.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
 
     def _continues_after(self, state: TrainState) -> bool:
-        """Whether there is an iteration after the present one."""
+        """Return whether the current iteration is not the last."""
         return int(state.step) + self.run.sizes.updates < self.run.total_steps
 
 
 class EngineRollouts(PrefetchedRollouts):
-    """Lets an engine sample the next completions in the background, during the rewards and the updates.
+    """A source whose engine samples the next completions in the background, during the rewards and the updates.
 
-    The engine receives its params beforehand (`Sampler.follow`). `old_params` of the state keeps them, to score the
-    completions when they arrive. A checkpoint does not wait for the engine: a resumed run requests them again.
+    The engine receives its params beforehand (`Sampler.follow`). They are also kept in the state's `old_params`, to
+    compute the log-probs of its completions. Checkpoints do not wait for the engine; a resumed run repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None
@@ -105,17 +105,17 @@ class EngineRollouts(PrefetchedRollouts):
     _abandoned = False
 
     def close(self) -> None:
-        """Abandon completions in progress."""
+        """Stop sampling and discard the completions in progress."""
         self._abandoned = True
         self._thread.close()
 
     def begin(self, state: TrainState) -> None:
-        """Let the engine sample the next prompts from the params of `state`, which may change afterwards."""
+        """Start sampling the next prompts from the params of `state`. The state may be updated in the meantime."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
         follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
         follow(run.policy, params)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # On one device: the devices of a mesh must receive all programs in the same order.
+        # On a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:
@@ -127,26 +127,26 @@ class EngineRollouts(PrefetchedRollouts):
         self._future = self._thread.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
 
     def wait_pending(self, state: TrainState) -> None:
-        """Wait for completions in progress, and score them by the policy that sampled them."""
+        """Wait for completions in progress, and compute their log-probs under the policy that sampled them."""
         if self._future is not None:
             self.restore(self._result(state))
             self.in_progress = False
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Return the completions of the next prompts, which the engine may still be sampling."""
+        """Return the completions of the next prompts, and wait for the engine if necessary."""
         if self._future is not None:
             self._next = self._result(state)
         return super().next(state)
 
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
-        """Let the engine begin; it continues after the context."""
+        """Start sampling the next completions, which continues after the context exits."""
         if self._continues_after(state):
             self.begin(state)
         yield
 
     def commit(self) -> None:
-        """End the iteration; checkpoints record whether the engine is sampling."""
+        """Mark the current iteration as completed, and record whether the engine is sampling for checkpoints."""
         super().commit()
         self.in_progress = self._future is not None
 
@@ -169,7 +169,7 @@ def rollout_source(
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> LocalRollouts:
-    """The source of a run's rollouts; `completions` and `transcript` are those that its checkpoint stored."""
+    """Create the source of a run's rollouts. `completions` and `transcript` are from its checkpoint, if it has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return LocalRollouts(run, cursor=cursor, interrupt=interrupt)
@@ -184,7 +184,7 @@ def rollout_source(
 
 
 def _restored(run: Run, cursor: int, completions: Completions, transcript: np.ndarray | None) -> RolloutResult:
-    """The rollout that `PrefetchedRollouts.checkpoint_arrays` returned."""
+    """Rebuild the rollout that `PrefetchedRollouts.checkpoint_arrays` converted to arrays."""
     data, indices = run.data, run.rows_at(cursor, run.sizes.prompts)
     rows = [data.rows[i] for i in indices]
     if run.interaction is None or transcript is None:

@@ -1,9 +1,9 @@
-"""`train`: GRPO over a dataset of prompts. The loop of a run is the body of the function.
+"""GRPO training on a dataset of prompts. The body of `train` is the training loop.
 
 ```
-prepare ─► state, or checkpoint ─► while there are updates to make:
+prepare ─► new or restored state ─► until the last step:
                                        collect a batch          (run.collect: rollout, rewards, advantages, log-probs)
-                                       update with a minibatch  (update.packed, which also syncs the reference)
+                                       update on a minibatch    (update.packed, which also syncs the reference)
                                        log, evaluate, save      (run.session)
 ```
 """
@@ -64,61 +64,61 @@ def train(
     teacher: Policy | Scorer | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Train a policy by GRPO.
+    """Train a policy with GRPO.
 
     Args:
-      policy: from `from_pretrained`; its params are copied, unless `donate` is True.
-      dataset: rows with a `prompt` (text, or a list of messages) and any other columns, which are passed to reward
-        functions by name: a list, a dataset, a file or a name on the hub (see `text.load_rows`).
-      reward_fns: one or more reward functions with TRL's contract (`types.RewardFn`); may be [] with a `teacher`.
-      config: the settings.
+      policy: policy to train, as returned by `from_pretrained`. Its params are copied unless `donate` is True.
+      dataset: rows to train on, as a list, a dataset, a file or the name of a hub dataset (see `text.load_rows`). Each
+        row has a `prompt` (a string or a list of messages). Other columns are passed to reward functions by name.
+      reward_fns: one or more reward functions with TRL's signature (`types.RewardFn`); may be [] with a `teacher`.
+      config: training settings.
       eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step; or a dict of
         such datasets by name, with metrics such as `eval/<name>/reward`.
-      run_dir: directory for metrics, completions, checkpoints and the report; None writes nothing. One process uses it
-        at a time.
-      resume: "auto" resumes the run in `run_dir`, if there is one, and ends in the same bytes as an uninterrupted run;
-        "must" is an error if there is none, "never" if there is one. "changed" resumes like "auto" and accepts, with a
-        warning, reward functions, tools and environments whose source has changed.
-      callbacks: functions called as `callback(step, metrics)` after every logged step, see `watch.Callback`; one that
-        raises `watch.StopRun` stops the run after a checkpoint.
-      optimizer: an optax transformation instead of the config's AdamW, schedule and clip.
-      tools: functions, sync or async, that the policy may call between its turns. The chat template shows their
-        signatures and docstrings, and the policy reads their results before its next turn.
-      environment_factory: a class or function without arguments that makes an environment for each completion
-        (`types.Environment`), or a dict of these, chosen by a column `environment`. Its public methods are tools, or
-        its `respond(text)` returns the text after a turn; `reset(**row)` may add to the prompt; `get_reward()` is a
-        further reward, of weight 1 and named after the class. Reward functions with an argument `environments` receive
-        them, except with `rollout_ahead`.
-      sampler: an engine that samples instead of `generate`, see `run.sampler.Sampler`. Evaluations of the run use
-        `generate`.
-      advantage_fn: a function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns the advantages, [B, G] or
-        [B, G, T], instead of `advantage_estimator`, `scale_rewards` and `multi_objective_aggregation`. It is compiled.
-        `types.AdvantageFn` lists the context.
-      surrogate: a function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
-        [..., T], instead of the surrogate of `loss_type`, which still determines the reduction to a scalar.
-      teacher: a second source of learning, weighted by `distillation_coef`: another policy with the same tokenizer, of
-        any size, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
+      run_dir: directory for metrics, completions, checkpoints and the report; None writes no files. Only one process
+        can use it at a time.
+      resume: how to resume. "auto" resumes the run in `run_dir` if there is one; the final state is bit-identical to
+        that of an uninterrupted run. "must" raises an error if there is no run, "never" if there is one. "changed" is
+        "auto" but warns if the source of a reward function, tool or environment has changed, instead of failing.
+      callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
+        raises `watch.StopRun`, the run saves a checkpoint and stops.
+      optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.
+      tools: sync or async functions that the policy may call between its turns. The chat template shows their
+        signatures and docstrings, and their results are appended to the context before the policy's next turn.
+      environment_factory: class or function without arguments that creates an environment for each completion
+        (`types.Environment`), or a dict of factories, selected by the dataset's column `environment`. The public
+        methods of an environment are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
+        add to the prompt. `get_reward()` is an additional reward with weight 1, named after the class. Reward
+        functions with an argument `environments` receive the environments, except with `rollout_ahead`.
+      sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
+        the run use `generate`.
+      advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
+        or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
+        `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
+      surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
+        [..., T]. It replaces the surrogate of `loss_type`, which still determines the reduction to a scalar.
+      teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
+        tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
-      donate: train the arrays of `policy` in place instead of a copy, which saves a quarter of the memory of full
-        fine-tuning with AdamW. Afterwards `policy` has no params, and using them raises an error; its model, tokenizer
-        and files remain, for `policy.replace(params=state.params)`.
+      donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
+        memory of full fine-tuning with AdamW. Afterwards any use of `policy.params` raises an error; the model,
+        tokenizer and files remain, so that `policy.replace(params=state.params)` is a usable policy.
 
     Returns:
-      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's;
-      `save_pretrained(directory, policy.replace(params=state.params))` exports it.
+      The final `TrainState`, or that of the best checkpoint with `load_best_model_at_end`. Export it with
+      `save_pretrained(directory, policy.replace(params=state.params))`.
 
     Raises:
-      ValueError: arguments that cannot be used, before anything expensive runs; or settings, data or a model that
-        differ from those of the run in `run_dir` and can change its numbers.
-      RuntimeError: another process is using `run_dir`.
-      FloatingPointError: `max_skipped_updates` updates in a row had a loss or gradient that is not finite.
-      OSError: a checkpoint or a line could not be written. Earlier checkpoints are intact.
-      SystemExit: on SIGTERM (status 143) and SIGINT (status 130; in a notebook a KeyboardInterrupt), after a
-        checkpoint. An update in progress is completed; the resumed run repeats an unfinished rollout. Without a
-        `run_dir`, signals have their usual effect.
+      ValueError: if an argument is invalid (raised before any expensive work), or if the settings, data or model differ
+        from those of the run in `run_dir` in a way that can change its results.
+      RuntimeError: if another process is using `run_dir`.
+      FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
+      OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
+      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update in
+        progress is completed and a checkpoint is saved; the resumed run repeats an unfinished rollout. Without
+        `run_dir`, signals are not handled.
 
     Example:
-      A model of sixteen numbers, one for each pair of letters, learns in thirty steps to begin with a b:
+      A model with sixteen parameters, one for each pair of letters, learns in thirty steps to start with a b:
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -157,14 +157,14 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    state = committed(new_state(run, donate=donate))  # like a checkpoint's arrays, so that both use the same programs
-    run.policy.empty()  # not the caller's `policy`: a copy, whose params may be on a mesh
+    state = committed(new_state(run, donate=donate))  # as restored arrays are, so that both use the same programs
+    run.policy.empty()  # drops only the run's reference; the caller's `policy` is a separate object
     description = None
-    if run_dir is not None:  # what checkpoints of the same run have in common
+    if run_dir is not None:
         description = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
     with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
-        if donate:  # not before: nothing is taken from the caller if the run is refused
+        if donate:  # only now, so that the caller's policy is intact if an earlier check fails
             policy.empty()
         state, batch = restored.state, restored.batch
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
@@ -174,9 +174,9 @@ def train(
         with contextlib.closing(source) as session.source:
             session.evaluate_if_due(state, batch)
             while session.running():
-                if batch is None:  # an iteration begins, with an update for each minibatch
+                if batch is None:  # start of an iteration
                     try:
-                        source.wait_pending(state)  # what an engine samples is scored by the params it samples from
+                        source.wait_pending(state)  # before the params that the engine samples from are overwritten
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
                         batch, metrics, rows = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
                     except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again
@@ -190,19 +190,19 @@ def train(
                     state, measured = run.updater.update(state, minibatch)
                     metrics = {name: float(value) for name, value in fetch(measured).items()}
                 session.log_update(metrics)
-                if progress.updates_done == 0:  # reset by the last update of an iteration
+                if progress.updates_done == 0:  # `log_update` resets it after the iteration's last update
                     batch = None
                 session.check_skipped(state, minibatch, metrics, batch)
                 if not session.stopping():
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)
-            state = session.end(state, batch)  # saves the run, if it was stopped
-    session.exit_if_signalled()  # SystemExit after SIGTERM or SIGINT
+            state = session.end(state, batch)
+    session.exit_if_signalled()
     return state
 
 
 def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
-    """The prompts of the batch, along B, for the iteration's next update."""
+    """Return the slice of the batch along B for the iteration's next update."""
     if sizes.minibatches == 1:
         return batch
     index, count = updates_done % sizes.minibatches, sizes.prompts_per_update
@@ -210,7 +210,7 @@ def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
 
 
 def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) -> dict[str, float]:
-    """The metrics of the held-out prompts, sampled by `generate`."""
+    """Return the metrics of the evaluation prompts, sampled with `generate`."""
     from grpo_jax.run.evaluate import evaluate_encoded
 
     metrics, _ = evaluate_encoded(

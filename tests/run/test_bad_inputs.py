@@ -116,7 +116,7 @@ BAD = [
     (dict(policy=no_eos),
         "policy has no EOS token, so no completion would end: give eos_token_id in generation_"),
     (dict(policy=other_vocabulary), "and the model has a vocabulary of 40: they do not belong together."),
-    (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict (GRPOConfig.from_dict takes a dict)."),
+    (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
         "max_completion_length = 400: with prompts of up to 3 tokens this exceeds the 256"),
     (dict(mesh={"data": 2, "tensor": 3}),
@@ -182,7 +182,7 @@ def test_all_faults_of_a_run_are_listed_at_once():
     assert head == "this run has 7 errors:"
     starts = [
         "policy has no tokenizer",
-        "optimizer is 'adam': give an optax transformation",
+        "optimizer must be an optax transformation; got 'adam'. Pass one such as",
         "eval_dataset='held_out.jsonl': f",
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]

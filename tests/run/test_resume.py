@@ -138,7 +138,7 @@ def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_
     with pytest.raises(RewardError, match="the service is down"):
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
-    assert "step 6 is saved: once the cause is fixed, the same call resumes from there" in capfd.readouterr().err
+    assert "saved a checkpoint of step 6. Fix the cause and repeat the call" in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"reward_fns: the source of vowels has changed; .* resume=\"changed\""):
         run(tmp_path, **unsaved)
     with pytest.warns(UserWarning, match="the run continues with changed functions"):

@@ -156,7 +156,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
             {"rollout_ahead": True, "fns": [lambda environments: [0.0]]},
             "'lambda' needs the argument 'environments', which",
         ),
-        ({"policy": POLICY.replace(model=Plain())}, "several turns need a model of this package"),
+        ({"policy": POLICY.replace(model=Plain())}, "need a model with a KV cache"),
     ):
         with pytest.raises(ValueError, match=message):
             run(**given)
