@@ -1,7 +1,7 @@
-"""Completions by an engine instead of `generate`: called, validated, and scored by the trainer's own scorer.
+"""Sampling with an engine instead of `generate`. Completions are validated, and the trainer recomputes log-probs.
 
 ```
-engine ─► tokens, log π_sampler ─► checked ─► log π_old, of the same params by the trainer's own scorer
+engine ─► tokens, log π_sampler ─► validation ─► log π_old, recomputed by the trainer from the same params
                                                   │
                                                   ├─► ratio π / π_old of the policy loss
                                                   └─► importance weights π_old / π_sampler (`maths.sampler_weights`)
@@ -37,69 +37,69 @@ from grpo_jax.update.step import Updater
 ARGUMENTS = tuple(
     name for name in inspect.signature(generate).parameters if name not in ("answers", "watch", "on_host")
 )
-"""Names of the arguments of `generate` that every sampler may take."""
+"""Names of the arguments of `generate` that a sampler can take."""
 ROUNDING = 1e-2
-"""Nats by which a log-prob may be above 0, due to rounding."""
+"""Tolerance in nats for log-probs above 0, which rounding causes."""
 
 
 class Sampler(Protocol):
-    """An engine that samples: a function that takes any of `generate`'s arguments, by name.
+    """An engine that samples: a function with any of the arguments of `generate`, passed by keyword.
 
-    Two more arguments may be named: `policy`, for its config and tokenizer, and `answers`, the function that answers
-    the turns of a completion (`rollout.turns.Answers`; None for one turn), which several turns need. `**kwargs`
-    receives all arguments except these two. `engines.vllm` makes a sampler.
+    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answers`, the function
+    that returns the observation after a turn (`rollout.turns.Answers`, or None), required for multi-turn completions.
+    `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
-    A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Values where `mask` is False are
-    ignored:
+    A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Where `mask` is False, values are
+    ignored. Its fields:
 
-      tokens: [B, G, T] integers, T ≤ `max_completion_length`.
-      mask: [B, G, T] bool, True from the first token of a completion to its last, which is the EOS if one was sampled.
-      log_probs: [B, G, T] floats ≤ 0 of the distribution that was sampled from: after `temperature`, `top_k`, `top_p`
-        and `min_p`, as in the trainer's log-probs.
-      ended: [B, G] bool, True if the completion ends with an EOS or a stop id (both are among `eos_token_ids`), or with
-        a text of `stop`.
-      present: for several turns [B, G, T] bool, True from the first token of a completion to its last; `mask` is True
-        on the sampled ones, and `ended` where `answers` returned None.
+      tokens: token ids, [B, G, T] integers with T ≤ `max_completion_length`.
+      mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.
+      log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
+        `top_p` and `min_p`, as for the trainer's log-probs.
+      ended: [B, G] bool, True if the completion ends with an EOS or stop id (`eos_token_ids` contains both), or with a
+        string of `stop`; in multi-turn completions, if `answers` returned None.
+      present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
+        `mask` is then True only on sampled tokens.
 
-    Every call receives the `params` to sample from. All calls of a run receive the same `key`, which together with
-    `prompt_indices` determines samples that a resumed run reproduces. With `rollout_ahead` the engine is called from
-    another thread. With several processes each of them calls it, and the first process's result is used.
+    Every call receives the `params` to sample from. All calls of a run receive the same `key`. Samples should depend
+    only on `key` and `prompt_indices`, so that a resumed run can reproduce them. With `rollout_ahead`, the engine is
+    called from a background thread. With several processes, each process calls it and the first one's result is used.
 
-    Two attributes are optional. `follow(policy, params)` sets the params of later calls. With `rollout_ahead` it is
-    called first, and the engine then gets only shapes as `params`, because the trainer's update changes the arrays in
-    place. `measured` is a dict of numbers about the last call, which become metrics of the run.
+    Two attributes are optional. `follow(policy, params)` sets the params of subsequent calls. With `rollout_ahead` it
+    is called before sampling, and `params` then contains only shapes, because the trainer updates the arrays in place.
+    `measured` is a dict of metrics of the last call, which are logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise a `ValueError` unless a run can call this sampler with `generate`'s arguments by name.
+    """Raise ValueError unless `sampler` can be called with the keyword arguments of `generate`.
 
-    Tools and environments need an argument `answers` and one process; stop texts and a turn length need their
-    arguments.
+    It must take `answers` for tools and environments, which also need a single process; and `stop` and
+    `max_turn_length` if they are set.
     """
-    wanted = f"give a function with arguments of generate ({', '.join(ARGUMENTS)}), or None for generate itself"
+    wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
-        raise ValueError(f"sampler is {show(sampler)}: {wanted}")
+        raise ValueError(f"sampler must be a function; got {show(sampler)}. {wanted}")
     parameters, takes_all = parameters_of(sampler), takes_everything(sampler)
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     unknown = [
         p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answers") or p.kind is p.POSITIONAL_ONLY
     ]
     if unknown:
-        raise ValueError(f"sampler requires {', '.join(unknown)}, which is not passed by name: {wanted}")
+        raise ValueError(f"sampler requires an argument that is not passed by keyword: {', '.join(unknown)}. {wanted}")
     named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
     untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
-        raise ValueError(f"sampler does not take {' and '.join(untaken)}: give one that does, or None")
+        raise ValueError(f"sampler must take {' and '.join(untaken)}, which the config sets; pass one that does")
     if interaction is not None and "answers" not in named:
         raise ValueError(
-            "tools and environment_factory: sampler makes completions of one turn; give one that takes `answers`, such"
-            " as engines.vllm, or None"
+            "tools and environment_factory need a sampler with an argument `answers`; pass one, such as engines.vllm,"
+            " or None"
         )
     if interaction is not None and jax.process_count() > 1:
-        raise ValueError("tools and environment_factory: sampler works with one process only; leave it out")
+        raise ValueError("tools and environment_factory support a sampler in a single process only; omit sampler")
 
 
 def generate_by(
@@ -114,7 +114,7 @@ def generate_by(
     on_host: bool = True,
     **settings: Any,
 ) -> Completions:
-    """`generate` by an engine: its completions, validated and on the host. All processes return the first one's."""
+    """Call an engine like `generate`, and validate its completions. All processes return the first one's."""
     every = {"model": model, "params": params, "prompts": prompts, "key": key, "answers": answers, "policy": policy}
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if takes_everything(sampler) else set())
@@ -132,7 +132,7 @@ def generate_by(
 
 
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
-    """An engine's completions with their log-probs under the params they were sampled from, by the trainer's scorer."""
+    """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the sampled `params`."""
     completions = result.completions
     t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
@@ -143,37 +143,39 @@ def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) 
 def read_completions(
     returned: object, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
 ) -> Completions:
-    """An engine's completions, validated, padded to `shape` [B, G, T], and zero where the mask is False."""
+    """Validate an engine's completions, pad them to `shape` [B, G, T], and set padding tokens and log-probs."""
     if not isinstance(returned, Completions):
-        raise ValueError(f"sampler returned {show(returned)}: return grpo_jax.Completions, as generate does")
+        raise ValueError(f"sampler must return grpo_jax.Completions, as generate does; got {show(returned)}")
     tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
     mask, ended = _array(returned, "mask", "b"), _array(returned, "ended", "b")
     b, g, longest = shape
     t = tokens.shape[-1] if tokens.ndim == 3 else 0
     if tokens.shape != (b, g, t) or not 1 <= t <= longest:
         raise ValueError(
-            f"sampler returned tokens of the shape {tokens.shape}: make it ({b}, {g}, T), with T from 1 to"
-            f" max_completion_length = {longest}"
+            f"sampler must return tokens of shape ({b}, {g}, T) with 1 ≤ T ≤ max_completion_length = {longest}; got"
+            f" {tokens.shape}"
         )
     present = _array(returned, "present", "b") if turns and returned.present is not None else mask
     arrays = {"mask": mask, "log_probs": log_probs, "ended": ended, "present": present}
     for name, value in arrays.items():
         right = (b, g) if name == "ended" else (b, g, t)
         if value.shape != right:
-            raise ValueError(f"sampler returned {name} of the shape {value.shape}: make it {right}, as tokens has it")
+            raise ValueError(f"sampler must return {name} of shape {right}; got {value.shape}")
     lengths = present.sum(axis=-1)
     _refuse(
         (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],
         mask,
-        "a mask that is not True from the first token of a completion to its last, with one token at least"
+        "a mask that is empty or not contiguous from the first token"
         if present is mask
-        else "a completion whose first token it did not sample, or with a gap in present",
+        else "a completion whose first token is not sampled, or whose `present` is not contiguous",
     )
     _refuse(
-        present & ((tokens < 0) | (tokens >= vocab_size)), tokens, f"a token outside of the vocabulary of {vocab_size}"
+        present & ((tokens < 0) | (tokens >= vocab_size)),
+        tokens,
+        f"a token id outside the vocabulary of size {vocab_size}",
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
-    _refuse(mask & bad, log_probs, "a log-prob that is not a finite number ≤ 0: give the natural log of a probability")
+    _refuse(mask & bad, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
     return Completions(
         tokens=_padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         mask=_padded(mask, longest, False),
@@ -184,9 +186,9 @@ def read_completions(
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Metrics of |log π_old − log π_sampler| and of the importance weights; {} for a batch of the built-in sampler.
+    """Compute metrics of |log π_old − log π_sampler| and of importance weights; {} if `generate` sampled the batch.
 
-    Weights are counted over tokens in the token modes of `sampler_correction`, and over completions in the others.
+    Weights are per token in the token modes of `sampler_correction`, and per completion in the others.
     """
     mask = np.asarray(batch.mask)
     if batch.old_log_probs is None or not mask.any():
@@ -201,26 +203,26 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
-    """A field of the completions as a NumPy array; raises a `ValueError` unless its dtype is of one of these kinds."""
+    """Return a field of the completions as a NumPy array. Raises ValueError if its dtype is not of the given kinds."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))
     except Exception as error:
         raise ValueError(
-            f"sampler returned {name} that is not an array on the host ({error}): give {wanted}"
+            f"sampler must return {name} as an array of {wanted} on the host; conversion failed with: {error}"
         ) from error
     if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):
-        raise ValueError(f"sampler returned {name} of the dtype {value.dtype}: make it {wanted}")
+        raise ValueError(f"sampler must return {name} as {wanted}; got dtype {value.dtype}")
     return value
 
 
 def _refuse(bad: np.ndarray, values: np.ndarray, what: str) -> None:
-    """Raise a `ValueError` with the place of the first bad value, if there is one."""
+    """Raise ValueError with the position of the first invalid value, if there is one."""
     if bad.any():
         b, g, t = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"sampler returned {what}; prompt {b}, completion {g}, token {t} has {values[b, g, t]}")
+        raise ValueError(f"sampler returned {what}: {values[b, g, t]} at prompt {b}, completion {g}, token {t}")
 
 
 def _padded(x: np.ndarray, length: int, value: Any) -> Any:
-    """[B, G, T] padded to T = `length`."""
+    """Pad [B, G, T] to T = `length`."""
     return np.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])), constant_values=value)

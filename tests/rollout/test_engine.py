@@ -233,7 +233,7 @@ def test_a_server_started_again_without_a_broken_request_is_noticed(server, vers
 @pytest.mark.parametrize(
     ("fault", "how", "message"),
     [
-        ("alien", {}, "a token outside of the vocabulary of|ended a completion"),
+        ("alien", {}, "a token id outside the vocabulary of size|ended a completion"),
         (400, {}, "answered 400, .*told to answer 400"),
         ("early", {"stop": ["never"], "eos_token_ids": ()}, "after 1 of 8 tokens by 'stop'.*they spell none of"),
     ],

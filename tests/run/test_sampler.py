@@ -59,9 +59,9 @@ def test_a_sampler_is_given_what_its_signature_takes():
 @pytest.mark.quick
 def test_a_sampler_that_cannot_be_called_is_refused_before_the_run():
     for sampler, message in (
-        (3, r"sampler is 3: give a function with arguments of generate \(model, params, prompts, key"),
-        (lambda prompts, engine: None, "sampler requires engine, which is not passed by name"),
-        (lambda prompts, /: None, "sampler requires prompts, which is not passed by name"),
+        (3, "sampler must be a function; got 3. Pass a function whose arguments are among model, params, prompts, key"),
+        (lambda prompts, engine: None, "not passed by keyword: engine"),
+        (lambda prompts, /: None, "not passed by keyword: prompts"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
@@ -81,11 +81,11 @@ def test_an_evaluation_by_an_engine():
     assert evaluate(POLICY, ROWS, rewards, sampler=engine, **how) == expected
     assert seen == [(0.7, 2, 3, None)] * 2
     assert evaluate(POLICY, ROWS, rewards, sampler=engine, **how | {"params": None}) != expected
-    for sampler, message in ((3, "sampler is 3"), (lambda key: None, "sampler returned None")):
+    for sampler, message in ((3, "sampler must be a function"), (lambda key: None, "Completions, .* got None")):
         with pytest.raises(ValueError, match=message):
             evaluate(POLICY, ROWS, rewards, sampler=sampler, **how)
     speaks = type("Speaks", (), {"respond": lambda self, text: None})
-    with pytest.raises(ValueError, match="completions of one turn; give one that takes `answers`"):
+    with pytest.raises(ValueError, match="need a sampler with an argument `answers`"):
         evaluate(POLICY, ROWS, rewards, sampler=engine, environment_factory=speaks, **how)
 
 
@@ -104,27 +104,30 @@ def put(x, value, at=(1, 2, 1)):
 
 
 UNFIT = [
-    ({"tokens": canned().tokens[:1]}, r"tokens of the shape \(1, 4, 3\): make it \(2, 4, T\), with T from 1 to max_c"),
-    ({"tokens": np.zeros((2, 4, 9), int)}, r"tokens of the shape \(2, 4, 9\): make it .* max_completion_length = 8"),
-    ({"tokens": np.zeros((2, 4))}, "tokens of the dtype float64: make it integers"),
-    ({"mask": np.ones((2, 4, 2), bool)}, r"mask of the shape \(2, 4, 2\): make it \(2, 4, 3\), as tokens has it"),
-    ({"ended": np.ones((2, 3), bool)}, r"ended of the shape \(2, 3\): make it \(2, 4\)"),
-    ({"log_probs": None}, "log_probs of the dtype object: make it floats"),
+    ({"tokens": canned().tokens[:1]},
+        r"tokens of shape \(2, 4, T\) with 1 ≤ T ≤ max_completion_length = 8; got \(1, 4, 3\)"),
+    ({"tokens": np.zeros((2, 4, 9), int)}, r"tokens of shape .* max_completion_length = 8; got \(2, 4, 9\)"),
+    ({"tokens": np.zeros((2, 4))}, "tokens as integers; got dtype float64"),
+    ({"mask": np.ones((2, 4, 2), bool)}, r"mask of shape \(2, 4, 3\); got \(2, 4, 2\)"),
+    ({"ended": np.ones((2, 3), bool)}, r"ended of shape \(2, 4\); got \(2, 3\)"),
+    ({"log_probs": None}, "log_probs as floats; got dtype object"),
     ({"mask": put(canned().mask, False)},
-        "a mask that is not True from .*; prompt 1, completion 2, token 1 has False"),
-    ({"mask": put(canned().mask, False, (1, 3))}, "one token at least; prompt 1, completion 3, token 0 has False"),
+        "not contiguous from the first token: False at prompt 1, completion 2, token 1"),
+    ({"mask": put(canned().mask, False, (1, 3))},
+        "a mask that is empty or .*: False at prompt 1, completion 3, token 0"),
     ({"tokens": put(canned().tokens, 258)},
-        "a token outside of the vocabulary of 258; prompt 1, completion 2, token 1"),
-    ({"log_probs": put(canned().log_probs, np.nan)}, "a log-prob that is not a finite number ≤ 0.*token 1 has nan"),
+        "a token id outside the vocabulary of size 258: 258 at prompt 1, completion 2, token 1"),
+    ({"log_probs": put(canned().log_probs, np.nan)},
+        "a log-prob that is not finite and ≤ 0.*: nan at prompt 1, completion 2, token 1"),
     ({"log_probs": put(canned().log_probs, 0.3)},
-        "natural log of a probability; prompt 1, completion 2, token 1 has 0.3"),
+        "natural logarithms.*: 0.3 at prompt 1, completion 2, token 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("changes", "message"), UNFIT, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_an_engine_may_not_return_is_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=f"^sampler returned .*{message}"):
+    with pytest.raises(ValueError, match=f"^sampler (must return|returned) .*{message}"):
         read_completions(canned().replace(**changes), (2, G, T), vocab_size=258, pad_token_id=0)
 
 

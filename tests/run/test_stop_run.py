@@ -51,8 +51,8 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
     [
         ({"stop": ["a", "<eos>"]}, r"stop has '<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
         ({"stop_token_ids": [3, 258]}, "stop_token_ids has 258, and the model has a vocabulary of 258"),
-        ({"sampler": lambda params: None}, "sampler does not take stop and max_turn_length: give one"),
-        ({"sampler": lambda params, stop: None}, "sampler does not take max_turn_length: give one"),
+        ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
+        ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
     ],
 )
 def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, message):

@@ -163,7 +163,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     with pytest.raises(ValueError, match="needs the argument 'environments', which is not a column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
     how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
-    with pytest.raises(ValueError, match="sampler makes completions of one turn; give one that takes `answers`"):
+    with pytest.raises(ValueError, match="need a sampler with an argument `answers`"):
         train(POLICY, ROWS, [], sampler=lambda **arguments: None, **how)
     with pytest.raises(ValueError, match="advantage_fn: turn_credit = 'to_go' makes the advantages; leave one"):
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
