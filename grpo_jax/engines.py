@@ -1,4 +1,4 @@
-"""vLLM servers for a run: `vllm` as its sampler, `vllm_scorer` as its teacher."""
+"""vLLM servers in a training run: `vllm` builds a sampler, `vllm_scorer` a teacher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vllm(
     patience: float = 300.0,
     api_key_env: str = "VLLM_API_KEY",
 ) -> Engine:
-    """A running vLLM server as the `sampler` of `train`, `evaluate` and `rehearse`.
+    """Build a `sampler` for `train`, `evaluate` and `rehearse` that is backed by a running vLLM server.
 
     Start the server with the policy's base model:
 
@@ -35,24 +35,25 @@ def vllm(
             --logprobs-mode processed_logprobs --max-model-len 2048
 
     Before each batch the server loads the weights: adapters under a new name for each version, or all weights from
-    files. Before and after the batch, both sides score a text of 65 tokens.
+    files. Before and after the batch, the log-probs of a text of 65 tokens are compared between server and trainer.
 
     Args:
-      base_url: "http://host:port".
-      model: the name under which the server has the base model; "" for the only one.
-      directory: where the weights are written; the server needs the directory under the same name. If None, /dev/shm is
-        used, or the directory for temporary files.
-      tolerance: largest mean difference between both sides' log-probs of that text, in nats per token. If None, 1e-4
-        for float32 params and 0.05 for others; a server that computes in bfloat16 (`--dtype`) differs by some 0.01.
-      timeout: seconds for one whole answer of the server, such as a completion.
-      patience: seconds for which a busy server is retried, and for which the engine waits for a lost server.
-      api_key_env: name of the environment variable with the server's key, which is stored nowhere else.
+      base_url: URL of the server, such as "http://host:port".
+      model: name of the base model on the server; "" selects its only model.
+      directory: directory to which the weights are written. The server must be able to read it under the same path. If
+        None, /dev/shm is used if it exists, else the system's directory for temporary files.
+      tolerance: maximum mean difference between the two sides' log-probs of that text, in nats per token. If None, 1e-4
+        for models with dtype float32 and 0.05 for others; a server with `--dtype bfloat16` differs by about 0.01.
+      timeout: timeout in seconds for one complete response, such as a completion.
+      patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
+        unavailable server.
+      api_key_env: name of the environment variable that contains the server's API key. The key is not stored elsewhere.
 
     Returns:
-      `Engine`, a `run.sampler.Sampler`.
+      An `Engine`, which implements `run.sampler.Sampler`.
 
     Raises:
-      ValueError: an argument that makes no sense.
+      ValueError: if an argument is invalid.
 
     Example:
       >>> vllm("http://127.0.0.1:8000").measured
@@ -73,56 +74,56 @@ def vllm_scorer(
     patience: float = 300.0,
     api_key_env: str = "VLLM_API_KEY",
 ) -> EngineScorer:
-    """A running vLLM server as the `teacher` of `train`: it scores the policy's completions with a fixed model.
+    """Build a `teacher` for `train` that scores completions with a fixed model on a running vLLM server.
 
-    The teacher may be larger than the policy, quantized, or on many devices:
+    The teacher may be larger than the policy, quantized, or sharded over many devices:
 
         vllm serve MODEL --max-model-len 2048 --max-logprobs 64
 
-    Each completion is one request with its prompt, for vLLM's `prompt_logprobs`. These are the model's log-probs at
-    temperature 1, also under `--logprobs-mode processed_logprobs`. Runs at other temperatures are refused, since a few
-    log-probs at temperature 1 do not determine their normalizer. Arguments without a description are as in `vllm`.
+    Each completion is sent with its prompt in one request, which returns vLLM's `prompt_logprobs`. These are the
+    model's log-probs at temperature 1, even with `--logprobs-mode processed_logprobs`. Runs with other temperatures
+    raise an error, because the normalizer cannot be computed from a few log-probs at temperature 1. Arguments that are
+    not listed are documented in `vllm`.
 
     Args:
-      top_k: number of tokens whose log-probs are requested at every position, `distillation_topk` of a run with
-        `distillation_mode="topk_logits"`; more than 20 need `--max-logprobs`. If None, only the drawn tokens' log-probs
-        are requested, for "sampled_token".
-      model: the name under which the server has the teacher, which may be an adapter; "" for the only model.
-      at_once: requests in flight, at most. Use 1 for a server with `--enable-lora`: vLLM 0.32 crashes there on the
-        prompt_logprobs of two texts in one batch.
-      tokenizer: the teacher's, such as `AutoTokenizer.from_pretrained(MODEL)`, to compare with the policy's. If None,
-        they are assumed to be equal.
+      top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` of a
+        run with `distillation_mode="topk_logits"`; values over 20 need `--max-logprobs`. If None, only the log-probs of
+        the sampled tokens are requested, for `distillation_mode="sampled_token"`.
+      model: name of the teacher on the server, which may be an adapter; "" selects its only model.
+      at_once: maximum number of concurrent requests. Use 1 for a server with `--enable-lora`, where vLLM 0.32 crashes
+        on `prompt_logprobs` of two sequences in one batch.
+      tokenizer: tokenizer of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which is compared with the
+        policy's. If None, the two are assumed to be equal.
     """
     client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)
     return EngineScorer(VLLM(client, model), top_k=top_k, at_once=at_once, tokenizer=tokenizer)
 
 
 class EngineScorer:
-    """A `run.teacher.Scorer` by a server; `vllm_scorer` makes one and describes the arguments."""
+    """A `run.teacher.Scorer` backed by a server. Build it with `vllm_scorer`, which documents the arguments."""
 
     def __init__(self, server: VLLM, *, top_k: int | None, at_once: int, tokenizer: Tokenizer | None):
         self._server, self._at_once, self.top_k, self.tokenizer = server, at_once, top_k, tokenizer
 
     def check(self, config: GRPOConfig) -> None:
-        """Raise a `ValueError` for settings unlike the scorer's, an `EngineError` if the server cannot score."""
+        """Raise ValueError if the config does not match the scorer, and EngineError if the server cannot score."""
         problems = []
         if config.temperature != 1:
             problems.append(
-                f"temperature = {config.temperature}: a server returns a text's log-probs at temperature 1.0 only; use"
-                " 1.0, or a Policy as teacher"
+                f"temperature must be 1.0 with a server as teacher; got {config.temperature}. Set temperature=1.0, or"
+                " pass a Policy as teacher"
             )
         if config.distillation_topk != self.top_k:
             problems.append(
-                f"distillation_topk = {config.distillation_topk}: the scorer was made with top_k = {self.top_k}; give"
-                " both the same"
+                f"distillation_topk must equal the scorer's top_k, {self.top_k}; got {config.distillation_topk}"
             )
         raise_all("teacher", problems)
-        self._score_all([[1, 2, 3]])  # tokens of any vocabulary
+        self._score_all([[1, 2, 3]])  # ids that exist in any vocabulary
 
     def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs:
         """Return the server's log-probs of completions [B, G, T] after prompts [B, P]; see `run.teacher.Scorer`.
 
-        Raises an `EngineError` if the server refuses, or does not come back in time.
+        Raises EngineError if the server rejects a request or remains unavailable.
         """
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         b, g, t = completions.tokens.shape
@@ -142,10 +143,10 @@ class EngineScorer:
         return TeacherLogProbs(log_probs.reshape(b, g, t), ids.reshape(b, g, t, k), top.reshape(b, g, t, k))
 
     def _score_all(self, texts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
-        """Return log-probs by token at every position of each text after the first."""
-        longest = max(map(len, texts)) + 1  # the server draws a token, which is ignored
+        """Return, for each sequence, the log-probs at every position except the first, as dicts keyed by token id."""
+        longest = max(map(len, texts)) + 1  # the server also samples a token, which is ignored
         look_up = functools.partial(self._server.look_up, longest)
-        requests = Requests(self._server.client, restore=look_up)  # a restarted server may have another model
+        requests = Requests(self._server.client, restore=look_up)  # a restarted server may have a different model
         requests.send(look_up)
         scores = [functools.partial(self._server.log_probs, ids, self.top_k or 0) for ids in texts]
         return requests.run([functools.partial(requests.send, score) for score in scores], self._at_once)

@@ -1,4 +1,4 @@
-"""Completions of prompts: `generate` is the loop, `decode` has its compiled parts, `ladder` chooses their shapes."""
+"""Sampling of completions: the loop (`generate`), its compiled functions (`decode`) and their shapes (`ladder`)."""
 
 from grpo_jax.rollout.generate import generate
 

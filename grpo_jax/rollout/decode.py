@@ -1,4 +1,4 @@
-"""The compiled functions of a rollout: they read prompts, decode a burst, read observations and move caches."""
+"""The compiled functions of a rollout: prompt prefill, decoding, prefill of observations, and cache rearrangement."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ Tree = TypeVar("Tree")
 
 
 class Stream(flax.struct.PyTreeNode):
-    """Completions that are decoded together, on the device.
+    """Device state of completions that are decoded together.
 
-    All write to the same slot of a ring. A completion whose turn has ended writes nothing while the others draw. Before
-    its next turn, `move` rotates the ring of each completion, so that all end in the same slot:
+    At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended does not
+    write while the others continue. Before its next turn, `move` rotates the ring of each completion, so that all of
+    them end in the same slot:
 
     ```
-                       a turn ends           rotated       read next
+                       turn ends             rotated       read next
     completion 0   a b c d · · · ·       · · · a b c d   │ x
     completion 1   e f · · · · · ·       · · · · · e f   │ u
     completion 2   g h i j k l · ·       · g h i j k l   │ y
     ```
     """
 
-    prefix: Prefix  # keys and values, or states, of the B prompts
-    cache: Cache  # the same of the completions, in a ring of slots; `_without_ones` for one turn on one device
-    token: jax.Array  # [B, G] the last token of each completion, which is not in the cache yet
+    prefix: Prefix  # keys and values, or recurrent states, of the B prompts
+    cache: Cache  # keys and values, or states, of the completions, in a ring of slots; squeezed by `_without_ones`
+    token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
-    keys: jax.Array  # [B, G] typed keys
-    start: jax.Array  # int32 slot in which completions begin: [B] with one turn, [B, G] with several
-    stop_state: jax.Array | None = None  # [B, G] int32 state of the stop strings
+    keys: jax.Array  # [B, G] typed PRNG keys
+    start: jax.Array  # int32 first slot of each completion: [B] with one turn, [B, G] with several
+    stop_state: jax.Array | None = None  # [B, G] int32 state of the automaton for stop strings
 
 
 Drawn = tuple[jax.Array, jax.Array, jax.Array]
@@ -62,12 +63,12 @@ Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _without_ones(cache: Cache) -> Cache:
-    """Return a cache without axes B, H_kv and G of size 1; with them, XLA's CPU backend copies it at every step."""
+    """Squeeze the axes B, H_kv and G that have size 1. XLA's CPU backend copies unsqueezed caches at every step."""
     return jax.tree.map(lambda x: x.squeeze(tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)), cache)
 
 
 def _with_ones(stream: Stream) -> Cache:
-    """Return the cache of a stream with all its axes."""
+    """Restore the axes that `_without_ones` squeezed."""
     b, g = stream.token.shape
 
     def whole(x: jax.Array, of_prompts: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ def _read_prompts(
     settings: DecodeSettings,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Return a stream without a cache, and first tokens. The logits of a prompt are computed once for its group."""
+    """Prefill prompts and draw first tokens, with one forward pass per prompt. The stream has an empty `cache`."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
@@ -111,9 +112,10 @@ def prefill(
     slots: int,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Read the prompts and draw the first token of every completion, which begins in `slot`.
+    """Prefill the prompts and draw the first token of each completion.
 
-    `turns` is True if completions have several turns. On a mesh, each device holds the keys of its prompts and heads.
+    The completions start at `slot`. `turns` is True if completions have several turns. On a mesh, the cached keys and
+    values are sharded by prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
@@ -134,10 +136,10 @@ def refill(
     *,
     settings: DecodeSettings,
 ) -> tuple[Stream, Drawn]:
-    """`prefill` prompts into the places [B'] of ended groups, in a stream without its cache.
+    """Replace the ended groups at indices `places` [B'] with new prompts, in a stream without its cache.
 
-    The cache needs no change: slots before the first slot of a new group are never read, and a recurrent layer takes
-    its prompt's state when it reads a completion's first token.
+    The cache is not modified: slots before the first slot of a new group are never read, and a recurrent layer starts
+    from the prompt's state when it processes the first token of a completion.
     """
     new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
@@ -157,11 +159,11 @@ def decode_burst(
     steps: int,
     fixed: bool = False,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
-    """Draw at most `steps` tokens of each completion, from `slot` on, and stop early when all have ended.
+    """Draw at most `steps` tokens of each completion, starting at `slot`; stop early when all completions have ended.
 
-    `stream` comes without its `cache`, which alone is donated. `count` is the most tokens to draw: [] for one turn,
-    [B, G] for several. With `fixed` all `steps` run regardless: on a GPU or a mesh, a loop that may end early waits for
-    the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
+    The cache is a separate argument because only it is donated. `count` is the maximum number of tokens to draw: [] for
+    one turn, [B, G] for several. With `fixed`, all `steps` run, because on a GPU or a mesh a loop with a data-dependent
+    end waits for the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -171,8 +173,8 @@ def decode_burst(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # On a mesh the head is resharded once per burst, outside the loop; but not for several turns, since `read_chunk`
-    # uses it without resharding, and all turns need the same rounding.
+    # On a mesh the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
+    # its rounding is the same as in `read_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
     head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
@@ -226,7 +228,7 @@ def decode(
     steps: int,
     fixed: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Return a stream after `decode_burst`, and the drawn tokens."""
+    """Call `decode_burst` and return the updated stream and the drawn tokens."""
     cache, rest = stream.cache, stream.replace(cache=())
     (cache, token, ended, state), drawn = decode_burst(
         model, variables, cache, rest, slot, count, settings=settings, steps=steps, fixed=fixed
@@ -247,9 +249,10 @@ def read_chunk(
     *,
     settings: DecodeSettings,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read right-aligned tokens [B, G, N] where `real` is True, from `slot` on, and draw the next token.
+    """Read right-aligned tokens [B, G, N] into the cache, starting at `slot`, and draw the next token.
 
-    Returns the cache, and tokens and log-probs [B, G], which are valid after the last chunk if its last token is real.
+    `real` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
+    are valid only after the last chunk, and only where the last entry of `real` is True.
     """
     hidden, cache = model.apply(
         variables, tokens, stream.prefix, cache, slot, stream.start, write=real, method="hidden"
@@ -260,7 +263,7 @@ def read_chunk(
 
 
 def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:
-    """Concatenate the arrays of several trees along the first axis, by `numpy` or `jax.numpy`."""
+    """Concatenate several pytrees leaf by leaf along the first axis; `xp` is `numpy` or `jax.numpy`."""
     return jax.tree.map(lambda *x: xp.concatenate(x), *trees)
 
 
@@ -275,16 +278,17 @@ def move(
     parts: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, ...]:
-    """Gather completions `order` [B', G'] of groups [B'] of all streams, with `slots` slots, into `parts` streams.
+    """Gather completions from all streams into `parts` new streams, with caches of `slots` slots.
 
-    On a mesh `groups` is None: each group stays on its device. `start` [B', G'] is the slot in which each completion is
-    to begin, for one stream of several turns; None keeps the slots.
+    `groups` [B'] are the indices of the groups to keep, and `order` [B', G'] the indices of the completions within each
+    group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is the new first slot of
+    each completion, for one stream with several turns. If None, the slots are unchanged.
     """
     whole = concatenate([x.replace(cache=_with_ones(x)) for x in streams])
 
     def pick(x: jax.Array) -> jax.Array:
-        """Return [B', G', …] of [B, G, …]."""
-        return jax.vmap(lambda own, at: own[at])(x, order) if groups is None else x[groups[:, None], order]
+        """Gather [B', G', …] from [B, G, …]."""
+        return jax.vmap(lambda group, at: group[at])(x, order) if groups is None else x[groups[:, None], order]
 
     cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), whole.cache)
     cache = pad_slots(cache, slots) if start is None else rotate_ring(cache, pick(whole.start) - start, slots)
@@ -303,14 +307,14 @@ def move(
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
-    """Return the stream with a larger cache, of `slots` slots."""
+    """Enlarge the cache of a stream to `slots` slots."""
     return place_stream(stream.replace(cache=pad_slots(stream.cache, slots)), mesh, constrain)
 
 
 def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -> Stream:
-    """Return the stream sharded by prompts, with keys and values also sharded by heads, as programs of a mesh use it.
+    """Shard a stream over prompts, and its keys and values also over heads. Without a mesh, return it unchanged.
 
-    `place(x, mesh, *axes)` is `constrain`, or returns a shape with that sharding.
+    `place(x, mesh, *axes)` is `constrain`, or a function that returns a `ShapeDtypeStruct` with the same sharding.
     """
     if mesh is None:
         return stream
@@ -326,7 +330,7 @@ def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -
 def generate_traced(
     model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Return completions of one turn, drawn by one loop, for a `generate` inside a `jit`."""
+    """Return completions of one turn from a single compiled loop; used when `generate` is called under `jit`."""
     stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1
@@ -340,7 +344,7 @@ def generate_traced(
 def generate_uncached(
     model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Return completions of one turn by a model that has only `apply`: each step reads all tokens again."""
+    """Return completions of one turn from a model without a cache. Each step processes all tokens again."""
     b, g = keys.shape
 
     def step(t: jax.Array, carry: Uncached) -> Uncached:

@@ -1,4 +1,4 @@
-"""Tokens drawn from hidden states: random numbers by token index, and draws whose logits stay on their devices."""
+"""Sampling of tokens from hidden states: random numbers per token index, and draws from sharded logits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from grpo_jax.models.sharding import constrain
 from grpo_jax.types import CachedModel, Params
 
 Variables = dict[str, Params]
-"""Collections of a model: "params", and on a CPU "columns"."""
+"""Variable collections of a model: "params", and on a CPU also "columns"."""
 
 
 class DecodeSettings(NamedTuple):
-    """How tokens are drawn and where turns end; hashable, as a static argument of every program.
+    """Settings of token sampling and turn ends. Hashable, because they are a static argument of compiled functions.
 
-    `eos_token_ids` are EOS and stop ids. `stops` is the automaton of the texts that end a turn: a constant of the
-    programs, with one or two bytes for each token of the vocabulary. `mesh` is None on one device.
+    `eos_token_ids` contains EOS ids and stop ids. `stops` is the automaton for stop strings; it is compiled in as a
+    constant, with one or two bytes per token of the vocabulary. `mesh` is None on one device.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -46,13 +46,16 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
 def draw(
     u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and log-probs [B, G] for logits [B, G, V] and uniforms [B, G, 2]; `together`: see `draw_tokens`."""
+    """Draw tokens [B, G] from logits [B, G, V] with uniforms [B, G, 2]; return them and their log-probs.
+
+    `together` is passed to `draw_tokens`.
+    """
     logits = process_logits(logits, sampling)
     return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """Return mesh axes for the vocabulary while tokens are drawn; each device then has whole blocks of it."""
+    """Return the mesh axes that shard the vocabulary during sampling, such that each device holds complete blocks."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -66,14 +69,14 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 def draw_next(
     model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and log-probs [B, G] that follow hidden states [B, G, D], with uniforms [B, G, 2]."""
+    """Draw the tokens [B, G] after hidden states [B, G, D] with uniforms [B, G, 2]; return them and their log-probs."""
     sampling, mesh = settings.sampling, settings.mesh
 
     def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
 
     if mesh is not None:
-        # The vocabulary is sharded: devices exchange only sums of each row and one block of its logits.
+        # With a sharded vocabulary, devices exchange only the sums and one block of logits per completion.
         axes = vocabulary_axes(model.config.vocab_size, mesh)
         rows = "data" if "data" in mesh.shape and u.shape[0] % mesh.shape["data"] == 0 else None
         place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(rows)))
@@ -88,7 +91,7 @@ def draw_next(
         logits = process_logits(model.apply(variables, rows, method="unembed_columns"), sampling)
         return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
 
-    # A CPU multiplies a large table by a few columns 25 % faster than a few rows by the table.
+    # On a CPU, multiplying a large embedding table by a few columns is 25 % faster than a few rows by the table.
     plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
     if model.config.tie_word_embeddings and plain:
         return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
@@ -98,7 +101,7 @@ def draw_next(
 def ended_by(
     tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return whether each token [B, G] ends a turn, and the state [B, G] of the stop strings after it."""
+    """Return whether each token [B, G] ends a turn, and the automaton's state [B, G] after the token."""
     ended = jnp.zeros(tokens.shape, bool)
     for eos in settings.eos_token_ids:
         ended |= tokens == eos
@@ -109,18 +112,18 @@ def ended_by(
 
 
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
-    """Return the state of the stop strings at the beginning of a turn; None without stop strings."""
+    """Return the automaton's state at the start of a turn; None without stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """Return uniforms [steps, B, G, 2] for tokens first, first + 1, … of completions; `first` is [], [B] or [B, G].
+    """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [], [B] or [B, G].
 
-    One wide draw for a burst is cheaper than many narrow draws. It is flat, since XLA's CPU backend compiles it two to
-    three times as fast as in four dimensions, and begins with B, so that each device draws for its own prompts.
+    One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
+    two to three times as fast as a four-dimensional draw. B is its major axis, so that it is sharded by prompts.
     """
     first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
-    begins = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)
-    numbers = begins[..., None] + jnp.arange(steps)[None, None]
-    u = uniforms(jax.vmap(jax.random.fold_in)(jnp.repeat(keys.reshape(-1), steps), numbers.reshape(-1)))
+    first = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)
+    indices = first[..., None] + jnp.arange(steps)[None, None]
+    u = uniforms(jax.vmap(jax.random.fold_in)(jnp.repeat(keys.reshape(-1), steps), indices.reshape(-1)))
     return jnp.moveaxis(u.reshape((*keys.shape, steps, 2)), 2, 0)

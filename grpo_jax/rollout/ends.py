@@ -1,4 +1,4 @@
-"""Ends of a turn: an EOS or another token, a text, or a number of tokens."""
+"""Conditions that end a turn: EOS and stop token ids, stop strings, and a maximum length."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
 _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()
-"""Automata by tokenizer and strings: making one takes seconds for a large vocabulary."""
+"""Cache of automata, keyed by tokenizer and strings. Building one takes seconds for a large vocabulary."""
 
 
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
-    """Return the cached automaton of stop strings over the bytes of a tokenizer's tokens; special tokens have none.
+    """Return the cached automaton for stop strings, over the bytes of a tokenizer's tokens except special tokens.
 
-    Raises a `ValueError` without a tokenizer, and for a string with a special token or one that no tokens spell.
+    Raises ValueError if the tokenizer is missing, or a string contains a special token or cannot be tokenized.
     """
     if tokenizer is None:
-        raise ValueError(f"stop = {show(list(strings))}: searching texts needs a tokenizer: give tokenizer too")
+        raise ValueError(f"stop={show(list(strings))} needs a tokenizer; pass tokenizer.")
     known = _KNOWN.setdefault(tokenizer, {})
     key = tuple(strings)
     if key not in known:
@@ -35,18 +35,18 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
             for string in key:
                 if token and token in string:
                     raise ValueError(
-                        f"stop has {show(string)}, and {token!r} is a special token, which spells no text: give its id,"
-                        f" stop_token_ids=[{index}]"
+                        f"stop must not contain special tokens; got {token!r} in {show(string)}. Pass"
+                        f" stop_token_ids=[{index}] instead."
                     )
         try:
             known[key] = make_stops(key, token_bytes(tokenizer))
         except ValueError as error:
-            raise ValueError(f"stop = {show(list(key))}: {error}: name tokens by their ids, stop_token_ids") from error
+            raise ValueError(f"stop={show(list(key))}: {error}. Use stop_token_ids for single tokens.") from error
     return known[key]
 
 
 class TurnEnds(NamedTuple):
-    """Ends of a turn other than EOS: texts, token ids, and a number of tokens."""
+    """Conditions other than EOS that end a turn: stop strings, stop token ids, and a maximum length in tokens."""
 
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class TurnEnds(NamedTuple):
     def read(
         cls, stop: str | Sequence[str] | None, stop_token_ids: int | Sequence[int] | None, max_turn_length: int | None
     ) -> TurnEnds:
-        """Return the ends for these arguments of `generate`; raise a `ValueError` for invalid ones."""
+        """Validate these arguments of `generate` and return them in canonical form. Raises ValueError if invalid."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
         (strings, fault), (ids, fault_of_ids) = read_stop(stop), read_token_ids(stop_token_ids)
@@ -67,21 +67,21 @@ class TurnEnds(NamedTuple):
 
     @classmethod
     def of(cls, config: GRPOConfig) -> TurnEnds:
-        """Return the ends of a run."""
+        """Return the conditions that a config sets."""
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-        """Raise a `ValueError` for texts that no tokens spell, and for ids outside the vocabulary."""
+        """Raise ValueError for stop strings that cannot be tokenized, and for ids outside the vocabulary."""
         if self.stop:
             stops_of(tokenizer, self.stop)
         unknown = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]
         if unknown:
             raise ValueError(
-                f"stop_token_ids has {unknown[0]}, and the model has a vocabulary of {vocab_size}: give ids below that"
+                f"stop_token_ids must be less than the model's vocabulary size, {vocab_size}; got {unknown[0]}."
             )
 
     def cut_short(self, turn: np.ndarray, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> bool:
-        """Return whether a turn [n] was cut at `max_turn_length`, without an EOS, a stop id or a stop text."""
+        """Return whether a turn [n] was truncated at `max_turn_length`: no EOS, stop id or stop string ended it."""
         if self.max_turn_length is None or len(turn) < self.max_turn_length:
             return False
         by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)
@@ -89,7 +89,7 @@ class TurnEnds(NamedTuple):
 
 
 BY_EOS = TurnEnds()
-"""Turns that end only with an EOS."""
+"""Default `TurnEnds`: only an EOS ends a turn."""
 
 
 def decode_settings(
@@ -101,7 +101,7 @@ def decode_settings(
     stop_token_ids: int | Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> DecodeSettings:
-    """Return the settings of compiled programs from arguments of `generate`; invalid ends raise a `ValueError`."""
+    """Build `DecodeSettings` from arguments of `generate`. Raises ValueError if the stop arguments are invalid."""
     ends = TurnEnds.read(stop, stop_token_ids, None)
     stops = stops_of(tokenizer, ends.stop) if ends.stop else None
     return DecodeSettings((*map(int, eos_token_ids), *ends.stop_token_ids), int(pad_token_id), sampling, stops)

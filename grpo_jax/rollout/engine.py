@@ -1,13 +1,13 @@
-"""A server as the sampler of a run: all completions are requested at once, and weights are sent before each batch.
+"""Sampling with an inference server. Weights are sent before each batch; all completions are requested concurrently.
 
 ```
-weights ─► written ─► loaded ─► probe ─► completions, one request for each turn ─► probe ─► Completions
-                        ▲                            │ the server is lost
-                        └──────── it is back ◄───────┘
+weights ─► written ─► loaded ─► probe ─► completions, one request per turn ─► probe ─► Completions
+                        ▲                            │ connection lost
+                        └── server available again ◄─┘
 ```
 
-Both sides score a probe, a text of 65 tokens, before and after a batch: a batch is learned from only if the server had
-the run's weights all the time.
+Before and after each batch, the log-probs of a probe (a text of 65 tokens) are compared between the server and the
+local model. A batch is used for training only if the server held the run's weights throughout.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from grpo_jax.rollout.turns import Answers, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 PROBE = 65
-"""Tokens of the probe; the first one is given."""
+"""Number of tokens of the probe; the first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Difference between the seeds of tokens of one completion: odd, so that no two are equal."""
+"""Increment of a completion's seed per token. It is odd, so that the seeds of all tokens differ."""
 
 
 class _Version(NamedTuple):
-    """Weights that were written for the server under a unique name, and our `scores` of the probe's `ids`."""
+    """Weights written for the server under a unique name, and the local model's log-probs of the probe's `ids`."""
 
     name: str
     directory: Path
     adapters: bool
     ids: list[int]
-    scores: np.ndarray
+    log_probs: np.ndarray
     tolerance: float
 
 
 class _Batch(NamedTuple):
-    """Prompts and seeds of B·G completions, and their settings; `answers` is None for completions of one turn."""
+    """Prompts, seeds and settings of B·G completions. `answers` is None for completions of one turn."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -81,38 +81,39 @@ class _Batch(NamedTuple):
 
 
 class Engine:
-    """A `run.sampler.Sampler` by a server; `engines.vllm` makes one and describes the arguments.
+    """A `run.sampler.Sampler` backed by a server. Build it with `engines.vllm`, which documents the arguments.
 
-    `measured` has metrics of the last batch: seconds of each phase, the probe's gaps, and how often a server was lost.
+    `measured` contains metrics of the last batch: seconds per phase, the log-prob differences on the probe, and how
+    often the connection to the server was lost.
     """
 
     def __init__(self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None):
         if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance = {tolerance!r}: give nats per token > 0, or None")
+            raise ValueError(f"tolerance must be None or nats per token > 0; got {tolerance!r}.")
         self._server, self._tolerance, self._parent = server, tolerance, directory
-        self._numbers, self._token = itertools.count(1), uuid.uuid4().hex[:8]
-        self._version: _Version | None = None  # the version that the server has to load
+        self._counter, self._token = itertools.count(1), uuid.uuid4().hex[:8]
+        self._version: _Version | None = None  # the version that the server should have loaded
         self._loaded: _Version | None = None
-        self._params: list[weakref.ref[jax.Array]] = []  # arrays of the version
+        self._params: list[weakref.ref[jax.Array]] = []  # arrays from which the version was written
         self._checked: tuple[Sampling, int] | None = None
         self.measured: dict[str, float] = {}
 
     def follow(self, policy: Policy, params: Params) -> None:
-        """Write and score the params that later calls sample from; they may change afterwards.
+        """Write the params from which later calls sample, and score the probe. The params may then be donated.
 
-        All processes of a run call it together.
+        All processes of a run must call this function together.
         """
         leaves = jax.tree.leaves(params)
         if self._version is not None and self._params and self._same(leaves):
             return
         begin, older = time.monotonic(), self._version
-        name, ids = f"grpo-{self._token}-{next(self._numbers)}", probe_ids(policy)
+        name, ids = f"grpo-{self._token}-{next(self._counter)}", probe_ids(policy)
         directory = self._directory / name
         adapters = write_weights(directory, policy, params)
-        scores = score_probe(policy.model, params, ids)
+        log_probs = score_probe(policy.model, params, ids)
         dtype = jnp.dtype(getattr(getattr(policy.model, "config", None), "dtype", "float32"))
         tolerance = (1e-4 if dtype == jnp.float32 else 0.05) if self._tolerance is None else self._tolerance
-        self._version = _Version(name, directory, adapters, ids, scores, tolerance)
+        self._version = _Version(name, directory, adapters, ids, log_probs, tolerance)
         self._params = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
         if older is not None:
             shutil.rmtree(older.directory, ignore_errors=True)
@@ -141,10 +142,10 @@ class Engine:
         max_turn_length: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> Completions:
-        """Return completions [B, G, T], T = `max_completion_length`, as described by `run.sampler.Sampler`.
+        """Return completions [B, G, T] with T = `max_completion_length`; see `run.sampler.Sampler`.
 
-        `params` that are only shapes stand for the params of the last `follow`. Raises an `EngineError` if the server
-        refuses, or does not come back in time.
+        If `params` are only shapes, the params of the last call of `follow` are used. Raises EngineError if the server
+        rejects a request or remains unavailable.
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self.follow(policy, params)
@@ -171,13 +172,13 @@ class Engine:
                 if jax.process_count() == 1:
                     raise
                 fault = one_line(error, None)
-        if (fault := gather_objects(fault)[0]) is not None:  # if one process fails, all do
+        if (fault := gather_objects(fault)[0]) is not None:  # all processes raise the error of the first process
             raise EngineError(fault)
         several = bool((table.mask.sum(-1) < table.lengths).any())
         return table.completions(len(lengths), turns=several)
 
     def _sample(self, batch: _Batch, interrupt: Callable[[], None]) -> Table:
-        """Return all completions, drawn with one version of the weights."""
+        """Sample all completions with one version of the weights."""
         begin, longest = time.monotonic(), max(map(len, batch.prompts)) + batch.max_completion_length
         prepare = functools.partial(self._check_and_load, batch.sampling, longest)
 
@@ -200,14 +201,14 @@ class Engine:
             with contextlib.suppress(Lost):
                 if self._has_loaded():
                     return table
-            message = f"{self._server.url} was started again, with other weights"
+            message = f"{self._server.url} was restarted and no longer holds the run's weights"
             if batch.answers is not None:  # environments cannot answer the same turns twice
                 break
-            warnings.warn(f"{message}: the batch is drawn again", stacklevel=2)
+            warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOTHING_LEARNED}")
 
     def _complete(self, batch: _Batch, table: Table, requests: Requests, row: int) -> None:
-        """Draw one completion: its turns, and the observations between them."""
+        """Sample one completion: its turns, and the observations between them."""
         while True:
             begin = int(table.lengths[row])
             left = batch.max_completion_length - begin
@@ -227,7 +228,7 @@ class Engine:
             if batch.answers is None or (not turn.ended and left == 0):
                 return
             promise = batch.answers(row, np.array(turn.tokens, np.int32), left - 1)
-            assert promise is not None, "one process answers all completions"
+            assert promise is not None, "a single process must answer all completions"
             observation = wait_for(promise, requests.raise_if_stopped)
             if observation is None:
                 table.ended[row] = True
@@ -236,7 +237,7 @@ class Engine:
             table.observe(row, observation)
 
     def _check_and_load(self, sampling: Sampling, longest: int) -> None:
-        """Check the server and load the weights, unless that is done."""
+        """Check the server and load the weights, unless both have been done."""
         if self._checked is None or self._checked[0] != sampling or self._checked[1] < longest:
             self._server.check(sampling, longest)
             self._checked = sampling, longest
@@ -244,44 +245,44 @@ class Engine:
             self._load()
 
     def _load(self) -> None:
-        """Load the weights, and compare the scores of the probe."""
+        """Load the weights and compare the log-probs of the probe. Raises `EngineError` if they differ."""
         version = self._version
-        assert version is not None, "`follow` is called first"
+        assert version is not None, "`follow` must be called first"
         self._server.load(version.name, version.directory, version.adapters)
         gaps = self._gaps(version)
         self.measured |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
             raise EngineError(
-                f"{self._server.url} does not sample from the run's weights: after they were loaded, the log-probs of a"
-                f" text differ by {gaps.mean():.2g} nats per token (at most {gaps.max():.2g}), and rounding explains"
-                f" {version.tolerance:g}. Does it serve the policy's own base model? If it computes in another dtype"
-                f" than the trainer, start it with the same --dtype, or pass tolerance. {NOTHING_LEARNED}"
+                f"{self._server.url} does not sample from the run's weights. After loading them, its log-probs of a"
+                f" text differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
+                f" is {version.tolerance:g}. Check that it serves the policy's base model. If its dtype differs from"
+                f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOTHING_LEARNED}"
             )
         self._loaded = version
 
     def _gaps(self, version: _Version) -> np.ndarray:
-        """Return |l_server − l| [64] of the probe."""
+        """Return the absolute differences [64] between the server's and the local log-probs of the probe."""
         found = self._server.log_probs(version.ids)
-        own = [position[token] for token, position in zip(version.ids[1:], found, strict=True)]
-        return np.abs(np.array(own) - version.scores)
+        remote = [position[token] for token, position in zip(version.ids[1:], found, strict=True)]
+        return np.abs(np.array(remote) - version.log_probs)
 
     def _has_loaded(self) -> bool:
-        """Return whether the server still has the loaded weights, by its version and by the probe."""
+        """Return whether the server still has the loaded weights, according to its version name and the probe."""
         version = self._loaded
         if version is None or not self._server.holds(version.name):
             return False
         return bool(self._gaps(version).mean() <= version.tolerance)
 
     def _same(self, leaves: list[jax.Array]) -> bool:
-        """Return whether these are the arrays of the last `follow`."""
+        """Return whether `leaves` are the arrays of the last call of `follow`."""
         return len(leaves) == len(self._params) and all(
             ref() is leaf and not leaf.is_deleted() for ref, leaf in zip(self._params, leaves, strict=True)
         )
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """The directory of this process for weights, which is removed with the engine."""
+        """Temporary directory for the weights of this process; deleted together with the engine."""
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         parent = Path(self._parent or shared)
         parent.mkdir(parents=True, exist_ok=True)
@@ -292,21 +293,21 @@ class Engine:
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
-    """Write params for a server; return whether they are adapters, in PEFT's format, or all weights as safetensors.
+    """Write params for a server: adapters in PEFT's format, or all weights as safetensors. Return whether adapters.
 
-    A tied head is written under both names: vLLM may hold it as two tensors, and would reload only the one that it
-    finds. All processes of a run call it together, and the first one writes.
+    A tied head is written under both names, because vLLM may hold it as two tensors and reloads only those it finds in
+    the files. All processes of a run must call this function together; only the first process writes.
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
-        raise ValueError("sampler: an engine needs the policy's config.json to name tensors; the policy has none")
-    whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server keeps its tokenizer
+        raise ValueError("sampler: the policy must have a config.json, which determines the names of the tensors.")
+    whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
     return adapters
 
 
 def _with_head(policy: Policy) -> Policy:
-    """Return the policy with a tied head also stored under the name of an untied head."""
+    """Store a tied head also under the tensor name of an untied head."""
     config, layout = policy.model.config, layout_of(policy.extra_tensors)
     if not config.tie_word_embeddings:
         return policy
@@ -321,7 +322,7 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Return the token ids of the probe; 1, 2, … without a tokenizer, or with too few of its ids."""
+    """Return the token ids of the probe; 1, 2, … if the tokenizer is missing or gives too few different ids."""
     size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
     found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     found = [i for i in found if i < size]
@@ -335,6 +336,6 @@ def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
-    """Return our log-probs [64] of ids[1:] at temperature 1."""
+    """Return the local model's log-probs [64] of ids[1:] at temperature 1."""
     tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
     return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]

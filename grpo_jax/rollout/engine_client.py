@@ -1,4 +1,4 @@
-"""HTTP to one server: JSON requests from many threads, sent again after the server was lost and came back."""
+"""HTTP client of one server: JSON requests from many threads, repeated after the server has been unavailable."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from grpo_jax.types import Json
 Result = TypeVar("Result")
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses after which the same request may succeed later."""
+"""HTTP status codes after which a request is retried."""
 SHORT = 2**20
-"""Most bytes of an answer whose length does not grow with the number of tokens."""
+"""Maximum size in bytes of a response whose length does not depend on the number of tokens."""
 MAX_REQUESTS = 1024
-"""Requests in flight, at most."""
+"""Maximum number of concurrent requests."""
 RECOVERIES = 3
-"""How often a server may be lost in one batch."""
-NOTHING_LEARNED = "Nothing was learned from this batch; start the run again to resume from its last checkpoint."
+"""Maximum number of recoveries from lost connections per batch."""
+NOTHING_LEARNED = "This batch was not used for training; restart the run to resume from its last checkpoint."
 
 
 class EngineError(RuntimeError):
-    """An error of a server. The message names the server, the request and the fix."""
+    """An error of an inference server. The message contains the server, the request and a fix."""
 
 
 class Lost(EngineError):
-    """The server does not answer: it is down, or hangs. It may come back, with other weights."""
+    """The server does not respond. It may become available again, with different weights."""
 
 
 class Refused(EngineError):
-    """The server answered a request with an HTTP `status` other than 200."""
+    """The server responded with an HTTP `status` other than 200."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -48,16 +48,16 @@ class Refused(EngineError):
 
 
 class Client:
-    """An HTTP client for JSON, for any number of threads; the arguments are as in `engines.vllm`."""
+    """A thread-safe HTTP client for JSON. The arguments are as in `engines.vllm`."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
             secret = "@" in base_url or url.query
-            shown = "an address with more than a host in it" if secret else show(base_url)
+            shown = "a URL with credentials or a query" if secret else show(base_url)
             raise ValueError(
-                f"base_url is {shown}: give http://host:port, as the server prints it at its start, and a key by an"
-                " environment variable (api_key_env)"
+                f"base_url must have the form http://host:port, as printed by the server at startup; got {shown}. Set"
+                " the server's key in an environment variable (api_key_env)."
             )
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self.base_url = f"{url.scheme}://{url.netloc}{self._path}"
@@ -69,58 +69,58 @@ class Client:
     def request(
         self, path: str, body: Json | None = None, *, busy: Sequence[int] = BUSY, most_bytes: int = SHORT
     ) -> Json:
-        """Send a POST, or a GET if `body` is None, and return the JSON object of the answer, {} for anything else.
+        """Send a POST, or a GET if `body` is None, and return the JSON object in the response; {} if it is not JSON.
 
-        After a status in `busy` the request is sent again, for `patience` seconds at most. Raises `Lost` without an
-        answer in time, `Refused` for another status than 200, and `EngineError` for an answer of more than `most_bytes`
-        or without valid JSON.
+        After a status in `busy`, the request is repeated for at most `patience` seconds. Raises `Lost` if there is no
+        response in time, `Refused` if the status is not 200, and `EngineError` if the response has more than
+        `most_bytes` or invalid JSON.
         """
         end, pause, aborts = time.monotonic() + self.patience, 0.1, self._aborts
         while True:
             status, content = self._once(path, body, most_bytes)
-            said = self._without_key(content.decode(errors="replace").strip())
+            text = self._without_key(content.decode(errors="replace").strip())
             if status == 200:
                 try:
-                    return dict(json.loads(content)) if said.startswith("{") else {}
+                    return dict(json.loads(content)) if text.startswith("{") else {}
                 except (ValueError, RecursionError) as error:
-                    raise EngineError(f"{self.base_url}{path} did not answer JSON: {show(said)}") from error
-            message = f"{self.base_url}{path} answered {status}, {show(said, 300)}"
+                    raise EngineError(f"{self.base_url}{path} returned invalid JSON: {show(text)}") from error
+            message = f"{self.base_url}{path} returned status {status}: {show(text, 300)}"
             if status in (401, 403):
-                message += f": put its key into the environment variable {self._env or 'that api_key_env names'}"
+                message += f". Set its key in the environment variable {self._env or 'given by api_key_env'}"
             if status not in busy:
                 raise Refused(message, status)
             if aborts != self._aborts or time.monotonic() + pause > end:
-                raise Lost(f"{message}, for {self.patience:g} s")
+                raise Lost(f"{message}. Gave up after retrying for {self.patience:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
     def alive(self) -> bool:
-        """Return whether the server answers one request."""
+        """Return whether the server responds to a request."""
         try:
             return self._once("/health", None, SHORT)[0] in (200, 404)
         except Lost:
             return False
 
     def abort(self) -> None:
-        """End the requests of all threads; they raise `Lost`."""
+        """Abort the requests of all threads; they raise `Lost`."""
         self._aborts += 1
         for opened in list(self._open):
             _shut_down(opened)
 
     def _key(self) -> str:
-        """Return the server's key, "" if there is none."""
+        """Return the server's API key; "" if it is not set."""
         key = os.environ.get(self._env, "").strip() if self._env else ""
-        if not (key.isascii() and key.isprintable()):  # http.client would show it in its error
-            raise EngineError(f"{self.base_url}: the environment variable {self._env} is not printable ASCII")
+        if not (key.isascii() and key.isprintable()):  # http.client would include it in its error message
+            raise EngineError(f"{self.base_url}: the environment variable {self._env} must be printable ASCII")
         return key
 
-    def _without_key(self, said: str) -> str:
-        """Return a server's text without the key: the server may send back the headers of a request."""
+    def _without_key(self, text: str) -> str:
+        """Mask the API key in a server's response, which may quote the request headers."""
         key = self._key()
-        return said.replace(key, "***") if key else said
+        return text.replace(key, "***") if key else text
 
     def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
-        """Send a request once, on its own connection, and return the status and the content of the answer."""
+        """Send a request once over a new connection, and return the status and the body of the response."""
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
@@ -136,24 +136,24 @@ class Client:
         except TimeoutError:
             late.set()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            fault = self._without_key(f"{type(error).__name__}: {error}")  # may quote the server
+            fault = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
         if late.is_set():
             raise Lost(
-                f"{self.base_url}{path}: no answer in {self._timeout:g} s; look at the server's log, or give a longer"
-                " timeout"
+                f"{self.base_url}{path} did not respond within {self._timeout:g} s. Check the server's log, or pass a"
+                " longer timeout"
             )
         if fault:
-            raise Lost(f"{self.base_url}{path}: {fault}; is the server running, and is base_url right?")
+            raise Lost(f"{self.base_url}{path}: {fault}. Check that the server is running and that base_url is correct")
         if len(content) > most_bytes:
-            raise EngineError(f"{self.base_url}{path} answered more than {most_bytes} bytes")
+            raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
         return answer.status, content
 
     @contextlib.contextmanager
     def _connected(self, late: threading.Event) -> Iterator[http.client.HTTPConnection]:
-        """Open a connection, and shut it down at the timeout, since a socket's own timeout limits only each read."""
+        """Open a connection and shut it down after the timeout. A socket's timeout would limit only each read."""
         connection, begin = self._connection(self._host, self._port, timeout=self._timeout), time.monotonic()
         connection.connect()
-        opened = connection.sock  # the connection forgets its socket when the answer begins
+        opened = connection.sock  # http.client clears `sock` when the response starts
 
         def expire() -> None:
             late.set()
@@ -172,12 +172,12 @@ class Client:
 
 
 class Requests:
-    """The requests of one batch. After the server was lost and restored by `restore`, they are sent again."""
+    """The requests of one batch. If the connection is lost, `restore` is called and the requests are repeated."""
 
     def __init__(self, client: Client, restore: Callable[[], None]):
         self._client, self._restore, self._stopped = client, restore, threading.Event()
-        self.lost = 0  # how often the server was lost
-        self._lock, self._epoch = threading.Lock(), 0  # the epoch counts recoveries
+        self.lost = 0  # number of lost connections
+        self._lock, self._epoch = threading.Lock(), 0  # the epoch is the number of recoveries
 
     def run(
         self,
@@ -185,9 +185,9 @@ class Requests:
         most: int = MAX_REQUESTS,
         interrupt: Callable[[], None] = lambda: None,
     ) -> list[Result]:
-        """Return the results of tasks that call `send`, `most` at a time, each in its own thread.
+        """Run tasks that call `send` in at most `most` threads, and return their results.
 
-        The first error aborts all requests, and so does an exception of `interrupt`, which is called every 0.2 s.
+        `interrupt` is called every 0.2 s. An exception of a task or of `interrupt` aborts all requests.
         """
         with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
             pending = [pool.submit(task) for task in tasks]
@@ -207,7 +207,7 @@ class Requests:
         return [one.result() for one in pending]
 
     def send(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request, which is sent again if the server is lost and comes back."""
+        """Return the result of a request. Repeats it if the server was unavailable in the meantime."""
         while True:
             self.raise_if_stopped()
             epoch = self._epoch
@@ -216,32 +216,30 @@ class Requests:
             except Lost as lost:
                 self._recover(epoch, lost)
                 continue
-            with self._lock:  # waits for a recovery: the restarted server may have answered with other weights
+            with self._lock:  # wait for a recovery; a restarted server may have responded with different weights
                 if epoch == self._epoch:
                     return result
 
     def raise_if_stopped(self) -> None:
-        """Raise an `EngineError` if an error has ended the batch."""
+        """Raise `EngineError` if the batch was stopped by an error or an interrupt."""
         if self._stopped.is_set():
-            raise EngineError("the batch was stopped")
+            raise EngineError("The batch was stopped")
 
     def _recover(self, epoch: int, lost: Lost) -> None:
-        """Wait for the server and restore it. Only the first of several threads does so."""
+        """Wait until the server responds, then call `restore`. Only one of the waiting threads does this."""
         patience = self._client.patience
         with self._lock:
             while epoch == self._epoch:
                 self.raise_if_stopped()
                 if self.lost == RECOVERIES:
-                    message = f"{lost}; this was the {RECOVERIES + 1}th time in one batch. {NOTHING_LEARNED}"
+                    message = f"{lost}. This was failure {RECOVERIES + 1} in one batch. {NOTHING_LEARNED}"
                     raise EngineError(message) from lost
                 self.lost += 1
-                warnings.warn(f"{lost}. Waiting for the server, at most {patience:g} s", stacklevel=3)
+                warnings.warn(f"{lost}. Waiting up to {patience:g} s for the server", stacklevel=3)
                 end = time.monotonic() + patience
                 while not self._client.alive():
                     if self._stopped.wait(min(1.0, patience / 10)) or time.monotonic() > end:
-                        raise EngineError(
-                            f"{lost}. It did not come back in {patience:g} s. {NOTHING_LEARNED}"
-                        ) from lost
+                        raise EngineError(f"{lost}. Gave up after waiting {patience:g} s. {NOTHING_LEARNED}") from lost
                 try:
                     self._restore()
                     self._epoch += 1
@@ -250,6 +248,6 @@ class Requests:
 
 
 def _shut_down(opened: socket.socket) -> None:
-    """Shut down a socket, which ends the reads and writes of other threads."""
+    """Shut down a socket, which also ends reads and writes in other threads."""
     with contextlib.suppress(OSError):
         opened.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A vLLM server: token ids in, token ids and log-probs out, by its OpenAI-compatible API."""
+"""Requests to a vLLM server through its OpenAI-compatible API: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ START = (
     " --logprobs-mode processed_logprobs"
 )
 BYTES_OF_LOG_PROB = 512
-"""Most bytes of an answer for each log-prob in it, with its token as text."""
+"""Maximum size in bytes of one log-prob in a response, including the text of its token."""
 
 Kind = tuple[str, Callable[[Any], bool]]
-"""A kind of JSON values: its name in messages, and whether a value is of this kind."""
+"""A type of JSON values: its name in messages, and a predicate that checks values."""
 
-_TEXT: Kind = ("text", lambda x: isinstance(x, str))
-_TEXT_OR_NULL: Kind = ("text or null", lambda x: x is None or isinstance(x, str))
-_COUNT_OR_NULL: Kind = ("a number of tokens or null", lambda x: x is None or type(x) is int)
+_TEXT: Kind = ("a string", lambda x: isinstance(x, str))
+_TEXT_OR_NULL: Kind = ("a string or null", lambda x: x is None or isinstance(x, str))
+_COUNT_OR_NULL: Kind = ("an integer or null", lambda x: x is None or type(x) is int)
 _ID: Kind = ("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
-# vLLM writes -9999 for a probability of 0, and rounding may put a log-prob of 0 a little above it.
+# vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
 _LOG_PROB: Kind = ("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
 _POSITION: Kind = (
-    "null or log-probs by token id",
+    "null or an object of log-probs keyed by token id",
     lambda x: x is None or (isinstance(x, dict) and all(map(_is_log_prob, x, x.values()))),
 )
 
@@ -42,14 +42,14 @@ _DRAWN = {"token_ids": [_ID], "logprobs": {"token_logprobs": [_LOG_PROB]}}
 
 
 def _is_log_prob(token: str, value: Any) -> bool:
-    """Return whether an entry is {token id: {"logprob": number}}."""
+    """Return whether an entry of a JSON object has the form `token id: {"logprob": number}`."""
     return token.isdecimal() and len(token) <= 10 and isinstance(value, dict) and _LOG_PROB[1](value.get("logprob"))
 
 
 def find_misfit(value: Any, schema: Any, at: str) -> str:
-    """Describe the first part of a JSON value that does not fit a schema; "" if all of it fits.
+    """Describe the first mismatch between a JSON value and a schema; "" if the value matches.
 
-    A schema is a `Kind`, [schema] for a list, or {name: schema} for an object that has these fields.
+    A schema is a `Kind`, [schema] for a list, or {name: schema} for an object with these fields.
     """
     inner: list[tuple[Any, Any, str]] = []
     if isinstance(schema, dict) and isinstance(value, dict):
@@ -58,12 +58,13 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
         inner = [(item, schema[0], f"{at}[{i}]") for i, item in enumerate(value)]
     elif not isinstance(schema, tuple) or not schema[1](value):
         found = type(value).__name__ if isinstance(value, (dict, list)) else show(value, 40)
-        return f"{at} is {found}, not {schema[0] if isinstance(schema, tuple) else type(schema).__name__}"
+        expected = schema[0] if isinstance(schema, tuple) else "a list" if isinstance(schema, list) else "an object"
+        return f"{at} must be {expected}; got {found}"
     return next(filter(None, itertools.starmap(find_misfit, inner)), "")
 
 
 class ServerTurn(NamedTuple):
-    """Tokens that a server drew, one or more, their log-probs, and whether the last token ends the turn."""
+    """One or more tokens drawn by a server, their log-probs, and whether the last token ends the turn."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -71,57 +72,58 @@ class ServerTurn(NamedTuple):
 
 
 class VLLM:
-    """Requests to a vLLM server, from many threads; `model` is the name of the base model, "" for the only one.
+    """Thread-safe requests to a vLLM server.
 
-    All methods raise `EngineError`; its subclass `Lost` means that the server may come back.
+    `model` is the name of the base model; "" selects the only model of the server. All methods may raise `EngineError`;
+    its subclass `Lost` means that the server may become available again.
     """
 
     def __init__(self, client: Client, model: str = ""):
         self.client, self.url = client, client.base_url
-        self._base = self._name = model  # the base model, and the model that draws
+        self._base = self._name = model  # names of the base model, and of the model that requests use
         self._reports_version = True
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise an `EngineError` unless the server takes `longest` tokens, and returns the log-probs of the
-        distribution that it samples from."""
+        """Raise EngineError unless the server supports `longest` tokens and returns log-probs of the distribution that
+        it samples from."""
         self.look_up(longest)
-        # With top_k = 1 the token drawn has log-prob 0 in the processed distribution, and less in the model's.
+        # With top_k = 1, the log-prob is 0 in the processed distribution, and negative in the unprocessed one.
         if sampling == Sampling() or sampling.temperature == 0:
             return
         drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=Sampling(top_k=1), stop=[], stops=None)
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
-                f"{self.url} returns log-probs from before temperature, top_k, top_p and min_p: start it with"
+                f"{self.url} returns log-probs without temperature, top_k, top_p and min_p; start it with"
                 " --logprobs-mode processed_logprobs"
             )
 
     def look_up(self, longest: int) -> None:
-        """Raise an `EngineError` unless the server has the model and takes `longest` tokens.
+        """Find the model's name on the server. Raises EngineError if it is missing or too short for `longest` tokens.
 
-        A restarted server has to serve the same model.
+        Later calls, after a restart of the server, require the same model.
         """
         models = self._read("/v1/models", self.client.request("/v1/models"), _MODELS)["data"]
         names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
         if self._base and self._base not in names:
-            raise EngineError(f"{self.url} serves {some(names)}, and model = {self._base!r}: name one")
+            raise EngineError(f"model must be one of those served by {self.url} ({some(names)}); got {self._base!r}")
         if not self._base and len({one.get("root") for one in bases}) != 1:
-            raise EngineError(f"{self.url} serves {some(names)}: say which one by model")
+            raise EngineError(f"{self.url} serves {some(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
         self._name = self._name or self._base
         limit = min((one.get("max_model_len") or longest for one in bases), default=longest)
         if longest > limit:
             raise EngineError(
-                f"{self.url} takes {limit} tokens, and a prompt with its completion may have {longest}: start it with"
-                f" --max-model-len {longest}, or lower max_completion_length or max_prompt_length"
+                f"{self.url} is limited to {limit} tokens, but a prompt with its completion may have {longest}; start"
+                f" it with --max-model-len {longest}, or reduce max_completion_length or max_prompt_length"
             )
 
     def load(self, version: str, directory: Path, adapters: bool) -> None:
-        """Load adapters in PEFT's format under a new name, or replace all weights; no request may be in flight."""
+        """Load adapters in PEFT's format under a new name, or replace all weights. No requests may be in flight."""
         before, self._name = self._name, version if adapters else self._base
         if adapters:
             self._change("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
             if before not in (version, self._base):
-                with contextlib.suppress(Refused):  # a restarted server does not have it
+                with contextlib.suppress(Refused):  # not loaded if the server was restarted
                     self.client.request("/v1/unload_lora_adapter", {"lora_name": before})
             return
         self._change("/pause?mode=wait", {})
@@ -133,11 +135,11 @@ class VLLM:
             self._change("/resume", {})
         try:
             self.client.request("/update_weight_version", {"new_version": version})
-        except Refused:  # older versions of vLLM: only the probe checks their weights
+        except Refused:  # older versions of vLLM, whose weights are checked only with the probe
             self._reports_version = False
 
     def holds(self, version: str) -> bool:
-        """Return whether the server reports this version; True for adapters, which are requested by name."""
+        """Return whether the server reports this version. True for adapters, which are selected by name per request."""
         if self._name == version or not self._reports_version:
             return True
         found = self._read("/weight_info", self.client.request("/weight_info"), {"weight_version": _TEXT})
@@ -146,7 +148,7 @@ class VLLM:
     def draw(
         self, ids: Sequence[int], *, most: int, seed: int, sampling: Sampling, stop: Sequence[int], stops: Stops | None
     ) -> ServerTurn:
-        """Draw at most `most` tokens after `ids`, until one of `stop` or one that completes a text of `stops`."""
+        """Draw at most `most` tokens after `ids`, until a token in `stop` or the end of a stop string in `stops`."""
         body = {
             "prompt": list(ids),
             "max_tokens": most,
@@ -155,7 +157,7 @@ class VLLM:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or 0.0,
-            # Otherwise the server takes these from the model's generation_config.json.
+            # The defaults of these would come from the model's generation_config.json.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -173,73 +175,76 @@ class VLLM:
         tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if not tokens or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.url} returned {len(tokens)} token_ids and {len(log_probs)} log-probs for a completion: one"
-                " log-prob for each token is needed"
+                f"{self.url} must return at least one token id, and a log-prob for each; got {len(tokens)} token_ids"
+                f" and {len(log_probs)} log-probs for a completion"
             )
-        # vLLM searches for texts in characters, and may need one more token than our search in bytes. A turn ends where
-        # ours finds a text, with the same token as by `generate`.
+        # vLLM matches stop strings in characters and may need one more token than `Stops`, which matches bytes. The
+        # turn is truncated where `Stops` finds a match, so that it ends with the same token as in `generate`.
         end = None if stops is None else stops.end_of(np.array(tokens))
         if end is not None:
             return ServerTurn(tokens[:end], log_probs[:end], True)
         ended = tokens[-1] in stop
         if ended != (reason == "stop") or (not ended and len(tokens) != most):
             raise EngineError(
-                f"{self.url} ended a completion after {len(tokens)} of {most} tokens by {reason!r}, with the token"
-                f" {tokens[-1]}: that is none of {some([str(i) for i in stop])}"
-                f"{'' if stops is None else f', and they spell none of {some(list(map(repr, stops.strings)))}'}; is its"
-                " --max-model-len long enough, and its tokenizer the policy's?"
+                f"{self.url} ended a completion after {len(tokens)} of {most} tokens with finish_reason {reason!r}. The"
+                f" last token, {tokens[-1]}, is not in stop_token_ids ({some([str(i) for i in stop])})"
+                f"{'' if stops is None else f', and no stop string ({some(list(map(repr, stops.strings)))}) matches'}."
+                " Check that its --max-model-len is sufficient and that its tokenizer equals the policy's"
             )
         return ServerTurn(tokens, log_probs, ended)
 
     def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
-        """Return log-probs by token at temperature 1 for each of ids[1:]: its own, and the k most probable ones."""
+        """Return, for each of ids[1:], the log-probs at temperature 1 of this token and of the k most probable tokens.
+
+        Each dict maps token ids to log-probs.
+        """
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
             choice = self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
         except Refused as refused:
             if "max allowed" not in str(refused):
                 raise
-            raise EngineError(f"{refused}; start it with --max-logprobs {k}, or lower distillation_topk") from refused
+            raise EngineError(f"{refused}. Start it with --max-logprobs {k}, or reduce distillation_topk") from refused
         found = choice["prompt_logprobs"]
         if len(found) != len(ids):
-            raise EngineError(f"{self.url} scored {len(found)} of {len(ids)} tokens: prompt_logprobs is needed")
+            raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(found)}")
         positions = [{int(i): float(one["logprob"]) for i, one in (entry or {}).items()} for entry in found[1:]]
         for token, position in zip(ids[1:], positions, strict=True):
             if token not in position or len(position) < k:
                 raise EngineError(
-                    f"{self.url} returned {len(position)} log-probs at the token {token}: prompt_logprobs = {k} needs"
-                    " as many, and the token's own"
+                    f"{self.url} must return {k} log-probs per position, and that of the token itself; got"
+                    f" {len(position)} at token {token}"
                 )
         return positions
 
     def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
-        """Return the only choice of a completion, checked by a schema; the answer has at most `log_probs` log-probs."""
+        """Request one completion, and validate and return its only choice, with at most `log_probs` log-probs."""
         most = SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
             answer = self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
         except Refused as refused:
-            if refused.status == 404 and self._name != self._base:  # a restarted server does not have the adapters
+            if refused.status == 404 and self._name != self._base:  # a restart removes adapters
                 raise Lost(str(refused)) from refused
             raise
         choices: list[Json] = self._read("/v1/completions", answer, {"choices": [schema]})["choices"]
         if len(choices) != 1:
-            raise EngineError(f"{self.url} returned {len(choices)} completions for one prompt")
+            raise EngineError(f"{self.url} must return one completion per prompt; got {len(choices)}")
         return choices[0]
 
     def _read(self, path: str, answer: Json, schema: Json) -> Json:
-        """Return an answer, or a part of one, that fits a schema; else raise an `EngineError`."""
-        if misfit := find_misfit(answer, schema, "answer"):
-            raise EngineError(f"{self.url}{path}: {misfit}, as vLLM 0.10 and newer write it")
+        """Validate a response, or part of one, against a schema and return it. Raises EngineError on a mismatch."""
+        if misfit := find_misfit(answer, schema, "response"):
+            raise EngineError(f"{self.url}{path}: {misfit}. Use vLLM 0.10 or newer")
         return answer
 
     def _change(self, path: str, body: Json) -> None:
-        """Send a request that changes the weights; only servers that were started for it allow this."""
+        """Send a request that changes the weights. The server must have been started with the flags of `START`."""
         try:
             self.client.request(path, body, busy=(429, 503))
         except Refused as refused:
             if "already been loaded" in str(refused):
                 return
-            fix = "; does it see this directory, under this name?" if "_path" in str(body) else ""
+            fix = ". Check that the server can access this directory under this path" if "_path" in str(body) else ""
             if refused.status in (404, 405):
-                fix = f"; start it as `{START}`, and let it see {body.get('lora_path', 'the directory of weights')}"
+                fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the directory of weights')}"
             raise EngineError(f"{refused}{fix}") from refused

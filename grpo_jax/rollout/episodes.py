@@ -1,11 +1,11 @@
-"""Episodes: between the turns of a completion, its environment and its tools answer the policy.
+"""Episodes: environments and tools that answer the policy between the turns of a completion.
 
 ```
 token ids of a turn ──► text ──► tool calls, or respond(text) ──► messages, or text ──► token ids of the observation
 ```
 
-An episode is one completion with its own environment. An error of a tool becomes its result, which the policy reads;
-an error of an environment ends the run or the episode (`on_environment_error`).
+An episode is one completion together with a separate environment. If a tool raises an error, the policy receives it as
+the tool's result. If an environment raises an error, the run or the episode ends (`on_environment_error`).
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
 
 WORKERS = 64
-"""Environments and tools that run at a time, at most."""
+"""Maximum number of environments and tools that run concurrently."""
 
 LONGEST_TEXT = 16
-"""Characters per token beyond which an observation is not encoded, since it cannot fit."""
+"""Characters per token above which an observation is assumed to be too long, without encoding it."""
 
 
 class EnvironmentFault(RuntimeError):
-    """An environment failed, and `on_environment_error` is "raise"."""
+    """Raised if an environment fails and `on_environment_error` is "raise"."""
 
 
 class _Failed(Exception):
-    """An environment failed, and `on_environment_error` is "end"."""
+    """Raised if an environment fails and `on_environment_error` is "end"."""
 
 
 class Episode:
-    """One completion with its environment; `where` is its row and number, for messages."""
+    """One completion with its environment. `where` describes its dataset row and index, for messages."""
 
     def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
         self._interaction, self.where, self._texts = interaction, where, texts
         self._is_chat = is_conversation(row["prompt"])
-        self.environment: Any = None  # the user's object
+        self.environment: Any = None  # object returned by the factory
         self.tools: Mapping[str, Tool] = interaction.tools
         self._answers_calls = False
-        self.opening = ""  # text that `reset` adds to the prompt
-        self.before = PrecedingText([], "", "")  # the text that the next turn continues
+        self.opening = ""  # text that `reset` appends to the prompt
+        self.before = PrecedingText([], "", "")  # text before the next turn
         self.over = False  # True after an error of the environment
-        self.turns: list[tuple[bool, str]] = []  # as in `Played`, like `messages`, `lengths` and `counts`
+        self.turns: list[tuple[bool, str]] = []  # see `Played` for turns, messages, lengths and counts
         self.messages: Messages = []
         self.lengths: list[int] = []
-        self.turn_rewards: dict[int, float] = {}  # rewards that `respond` returned, by turns
+        self.turn_rewards: dict[int, float] = {}  # rewards returned by `respond`, keyed by turn
         self.counts = EpisodeCounts(cut_short=None if interaction.ends.max_turn_length is None else 0)
 
     def reset(self, row: Row) -> None:
-        """Make the environment and call its `reset`."""
+        """Create the environment and call its `reset`."""
         factory = self._interaction.factories.get(self._interaction.name_of(row))
         if factory is None:
             return
         with contextlib.suppress(_Failed):
             self.environment = self._guarded("the call", factory)
-            own = environment_tools(self.environment)
-            self.tools = {**self._interaction.tools, **own}
-            self._answers_calls = bool(own) and hasattr(self.environment, "answer_calls")
+            methods = environment_tools(self.environment)
+            self.tools = {**self._interaction.tools, **methods}
+            self._answers_calls = bool(methods) and hasattr(self.environment, "answer_calls")
             if hasattr(self.environment, "reset"):
                 columns = copy_containers(reset_arguments(self.environment.reset, row))
                 reset = functools.partial(self.environment.reset, **columns)
                 self.opening = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
-        """Return the token ids of the observation after a turn; None at the end of the completion."""
+        """Return the token ids of the observation that follows a turn; None at the end of the completion."""
         parsed, interaction, observation = self.note(ids), self._interaction, None
         if interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
@@ -93,14 +93,14 @@ class Episode:
         if observation is None:
             return None
         tokens = self._encode(observation, limit, int(ids[-1]))
-        if len(tokens) <= limit:  # else the policy never sees it
+        if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._follow(tokens)
             self.turns += [(False, text) for text in _texts(observation)]
             self.messages += [] if isinstance(observation, str) else observation
         return tokens
 
     def note(self, ids: np.ndarray) -> Parsed:
-        """Record a turn, and return its parsed form."""
+        """Record a turn, and return the parsed turn."""
         self.counts.turns += 1
         self.lengths.append(len(ids))
         form, text = self._interaction.format, self._text(ids)
@@ -116,15 +116,15 @@ class Episode:
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
-        """Return the environment's reward of the completion, or of each turn; None for "not scored"."""
+        """Return the environment's reward for the completion, or a list of rewards per turn; None for "not scored"."""
         if not hasattr(self.environment, "get_reward"):
             return None
         try:
-            last = _plain_number(self._guarded("get_reward", self.environment.get_reward))
+            last = _to_float(self._guarded("get_reward", self.environment.get_reward))
             if not self.turn_rewards or isinstance(last, str):
                 return last
             if isinstance(last, list):
-                fault = f"returned {show(last)}, and respond has rewarded the turns; give a number, or None"
+                fault = f"must return a number or None if respond returns rewards; got {show(last)}"
                 raise self._failed("get_reward", fault)
         except _Failed:
             return None
@@ -132,17 +132,17 @@ class Episode:
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _follow(self, ids: Iterable[int]) -> None:
-        """Keep the last tokens before the next turn. In a conversation, each turn is decoded alone."""
+        """Keep the last tokens as context for decoding the next turn; in a conversation, no context is needed."""
         self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a turn, decoded after the text that it continues."""
+        """Decode a turn as the continuation of the preceding text."""
         decode = functools.partial(self._texts.decode, skip_special_tokens=skip_special_tokens)
         before = np.array(self.before.tokens, np.int32)
         return self.before.prefill + continuation(decode(before), decode(np.append(before, ids)))
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
-        """Return the results of a turn's calls, or the environment's answer; None at the end."""
+        """Return the results of a turn's tool calls, or the environment's response; None at the end."""
         calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
@@ -156,7 +156,7 @@ class Episode:
         return results + [tool_message("", self._error(problem)) for problem in problems]
 
     def _answer_calls(self, parsed: Parsed) -> Messages | None:
-        """Return the results of calls that the environment answers itself; None at the end."""
+        """Return the results of tool calls from the environment's `answer_calls`; None at the end."""
         names = [call.name for call in parsed.calls] + [""] * len(parsed.problems)
         message, problems = assistant_message(parsed), list(parsed.problems)
         results = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
@@ -164,16 +164,16 @@ class Episode:
             return None
         rows = results if isinstance(results, (list, tuple)) else []
         if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
-            fault = f"returned {show(results)}; for each call (text, whether it failed) is needed, or None at the end"
+            fault = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
             raise self._failed("answer_calls", fault)
         self.counts.failures += sum(bool(failed) for _, failed in rows)
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _call(self, call: ToolCall) -> str:
-        """Return the result of a tool as text, or the error."""
+        """Call a tool and return its result or its error as text."""
         tool = self.tools.get(call.name)
         if tool is None:
-            return self._error(f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
+            return self._error(f"unknown tool {call.name!r}; available tools: {', '.join(self.tools)}")
         arguments = bind_arguments(tool, call.arguments)
         if isinstance(arguments, str):
             return self._error(arguments)
@@ -187,34 +187,37 @@ class Episode:
             self.counts.seconds += time.monotonic() - begin
 
     def _error(self, problem: str) -> str:
-        """Count a failed call, and return the error for the policy."""
+        """Count a failed call, and return the error message for the policy."""
         self.counts.failures += 1
         return as_text(f"Error: {problem}")
 
     def _respond(self, text: str) -> str | Messages | None:
-        """Return the answer of an environment with `respond`; None at the end."""
+        """Call the environment's `respond` if it has one, and return the response; None at the end."""
         if not hasattr(self.environment, "respond"):
             return None
         answer = self._guarded("respond", self.environment.respond, text)
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                fault = "returned a reward, and there is no get_reward: add one, whose number is added to the last turn"
+                fault = "returns rewards, which needs a get_reward method; its value is added to the last turn's reward"
                 raise self._failed("respond", fault)
-            number = _plain_number(reward)
+            number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
-                raise self._failed("respond", f"returned the reward {show(reward)}; a finite number is needed")
+                raise self._failed("respond", f"must return a finite reward; got {show(reward)}")
             self.turn_rewards[len(self.lengths) - 1] = number
         if answer is None:
             return None
         if not isinstance(answer, str):
-            fault = f"returned {show(answer)}, a {type(answer).__name__}; text is needed, or None at the end"
+            fault = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
             raise self._failed("respond", fault)
-        answer = as_text(answer, limit=len(answer))  # tokenizers refuse half a surrogate pair
+        answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
-        """Return the token ids of an observation after the last token of a turn; over `limit` for a very long text."""
+        """Return the token ids of an observation after the last token `drawn` of a turn.
+
+        If the text is certainly too long, it is not encoded; more than `limit` placeholder ids are returned.
+        """
         if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
             return range(limit + 1)
         if isinstance(observation, str):
@@ -225,7 +228,7 @@ class Episode:
         return template.observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the environment. An error ends the run, or with `_Failed` only the episode."""
+        """Call a function of the environment. Raises `EnvironmentFault` or `_Failed` if it fails."""
         begin = time.monotonic()
         try:
             return call_within(self._interaction.config.environment_timeout, function, *args)
@@ -235,19 +238,19 @@ class Episode:
             self.counts.seconds += time.monotonic() - begin
 
     def _failed(self, what: str, fault: BaseException | str) -> Exception:
-        """Count an error of the environment, and return what to raise."""
+        """Count an error of the environment, and return the exception to raise."""
         self.counts.errors, self.over = self.counts.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFault(
-            f"{kind}: {what} {describe_fault(fault)}, for {self.where} (on_environment_error='end' would end that"
-            " episode and continue the run)"
+            f"{kind}: {what} {describe_fault(fault)}, for {self.where}. Set on_environment_error='end' to end only"
+            " this episode and continue the run"
         )
 
 
-def _plain_number(value: Any) -> float | list[float] | str | None:
-    """Return a number or a list of numbers as Python's, None unchanged, and anything else as text for a message."""
+def _to_float(value: Any) -> float | list[float] | str | None:
+    """Convert a number or a list of numbers to floats. None is unchanged; other values are formatted for a message."""
     try:
         if isinstance(value, (list, tuple)):
             return [float(one) for one in value]
@@ -257,19 +260,19 @@ def _plain_number(value: Any) -> float | list[float] | str | None:
 
 
 def _texts(observation: str | Messages) -> list[str]:
-    """Return the text of each message of an observation."""
+    """Return the text of each message in an observation."""
     return [observation] if isinstance(observation, str) else [message["content"] for message in observation]
 
 
 class Episodes:
-    """The episodes of one rollout: B rows, G completions of each; a `rollout.turns.Answers`.
+    """The episodes of one rollout, G for each of B rows. Implements `rollout.turns.Answers`.
 
-    Each of several processes has environments for its `own` rows, and all call `reset` and `end` together; of `all`
-    episodes, the ones of other processes stay empty. The context manager ends the threads.
+    With several processes, each has the environments of its `own` rows; the other entries of `all` are empty. All
+    processes must call `reset` and `end` together. Use it as a context manager to shut down the threads.
     """
 
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
-        """Make the episodes; `numbers` are the indices of the rows in the dataset, for messages."""
+        """Create the episodes. `numbers` are the indices of the rows in the dataset, for messages."""
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
         self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
@@ -287,18 +290,18 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments, and return the rows with the text of `reset` added to their prompts.
+        """Reset all environments, and return the rows with the text that `reset` returned appended to their prompts.
 
-        Raises a `ValueError` if `reset` returned different texts for the completions of one prompt.
+        Raises ValueError if `reset` returned different strings for the completions of one prompt.
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
-        own = [_opened(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
-        prompts = itertools.chain.from_iterable(gather_objects(own))
+        local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
+        prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
-        """Set the prompts from `reset` and their tokens; the first turns are decoded after them."""
+        """Set the prompts returned by `reset` and their tokens, as the context for decoding the first turns."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.own:
             before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
@@ -306,20 +309,20 @@ class Episodes:
                 episode.before = before
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
-        """Begin to answer a turn, as described by `rollout.turns.Answers`."""
+        """Start to answer a turn; see `rollout.turns.Answers`."""
         if completion not in self._indices:
             return None
         return self._pool.submit(self.all[completion].answer, turn, limit)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
-        """Return all records with their rewards; `sampled` [B·G, T] is True on the drawn tokens."""
-        own = [self.all[i] for i in self._indices]
-        for i, episode in zip(self._indices, own, strict=True):
+        """Compute the rewards and return the records of all episodes. `sampled` [B·G, T] is True on sampled tokens."""
+        local = [self.all[i] for i in self._indices]
+        for i, episode in zip(self._indices, local, strict=True):
             drawn, noted = tokens[i][sampled[i]], sum(episode.lengths)
-            if len(drawn) > noted:  # a last turn that was cut at the maximum length
+            if len(drawn) > noted:  # the last turn was truncated at the maximum length and not answered
                 episode.note(drawn[noted:])
-        rewards = self._pool.map(Episode.reward, own)
-        pairs = zip(own, rewards, strict=True)
+        rewards = self._pool.map(Episode.reward, local)
+        pairs = zip(local, rewards, strict=True)
         played = [Played(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
         if jax.process_count() == 1:
             return played
@@ -327,14 +330,14 @@ class Episodes:
         return [Played.from_json(kept) for part in parts for kept in part]
 
 
-def _opened(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
-    """Return a row's prompt with the text of `reset` at its end; None without such a text."""
+def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
+    """Append the text that `reset` returned to a row's prompt; None if there is no text."""
     openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
     if len(openings) > 1:
         raise ValueError(
-            f"{episodes[0].where}: reset returned {show(openings[0])} for one completion and {show(openings[1])}"
-            " for another of the same prompt; completions of a group need one prompt, so derive what reset returns from"
-            " the row alone (seed it by a column)"
+            f"{episodes[0].where}: reset must return the same text for all completions of a prompt; got"
+            f" {show(openings[0])} and {show(openings[1])}. Compute the text from the row only, with a seed from a"
+            " column if it is random"
         )
     if not openings or not openings[0]:
         return None
@@ -343,7 +346,7 @@ def _opened(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
     *before, last = row["prompt"]
     if last["role"] != "user" or not isinstance(last["content"], str):
         raise ValueError(
-            f"{episodes[0].where}: reset returned text, which is added to the user's last message, and the prompt"
-            f" ends with {show(last)}: end it with a text of the role 'user', or let reset return None"
+            f"{episodes[0].where}: the prompt must end with a text message of the role 'user', to which the text"
+            f" returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
     return [*before, {**last, "content": last["content"] + openings[0]}]

@@ -1,23 +1,23 @@
-"""Prompts to completions: a prompt is read once for its group, and tokens are drawn by one compiled decode.
+"""Generation of completions: each prompt is prefilled once per group, and tokens are drawn by a compiled decode loop.
 
-Token t of completion (b, g) is drawn with fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t), so a sample depends
-neither on the other completions, nor on the devices or the batch.
+Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). A sample
+therefore does not depend on the other completions, the batch or the number of devices.
 
-The device decodes bursts of a few steps (`decode`). Between two bursts the host (`_OneTurn`) gives the places of ended
-completions to waiting prompts. If no prompt waits, it moves the remaining completions to a smaller layout (`ladder`).
-The cache grows in few steps, or is a ring if prompts wait. All completions write to the same slot, and later groups
-begin in a later slot:
+The device decodes bursts of a few steps (`decode`). Between two bursts the host (`_OneTurn`) replaces ended completions
+with waiting prompts. If no prompts are waiting, it moves the remaining completions to a smaller layout (`ladder`). The
+cache grows in a few steps, or is a ring buffer if prompts are waiting. All completions write to the same slot, and
+later groups start at a later slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
 group 0     a b c d e · · ·     start 0
-group 1     · · x y z · · ·     start 2, after a group that ended in slot 1
-group 2     s t u · · · q r     start 6: slots 8, 9, 10 are 0, 1, 2 again
+group 1     · · x y z · · ·     start 2; replaces a group that ended in slot 1
+group 2     s t u · · · q r     start 6; slots 8, 9 and 10 wrap around to 0, 1 and 2
 ```
 
-Completions of several turns are decoded by the same programs in another loop (`turns`). There each stream has its own
-thread, so that one decodes while another waits for answers, and each completion begins in its own slot. The streams of
-one turn share one loop, since they move to smaller layouts together.
+Completions with several turns use the same compiled functions in a different loop (`turns`). There each stream runs in
+a separate thread, so that one stream decodes while another waits for answers, and each completion has a separate start
+slot. With one turn, all streams share one loop, because they move to smaller layouts together.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
-"""A stream after a program, and the tokens that it drew."""
+"""An updated stream, and the tokens that were drawn."""
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
-"""A function of the tokens and the mask [B, G, T] drawn so far."""
+"""A callback that receives the tokens and the mask [B, G, T] drawn so far."""
 
 
 def generate(
@@ -91,41 +91,42 @@ def generate(
 ) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
-    Arguments that are not listed here have the meaning of the fields of `GRPOConfig`.
+    Arguments that are not listed here are documented in `GRPOConfig`.
 
     Args:
-      model: a model of this package, or any `types.Model` with `apply` (then without a cache, and slow).
-      params: its parameters.
-      prompts: tokens [B, P] int32 right-padded, lengths [B].
-      key: a typed PRNG key, consumed; completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g).
-      num_generations: G ≥ 1.
-      max_completion_length: T ≥ 1, in tokens; a completion without an EOS by then is truncated. Observations count: if
-        an observation leaves no space for another token, the completion is truncated there.
-      temperature: ≥ 0; 0 is greedy.
-      eos_token_ids: token ids that end a turn. The EOS that was drawn belongs to the turn.
-      stop: texts that end a turn. They are found in the text of the turn, across tokens, but not in prompts or
-        observations. The token that completes a text belongs to the turn. Needs `tokenizer`.
-      max_turn_length: tokens after which a turn is cut, and then answered; T for completions of one turn. If None,
-        `max_completion_length`.
-      tokenizer: of the model, for `stop`.
-      pad_token_id: token after the end of a completion.
-      prompt_indices: [B] integers that number the prompts in the key derivation, 0..B-1 by default. A prompt with the
-        same number has the same samples in any batch.
-      batch_size: completions that are decoded at a time, in whole groups, on all devices together. Further prompts
-        wait, which changes no sample. If None, all are decoded at once. Not inside a `jit`.
-      answers: returns the observation after a turn, and None after the last turn. If None, completions have one turn.
-        Needs a model of this package; not inside a `jit`.
-      interrupt: called on the host every few tokens; an exception that it raises ends the sampling. Not inside a `jit`.
-      watch: called every few tokens with the tokens and the mask [B, G, T] drawn so far (on a mesh, of the prompts that
-        are decoded together). For one turn.
-      on_host: return NumPy arrays instead of JAX arrays. Not inside a `jit`.
+      model: a built-in model, or any `types.Model` with `apply`. The latter has no cache and is slow.
+      params: parameters of the model.
+      prompts: prompts with right-padded tokens [B, P] int32 and lengths [B].
+      key: typed PRNG key. Completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g); do not reuse the key.
+      num_generations: number of completions per prompt, G ≥ 1.
+      max_completion_length: maximum length T ≥ 1 in tokens, including observations. A completion without an EOS is
+        truncated there, or at an observation that leaves no space for another token.
+      temperature: sampling temperature ≥ 0; 0 is greedy.
+      eos_token_ids: token ids that end a turn. A sampled EOS is part of the turn.
+      stop: strings that end a turn. A match may span tokens, but does not include text of prompts or observations. The
+        token that completes a match is part of the turn. Needs `tokenizer`.
+      max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, it is the maximum
+        length T. If None, `max_completion_length` is used.
+      tokenizer: tokenizer of the model, needed for `stop`.
+      pad_token_id: id of the padding token after the end of a completion.
+      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with the same index has the same
+        samples in any batch.
+      batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.
+        The other prompts wait; samples do not change. If None, there is no limit. Not supported under `jit`.
+      answers: source of observations; returns the tokens that follow a turn, or None after the last turn. If None,
+        completions have one turn. Needs a built-in model; not supported under `jit`.
+      interrupt: function called on the host every few tokens. An exception that it raises ends the sampling. Not
+        supported under `jit`.
+      watch: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
+        receives only the prompts that are decoded together. Supported for one turn only.
+      on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
-      `Completions`, with the log-probs of the drawn tokens, through which no gradient flows. With `answers`, `mask` is
-      True on drawn tokens, `present` on observed tokens too, and `ended` where `answers` returned None.
+      `Completions` with the log-probs of the sampled tokens; no gradient flows through them. With `answers`, `mask` is
+      True on sampled tokens, `present` also on observed tokens, and `ended` is True where `answers` returned None.
 
     Raises:
-      ValueError: shapes, counts or sampling settings that make no sense.
+      ValueError: if a shape, count or sampling setting is invalid.
 
     Example:
       >>> import jax
@@ -149,11 +150,11 @@ def generate(
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
-        each = f" on each of the {shards} devices that prompts are cut over" if shards > 1 else ""
+        each = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
         raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
     if answers is not None and not is_cached(model):
         kind = type(model).__name__
-        raise ValueError(f"model is {kind}: several turns need a model of this package, with its cache")
+        raise ValueError(f"model must be a built-in model for completions with several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
     turn = min(longest, int(max_turn_length or longest))
     keys = completion_keys(
@@ -183,9 +184,9 @@ def generate(
 
 
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
-    """Return completions of one turn as NumPy arrays; at most `at_once` groups are decoded at a time."""
+    """Sample completions of one turn and return NumPy arrays. At most `at_once` groups are decoded at the same time."""
     (b, g), table = rollout.keys.shape, rollout.table
-    if rollout.mesh is not None and at_once < b:  # the next batch begins after this one: no group leaves its device
+    if rollout.mesh is not None and at_once < b:  # batches run one after another, since groups do not change devices
         parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
         return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
     batch = _OneTurn(rollout, at_once)
@@ -199,23 +200,23 @@ def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Com
                 return table.completions(b)
             if not batch.prompts_wait:
                 batch.compact()
-        if not batch.empty.all():  # else all completions that have just begun ended with their first token
+        if not batch.empty.all():  # all new completions may have ended with their first token
             batch.decode()
 
 
 class _OneTurn:
-    """Completions of one turn on the device, between two bursts."""
+    """State of a one-turn rollout between two bursts."""
 
     def __init__(self, rollout: Rollout, groups: int):
         (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
-        self.rollout, self.next_group = rollout, groups  # the first prompt that waits
+        self.rollout, self.next_group = rollout, groups  # index of the first waiting prompt
         length, waits = rollout.table.length, groups < b
         self.ladder = choose_ladder(rollout.model, rollout.params, p, groups, g, length, mesh=rollout.mesh, waits=waits)
-        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder, and slots of the cache
-        self.slot = 0  # the next slot, not reduced by the ring's size
-        # [B', G'] the table's row of the completion in each place, −1 if empty; [B'] tokens drawn for each of a group
+        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder, and size of the cache
+        self.slot = 0  # next slot, before reduction modulo the ring size
+        # [B', G'] table row of the completion at each position, −1 if empty; [B'] tokens drawn so far in each group
         self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
-        self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # not in the table yet
+        self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
         self._on_cpu = on_cpu(rollout.params, rollout.mesh)
 
         def begin(part: np.ndarray) -> StreamResult:
@@ -229,19 +230,19 @@ class _OneTurn:
 
     @property
     def empty(self) -> np.ndarray:
-        """[B'] bool, True for groups whose completions have all ended, as far as the table has them."""
+        """[B'] bool, True for groups whose completions have all ended according to the recorded bursts."""
         return np.logical_not((self.completions >= 0).any(axis=1))
 
     @property
     def prompts_wait(self) -> bool:
-        """Whether some prompts have not been read yet."""
+        """Whether there are prompts that have not been prefilled."""
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Fill places of ended groups with waiting prompts, in streams with enough places; return if any is filled."""
+        """Replace ended groups with waiting prompts, in streams that have enough of them; return whether any was."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
-        few = max(1, size // 4)  # prompts that enter a stream at a time: for fewer, a call does not pay
-        self.completions = self.completions.copy()  # `bursts` has the old ones
+        few = max(1, size // 4)  # prompts per refill of a stream; with fewer, the call costs more than it saves
+        self.completions = self.completions.copy()  # `bursts` holds references to the old array
         entering = []
         for i, empty in enumerate(np.split(self.empty, len(self.streams))):
             if empty.sum() >= few and self.prompts_wait:
@@ -269,7 +270,7 @@ class _OneTurn:
         return True
 
     def compact(self) -> None:
-        """Move to the next smaller layout, if it has places for all completions and is enough cheaper."""
+        """Move to the next smaller layout if it can hold all active completions and is sufficiently cheaper."""
         slots = self.ladder.slots_below(self.at, self.slots)
         chosen = None if slots is None else self.ladder.choose(self.at, self.completions >= 0)
         if slots is None or chosen is None:
@@ -277,12 +278,12 @@ class _OneTurn:
         (groups, order), mesh = chosen, self.rollout.mesh
         self.completions, self.drawn = self.completions[groups[:, None], order], self.drawn[groups]
         parts = stream_count(self.rollout.params, len(groups), order.shape[1])
-        kept = groups if mesh is None else None  # no group leaves its device
+        kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
         self.streams = move(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
         self.at, self.slots = self.at + 1, slots
 
     def decode(self) -> None:
-        """Draw a burst, or fewer steps if slots or tokens run out. A full cache grows first."""
+        """Decode one burst, with fewer steps near the end of the cache or the completions. Grows a full cache first."""
         rollout, ladder, last, settings = self.rollout, self.ladder, self.ladder.slots[-1], self.rollout.settings
         if self.slot >= self.slots < last:
             self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
@@ -305,14 +306,14 @@ class _OneTurn:
     def _run(
         self, program: Callable[[Part], StreamResult], parts: Sequence[Part]
     ) -> tuple[tuple[Stream, ...], list[Drawn]]:
-        """Call a program for each stream; on a CPU, wait for the results."""
+        """Call a compiled function for each stream. On a CPU, wait for the results."""
         results = run_in_streams(program, parts)
         if self._on_cpu:
             jax.block_until_ready(results)
         return tuple(stream for stream, _ in results), [drawn for _, drawn in results]
 
     def _note(self, completions: np.ndarray, drawn: Sequence[Drawn]) -> None:
-        """Keep drawn tokens until they are recorded; an accelerator draws the next burst meanwhile."""
+        """Queue drawn tokens to be recorded later, while an accelerator decodes the next burst."""
         for x in jax.tree.leaves(drawn):
             if x.is_fully_addressable:
                 x.copy_to_host_async()
@@ -320,7 +321,7 @@ class _OneTurn:
         self.record(in_flight=0 if self._on_cpu else 1)
 
     def record(self, *, in_flight: int = 0) -> None:
-        """Record all bursts except the last `in_flight`, and empty the places of completions that ended."""
+        """Record all bursts except the last `in_flight`, and mark the positions of ended completions as empty."""
         table = self.rollout.table
         while len(self.bursts) > in_flight:
             completions, streams = self.bursts.popleft()

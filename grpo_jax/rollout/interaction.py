@@ -1,4 +1,4 @@
-"""Tools and environments of a run, checked before sampling; their rewards, and the records of their episodes."""
+"""Tools and environments of a run: validation before sampling, rewards, and records of episodes."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
 REWARD_COLUMNS = ("environments", "environment_rewards")
-"""Arguments that reward functions may have in a run with environments."""
+"""Additional arguments of reward functions in a run with environments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interaction:
-    """The tools and environments of a run, and how turns are read and answered.
+    """The tools and environments of a run, and the settings for parsing turns.
 
-    Environments are keyed by the values of the column `environment`, or by None for all rows.
+    Environments are keyed by the values of the column `environment`, or by None if one factory is used for all rows.
     """
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: GRPOConfig
-    ends: TurnEnds  # further ends of a turn
-    factories: Mapping[Hashable, EnvironmentFactory]  # {} for a run with only tools
-    kinds: Mapping[Hashable, type]  # classes of environments
-    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of environments
-    tools: Mapping[str, Tool]  # functions that all rows may call
+    ends: TurnEnds  # conditions that end a turn, in addition to EOS
+    factories: Mapping[Hashable, EnvironmentFactory]  # {} for a run with tools only
+    kinds: Mapping[Hashable, type]  # classes of the environments
+    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of the environments
+    tools: Mapping[str, Tool]  # functions available to all rows
     format: Format | None  # format of tool calls in the chat template
-    thinking: bool  # whether the generation prompt opens a thought, so that a turn begins inside it
-    hidden: tuple[int, ...] | None = None  # special tokens to leave out of the text that is parsed
+    thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
+    hidden: tuple[int, ...] | None = None  # special tokens to remove from the text before parsing
 
     def name_of(self, row: Row) -> Hashable:
-        """Return the key of a row's factory."""
+        """Return the key of a row's environment factory."""
         return None if None in self.factories or not self.factories else row["environment"]
 
     def schemas(self, row: Row) -> list[Json] | None:
-        """Return the schemas that the chat template shows with a row's prompt."""
+        """Return the tool schemas that the chat template includes in a row's prompt."""
         return schemas_of({**self.tools, **self.own_tools.get(self.name_of(row), {})})
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
-    """Return the schemas of tools for the chat template; None without tools."""
+    """Return the schemas of tools for the chat template; None if there are no tools."""
     return [tool.schema for tool in tools.values()] or None
 
 
 class EnvironmentReward:
-    """A reward function with the name and the rewards of one class of environments."""
+    """A reward function that returns the rewards of one environment class and has the name of the class."""
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
         self.__name__ = name
-        self._factories = factories  # keys of the class's factories; None if one factory makes all environments
+        self._factories = factories  # keys of the class's factories; None if one factory is used for all rows
 
     def __call__(
         self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
     ) -> list[float | list[float] | None]:
-        """Return the rewards of the episodes; None for environments of another class."""
+        """Return the rewards of the episodes; None for environments of a different class."""
         if self._factories is None:
             return list(environment_rewards)
         pairs = zip(environment, environment_rewards, strict=True)
@@ -82,9 +82,10 @@ def make_interaction(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
 ) -> Interaction | None:
-    """Return the `Interaction` of a run from `train`'s arguments; None without tools and environments.
+    """Build the `Interaction` of a run from arguments of `train`; None without tools and environments.
 
-    Each factory is called once. A `ValueError` lists all problems, also of the rows and the chat template.
+    Each factory is called once. Raises a single ValueError that lists all problems, including problems of the rows and
+    the chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -93,35 +94,35 @@ def make_interaction(
         factories.update(environment_factory.items())
     elif environment_factory is not None:
         factories[None] = environment_factory
-    made = _made(factories)
-    own = {name: environment_tools(environment) for name, environment in made.items()}
+    environments = _create_environments(factories)
+    methods = {name: environment_tools(environment) for name, environment in environments.items()}
     problems = _row_problems(rows, factories) + [
-        f"the dataset has a column {name!r}, which the trainer itself passes: rename it"
+        f"the dataset must not have a column {name!r}, which the trainer passes to reward functions. Rename the column"
         for name in REWARD_COLUMNS
         if rows and name in rows[0]
     ]
-    for name, environment in made.items():
-        problems += _environment_problems(name, environment, own[name], functions, rows)
+    for name, environment in environments.items():
+        problems += _environment_problems(name, environment, methods[name], functions, rows)
     is_chat = bool(rows) and is_conversation(rows[0]["prompt"])
-    called = bool(functions) or any(own.values())
+    called = bool(functions) or any(methods.values())
     if called and not is_chat:
         problems.append(
-            "tools are called by messages, and the prompts of the dataset are text: give prompts as lists of messages"
-            " (or an environment with a method respond(text), and no other public methods)"
+            "tools need prompts that are lists of messages, but the prompts of the dataset are strings. Convert the"
+            " prompts, or use an environment whose only public method is respond(text)"
         )
     kwargs = dict(config.chat_template_kwargs or {})
-    # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools have different ones.
-    shown = [schemas_of({**functions, **methods}) for methods in own.values()] or [schemas_of(functions)]
-    schemas = next((some for some in shown if some), None)
+    # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools use different templates.
+    shown = [schemas_of({**functions, **named}) for named in methods.values()] or [schemas_of(functions)]
+    schemas = next((listed for listed in shown if listed), None)
     template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
     form = format_of(template.source) if called and is_chat else None
     if called and is_chat and form is None:
         problems.append(
-            "the chat template of policy.tokenizer writes no tool calls in a known form"
-            f" ({', '.join(FORMATS)}): use a checkpoint whose template has tools"
+            "the chat template of policy.tokenizer must write tool calls in a supported format"
+            f" ({', '.join(FORMATS)}). Use a checkpoint whose chat template supports tools"
         )
     if is_chat:
-        responds = any(hasattr(environment, "respond") for environment in made.values())
+        responds = any(hasattr(environment, "respond") for environment in environments.values())
         roles = ["tool"] * called + ["user"] * responds
         for schemas in shown:
             problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
@@ -132,8 +133,8 @@ def make_interaction(
         config=config,
         ends=TurnEnds.of(config),
         factories=factories,
-        kinds={name: type(environment) for name, environment in made.items()},
-        own_tools=own,
+        kinds={name: type(environment) for name, environment in environments.items()},
+        own_tools=methods,
         tools=functions,
         format=form,
         thinking=is_chat and template.opens_thinking,
@@ -142,7 +143,7 @@ def make_interaction(
 
 
 def _template_problems(template: ChatTemplate, form: Format | None, roles: Sequence[str]) -> list[str]:
-    """Return problems of a chat template with messages of these roles and with tool calls."""
+    """Return problems of a chat template with messages of the given roles and with tool calls."""
     try:
         template.check(roles)
         fault = call_fault(template, form) if form is not None and template.tools else ""
@@ -152,65 +153,65 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
 
 
 def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
-    """Return the reward functions, and one more for each class of environments with `get_reward`."""
+    """Append a reward function for each environment class with `get_reward`."""
     kinds = {} if interaction is None else interaction.kinds
-    own = [
+    added = [
         EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
         for kind in dict.fromkeys(kinds.values())
         if hasattr(kind, "get_reward")
     ]
-    return [*reward_fns, *own]
+    return [*reward_fns, *added]
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Return the weights of reward functions; an `EnvironmentReward` without a weight gets 1."""
-    own = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
-    return None if weights is None else [*weights, *[1.0] * (own if len(weights) == len(reward_fns) - own else 0)]
+    """Append the weight 1 for each `EnvironmentReward`, unless `weights` already covers all reward functions."""
+    added = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
+    return None if weights is None else [*weights, *[1.0] * (added if len(weights) == len(reward_fns) - added else 0)]
 
 
-def _made(factories: Mapping[Hashable, EnvironmentFactory]) -> dict[Hashable, object]:
-    """Return an environment of each factory, for checks."""
-    made = dict[Hashable, object]()
+def _create_environments(factories: Mapping[Hashable, EnvironmentFactory]) -> dict[Hashable, object]:
+    """Call each factory once, to validate its environment."""
+    environments = dict[Hashable, object]()
     for name, factory in factories.items():
         where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
         if not callable(factory):
-            raise ValueError(f"{where} is {show(factory)}: give a class, or a function that makes an environment")
+            raise ValueError(f"{where} must be a class or a function that returns an environment; got {show(factory)}.")
         try:
-            made[name] = factory()
+            environments[name] = factory()
         except Exception as error:
             raise ValueError(
-                f"{where} raised {type(error).__name__}: {error}: it is called without arguments, once for each"
-                " completion (pass what differs between rows by its method reset)"
+                f"{where} raised {type(error).__name__}: {error}. It must be callable without arguments, once for each"
+                " completion. Values that differ between rows are passed to the environment's reset method."
             ) from error
-    return made
+    return environments
 
 
 def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentFactory]) -> list[str]:
-    """Return problems of the column `environment`."""
+    """Return problems of the dataset column `environment`."""
     if None in factories or not factories:
         return []
     known = ", ".join(map(repr, factories))
     if any("environment" not in row for row in rows):
-        return [f"environment_factory is a dict ({known}), and the dataset lacks the column 'environment' to choose by"]
+        return [f"the dataset must have a column 'environment' with keys of environment_factory ({known})"]
     unknown = dict.fromkeys(str(row["environment"]) for row in rows if row["environment"] not in factories)
-    return [f"the column 'environment' has {name!r}, and environment_factory has only {known}" for name in unknown]
+    return [
+        f"the column 'environment' must contain keys of environment_factory ({known}); got {name!r}" for name in unknown
+    ]
 
 
 def _environment_problems(
-    name: Hashable, environment: object, own: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
+    name: Hashable, environment: object, methods: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
 ) -> list[str]:
     """Return problems of an environment, except for its tools."""
     kind, problems = type(environment).__name__, list[str]()
-    if not own and not tools and not hasattr(environment, "respond"):
+    if not methods and not tools and not hasattr(environment, "respond"):
         problems.append(
-            f"{kind} has neither a public method that the policy could call, nor respond(text): every completion would"
-            " have a single turn"
+            f"{kind} must have respond(text) or another public method, which the policy can call. Otherwise all"
+            " completions have a single turn"
         )
-    problems += [f"{kind} and tools both have {twice!r}: rename one of them" for twice in own.keys() & tools.keys()]
-    if own and tools and hasattr(environment, "answer_calls"):
-        problems.append(
-            f"{kind} answers all calls itself (answer_calls), so that tools would not be called: leave them out"
-        )
+    problems += [f"{kind} and tools both have {both!r}; rename one of them" for both in methods.keys() & tools.keys()]
+    if methods and tools and hasattr(environment, "answer_calls"):
+        problems.append(f"tools cannot be combined with {kind}, whose answer_calls receives all calls. Omit tools")
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if not hasattr(environment, "reset") or row is None:
         return problems
@@ -219,59 +220,59 @@ def _environment_problems(
         inspect.signature(environment.reset).bind(**columns)
     except TypeError as error:
         problems.append(
-            f"{kind}.reset cannot take a row of the dataset, which it is given as keywords ({', '.join(columns)}):"
-            f" {error}; add **kwargs for the columns that it does not use"
+            f"{kind}.reset must accept the columns of the dataset as keyword arguments ({', '.join(columns)}): {error}."
+            " Add **kwargs for unused columns"
         )
     return problems
 
 
 @dataclasses.dataclass
 class EpisodeCounts:
-    """Counts of one episode."""
+    """Counters of one episode."""
 
-    turns: int = 0  # turns of the policy
-    calls: int = 0  # calls of tools
-    failures: int = 0  # failed calls
-    errors: int = 0  # errors of the environment
-    seconds: float = 0.0  # spent in tools and environment
-    clipped: int = 0  # 1 if the last turn called a tool after the limit of calls
-    cut_short: int | None = None  # turns that were cut at `max_turn_length`; None without that limit
+    turns: int = 0  # number of turns of the policy
+    calls: int = 0  # number of tool calls
+    failures: int = 0  # number of failed tool calls
+    errors: int = 0  # number of errors of the environment
+    seconds: float = 0.0  # time spent in tools and the environment
+    clipped: int = 0  # 1 if the episode ended with a tool call beyond `max_tool_calling_iterations`
+    cut_short: int | None = None  # number of turns truncated at `max_turn_length`; None without that limit
 
 
 class Played(NamedTuple):
-    """The record of an episode, which JSON can hold."""
+    """The record of an episode, which can be converted to JSON."""
 
-    turns: list[tuple[bool, str]]  # (True if the policy wrote it, text) of each turn and observation
-    messages: Messages  # turns and observations, if the prompt is a conversation
-    reward: float | list[float] | str | None  # reward of the episode, or one for each turn; None for "not scored"
+    turns: list[tuple[bool, str]]  # (whether sampled by the policy, text) of each turn and observation
+    messages: Messages  # turns and observations as messages, if the prompt is a conversation
+    reward: float | list[float] | str | None  # reward of the episode, or one per turn; None for "not scored"
     counts: EpisodeCounts
-    lengths: Sequence[int] = ()  # tokens of each turn of the policy; () in records of older versions
+    lengths: Sequence[int] = ()  # number of tokens of each turn of the policy; () in records of older versions
 
     def to_json(self) -> list[object]:
-        """Return the record as lists and dicts."""
+        """Convert the record to lists and dicts."""
         return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), list(self.lengths)]
 
     @classmethod
     def from_json(cls, kept: Sequence[Any]) -> Played:
-        """Return the record that `to_json` wrote."""
+        """Build a record from the result of `to_json`."""
         turns, messages, reward, counts = kept[:4]
         lengths = kept[4] if len(kept) > 4 else ()
-        return cls([(own, text) for own, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
+        return cls([(sampled, text) for sampled, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
-    """Return [B·G, T] int32, the turn of each drawn token, from 0; −1 for tokens that were not drawn.
+    """Return the index of the turn of each sampled token, [B·G, T] int32; −1 for tokens that were not sampled.
 
-    The lengths of turns are counted, since an observation between two turns may be empty.
+    The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """
     ids = np.full(drawn.shape, -1, np.int32)
-    for row, own, one in zip(ids, drawn, played, strict=True):
-        row[own] = np.searchsorted(np.cumsum(one.lengths, dtype=int)[:-1], np.arange(own.sum()), side="right")
+    for row, sampled, one in zip(ids, drawn, played, strict=True):
+        row[sampled] = np.searchsorted(np.cumsum(one.lengths, dtype=int)[:-1], np.arange(sampled.sum()), side="right")
     return ids
 
 
 def metrics_of(played: Sequence[Played]) -> dict[str, float]:
-    """Return the metrics of a rollout's episodes."""
+    """Compute the metrics of a rollout's episodes."""
     counts = [one.counts for one in played]
     turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
     metrics = {

@@ -1,12 +1,12 @@
-"""The layouts of a rollout: how many completions are decoded at a time, and with how many slots.
+"""The layouts of a rollout: how many completions are decoded together, and with how many cache slots.
 
-Each layout is a compiled program, and a TPU takes half a minute to compile one. So there are few layouts. They follow
-from the sizes of the rollout; the completions decide only when the rollout moves to the next:
+Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They are derived
+from the sizes of the rollout. The sampled completions determine only when the rollout moves to the next layout:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
                         └────────┤            │
-32                           128 slots ─► 255 slots        as some end, the others move down
+32                           128 slots ─► 255 slots        as some end, the others move to smaller layouts
                                      └────────┤
 16                                        255 slots
                                               │
@@ -33,43 +33,43 @@ from grpo_jax.models.tiles import implementation
 from grpo_jax.types import CachedModel, Params
 
 BURST = 16
-"""Decode steps of one call, at most; after it the host checks which completions have ended."""
+"""Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
 
 FEWEST_SLOTS = 64
-"""Slots of a cache, at least."""
+"""Minimum number of slots of a cache."""
 
 ALIGNED = 64
-"""The number of slots of a GPU's or a TPU's cache is a multiple of this; otherwise a GPU pads values at each step."""
+"""On GPUs and TPUs, the number of slots is a multiple of this. Otherwise, a GPU pads the values at each step."""
 
 FEWEST = 8
-"""Completions of a layout, at least: on a CPU a product with fewer takes as long."""
+"""Minimum number of completions of a layout. On a CPU, a matrix product with fewer rows takes as long."""
 
 MOST_RUNGS = 3
-"""Smaller layouts, at most."""
+"""Maximum number of smaller layouts."""
 
 STREAM_COMPLETIONS = 16
-"""Completions of a stream, at least: with fewer, matrix products are too small."""
+"""Minimum number of completions of a stream. With fewer, matrix products are too small."""
 
 WORTH_A_MOVE = 0.8
-"""Largest cost of the next layout as a share of the current cost: a move copies the cache and compiles programs."""
+"""Maximum cost of the next layout relative to the current one. A move copies the cache and may need a compilation."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens. The last token is never read; `fixed` as in `Ladder`."""
+    """Return the number of slots for `length` tokens; the last token needs none. `fixed` is as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The layouts of a rollout. The n-th layout has only cache sizes from the n-th on, since it is reached late."""
+    """The layouts of a rollout. The n-th layout uses the n-th and later cache sizes only, since it is reached late."""
 
-    shapes: tuple[tuple[int, int], ...]  # (groups, width) of each layout; the first holds all completions
-    slots: tuple[int, ...]  # sizes of the cache, which grows
-    steps: int  # steps of a burst
-    fixed: bool  # every burst runs all its steps, since a loop that may end early would wait for the host
-    step: DecodeStep  # cost of a step with all slots
-    shards: int = 1  # devices that share the groups; no group leaves its device
+    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) of each layout; the first holds all
+    slots: tuple[int, ...]  # cache sizes, increasing
+    steps: int  # number of steps of a burst
+    fixed: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
+    step: DecodeStep  # cost of a step with the largest cache
+    shards: int = 1  # number of devices that the groups are sharded over; groups do not change devices
 
     @classmethod
     def of(
@@ -85,14 +85,15 @@ class Ladder:
         fixed: bool = False,
         grows: bool = True,
     ) -> Ladder:
-        """Return the layouts of [groups, width] completions of at most `length` tokens.
+        """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
-        With `waits`, further prompts wait, and the cache is a ring of its full size from the start. With `turns`,
-        completions have several turns of any number of bursts. With `grows`, a step reads empty slots too, so that a
-        smaller cache is faster.
+        `waits` is True if more prompts are waiting; the cache is then a ring buffer with its final size from the start.
+        `turns` is True if completions have several turns, each with any number of bursts. `grows` is True if a step
+        also reads empty slots, so that a smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
-        # A burst ends where the cache grows; a short rollout has equal bursts, so that few steps run after its end.
+        # Bursts end where the cache grows. The bursts of a short rollout have equal lengths, so that few steps are
+        # executed after its end.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:
@@ -100,7 +101,7 @@ class Ladder:
             first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
-        # Completions move at most once before a burst, and not before the first.
+        # Completions move at most once between two bursts.
         bursts = -(-tokens // steps)
         rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
         while len(shapes) <= rungs and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
@@ -108,7 +109,7 @@ class Ladder:
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the cache size of the layout after the `at`-th, given `slots` now; None if a move does not pay."""
+        """Return the cache size after a move from layout `at` with `slots` slots; None if a move is not worth it."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
@@ -120,9 +121,9 @@ class Ladder:
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return groups [B''] and order [B'', G''] of the `alive` [B', G'] completions in the layout after the `at`-th.
+        """Select the completions of layout `at + 1`: indices of groups [B''] and of completions within them [B'', G''].
 
-        Ended completions fill free places. Returns None if too many are alive.
+        `alive` [B', G'] is False for ended completions; these fill unused positions. Returns None if not all fit.
         """
         groups, width = self.shapes[at + 1]
         if width > 1 or self.shards > 1:
@@ -138,10 +139,11 @@ class Ladder:
 
 
 def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """Return the (groups, width) of the layout after the `last`; None if none is enough cheaper.
+    """Return the (groups, width) of the layout after `last`; None if no layout is sufficiently cheaper.
 
-    Narrower groups read each prompt once. They are chosen if 25 % cheaper than the same number of single completions.
-    Otherwise single completions are, in equal ratios down to `FEWEST`, or fewer and narrower groups.
+    Narrower groups read the keys and values of each prompt once. They are chosen if they are 25 % cheaper than the same
+    number of single completions. Otherwise, the layout has single completions, whose numbers form a geometric series
+    down to `FEWEST`. If these are not cheaper either, it has half as many groups of half the width.
     """
     groups, width = last
 
@@ -163,7 +165,7 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
 
 
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
-    """Return the cost of a decode step. A CPU does 8 multiplications in the time of reading one byte, a GPU 100."""
+    """Return the cost of a decode step. While reading one byte, a CPU does 8 multiplications and a GPU 100."""
     held = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
@@ -178,7 +180,8 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
 def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
     """Return the number of streams for [groups, width] completions, a divisor of `groups`.
 
-    `each` is the number of streams for each thread that works at a time; with several turns, some wait for answers.
+    `each` is the number of streams per running thread. It is larger with several turns, since some streams wait for
+    answers.
     """
     parts = min(groups, groups * width // STREAM_COMPLETIONS)
     most = max(1, min(parts, each * count_streams(params, groups)))
@@ -186,9 +189,9 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
-    """Return the number of groups that are decoded at a time, the same number on each of `shards` devices.
+    """Return the number of groups that are decoded together, a multiple of `shards`.
 
-    They have at most `batch_size` completions; None means no limit.
+    They contain at most `batch_size` completions; None means no limit.
     """
     most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
     return -(-most // shards) * shards
@@ -205,7 +208,7 @@ def choose_ladder(
     mesh: Mesh | None,
     waits: bool,
 ) -> Ladder:
-    """Return the `Ladder` of [groups, width] completions of one turn; `params` may be shapes."""
+    """Return the `Ladder` for [groups, width] completions of one turn. `params` may be `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
@@ -214,7 +217,7 @@ def choose_ladder(
 
 
 def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
-    """Return whether all layers compute the attention of a step by a kernel, which reads only full slots."""
+    """Return whether all attention layers use the decode kernel, which reads only occupied slots."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
     chosen = implementation(shape.attention)
@@ -225,9 +228,9 @@ def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Return whether one CPU decodes, where a loop may end early without cost.
+    """Return whether decoding runs on one CPU, where a data-dependent loop end costs nothing.
 
-    Shapes without a sharding are on the default device.
+    Shapes without a sharding count as being on the default device.
     """
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
     at = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}

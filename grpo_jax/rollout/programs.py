@@ -1,8 +1,8 @@
-"""Params in the form that a decode step reads, and the largest program of a rollout from the shapes of its arguments.
+"""Params converted for decoding, and the largest compiled function of a rollout with abstract arguments.
 
-A CPU multiplies 8 to 32 rows by kernels stored by columns in three to four fifths of the time, so `decode_variables`
-adds such copies there. An accelerator would round float32 kernels to the compute dtype at each step: for every 4 bytes
-of a weight it would write 2 and read 2 again. So the kernels are rounded once, to the same values.
+On a CPU, products of 8 to 32 rows with kernels in column-major order take 60 to 80 % of the time, so `decode_variables`
+adds such copies. An accelerator would cast float32 kernels to the compute dtype at each step, and for the 4 bytes of
+each weight additionally write and read 2 bytes. The kernels are therefore cast once, to the same values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_
 Tree = TypeVar("Tree")
 
 MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
-"""Names of the arrays that a decoder multiplies by in its dtype; the last three are of experts."""
+"""Names of the weights that a decoder casts to its dtype. The last three belong to experts."""
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
 
 
 def decode_variables(model: CachedModel, params: Params) -> Variables:
-    """Return the variables that `decode` applies the model to, with kernels by columns or in the compute dtype."""
+    """Convert params to the variables of `decode`: with column-major kernels on a CPU, else in the compute dtype."""
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
@@ -43,7 +43,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 
 
 def variables_shape(model: CachedModel, params: Params) -> Variables:
-    """Return the shapes of `decode_variables`."""
+    """Return the `ShapeDtypeStruct`s of `decode_variables`."""
     if _by_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
         return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
@@ -54,7 +54,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
 
 
 def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
-    """Return the shapes of the params that `decode` does not read, and of the copies that it reads instead."""
+    """Return the shapes of the params that `decode` replaces with copies, and the shapes of the copies."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -73,9 +73,9 @@ def _dtype(model: CachedModel) -> jnp.dtype:
 
 
 def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
-    """Return the matrices by path, with the embedding, that a decoder rounds to its dtype at each product."""
+    """Return the float32 matrices and embedding that a decoder casts to a narrower dtype, keyed by path."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
-        return {}  # a user's own model may need float32, and adapters are small
+        return {}  # a custom model may need float32, and adapters are small
     return {
         at: x
         for at, x in flatten_dict(params).items()
@@ -83,8 +83,8 @@ def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], j
     }
 
 
-def _with(params: Params, some: Mapping[tuple[str, ...], object]) -> Params:
-    return unflatten_dict(flatten_dict(params) | some)
+def _with(params: Params, replaced: Mapping[tuple[str, ...], object]) -> Params:
+    return unflatten_dict(flatten_dict(params) | replaced)
 
 
 def decode_call(
@@ -98,7 +98,7 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """Return `decode_burst` with shapes for arguments: all completions decoded at a time, with the largest cache.
+    """Bind `decode_burst` to abstract arguments, for the largest number of completions and the largest cache.
 
     The arguments are as in `generate`. Returns None for a model without a cache.
     """
@@ -109,7 +109,7 @@ def decode_call(
     if "columns" in variables:
         variables["columns"] = _placed(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    # On a mesh, waiting prompts are the next batch.
+    # On a mesh, waiting prompts form the next batch and do not replace ended groups.
     waits = at_once < groups and mesh is None
     ladder = choose_ladder(
         argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, waits=waits
@@ -128,8 +128,8 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
     """Return the shapes of the prompts and keys of [groups, width] completions."""
 
     def make() -> tuple[Prompts, jax.Array]:
-        numbers, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
-        return Prompts(tokens, numbers), completion_keys(jax.random.key(0), numbers, width)
+        indices, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
+        return Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, width)
 
     made = jax.eval_shape(make)
     if mesh is None:
@@ -140,15 +140,15 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
 
 
 def _placed(tree: Tree, source: object) -> Tree:
-    """Return the shapes of arrays on the device of `source`."""
+    """Return the shapes of a tree, with the sharding of the arrays of `source`."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 
 
 def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
-    """Return a shape with the sharding of `constrain`."""
+    """Return a `ShapeDtypeStruct` with the sharding that `constrain` would apply."""
     at = constrained_sharding(x.shape, mesh, *axes)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # a spec of typed keys needs all dimensions
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # the spec of typed keys must list all dimensions
         spec = [*at.spec, *[None] * (len(x.shape) - len(at.spec))]
         at = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)

@@ -1,4 +1,4 @@
-"""A rollout on the host: its arguments, and a table of the drawn and observed tokens."""
+"""Host-side data of a rollout: its arguments, and a table of the sampled and observed tokens."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from grpo_jax.types import CachedModel, Completions, Params, Prompts
 
 
 class Table:
-    """Tokens of B·G completions. Completion (b, g) is row b · G + g; −1 marks an empty place on the device."""
+    """Tokens of B·G completions. Completion (b, g) has index b · G + g; −1 marks an empty position on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
-        self.tokens = np.full((count, length), pad_token_id, np.int32)  # drawn or observed tokens
-        self.log_probs = np.zeros((count, length), np.float32)  # 0 except for drawn tokens
-        self.mask = np.zeros((count, length), bool)  # True on drawn tokens
-        self.lengths = np.zeros(count, int)  # drawn and observed tokens so far
-        self.ended = np.zeros(count, bool)  # True for completions that were not cut at T
-        self.stop_state = np.zeros(count, np.int32)  # state of the stop strings after the last token
+        self.tokens = np.full((count, length), pad_token_id, np.int32)  # sampled or observed tokens
+        self.log_probs = np.zeros((count, length), np.float32)  # 0 except for sampled tokens
+        self.mask = np.zeros((count, length), bool)  # True on sampled tokens
+        self.lengths = np.zeros(count, int)  # number of sampled and observed tokens so far
+        self.ended = np.zeros(count, bool)  # True for completions that were not truncated at T
+        self.stop_state = np.zeros(count, np.int32)  # state of the stop automaton after the last token
 
     @property
     def length(self) -> int:
-        """T, the maximum length of a completion."""
+        """Maximum length T of a completion."""
         return self.tokens.shape[1]
 
     def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append drawn tokens [B', G', N] to completions [B', G'], and return which drew an EOS or a stop text."""
+        """Append drawn tokens [B', G', N] to completions [B', G'], and return where an EOS or a stop string ended."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
@@ -48,23 +48,23 @@ class Table:
         for t in range(tokens.shape[-1]):
             state = np.where(new[..., t], settings.stops.after(state, tokens[..., t]), state)
         self.stop_state[completions[completions >= 0]] = state[completions >= 0]
-        # A completion that waits for an observation draws nothing, and keeps its state.
+        # A completion that waits for an observation may be in the final state, but draws no tokens.
         return ended | (new.any(axis=-1) & (state == settings.stops.found))
 
     def append(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Append tokens that another engine drew."""
+        """Append tokens that were drawn by an inference server."""
         new = slice(self.lengths[completion], self.lengths[completion] + len(tokens))
         self.observe(completion, tokens)
         self.mask[completion, new], self.log_probs[completion, new] = True, log_probs
 
     def observe(self, completion: int, tokens: Sequence[int]) -> None:
-        """Append an observation, after which a turn begins."""
-        begin, end = self.lengths[completion], self.lengths[completion] + len(tokens)
-        self.tokens[completion, begin:end], self.lengths[completion] = tokens, end
+        """Append an observation and start a new turn."""
+        start, end = self.lengths[completion], self.lengths[completion] + len(tokens)
+        self.tokens[completion, start:end], self.lengths[completion] = tokens, end
         self.stop_state[completion] = 0
 
     def completions(self, groups: int, *, turns: bool = False) -> Completions:
-        """Return all completions of B = `groups` prompts as NumPy arrays, with `present` for several `turns`."""
+        """Return the completions of B = `groups` prompts as NumPy arrays. With `turns`, `present` is set."""
         present = np.arange(self.length) < self.lengths[:, None]
         arrays = (self.tokens, self.mask, self.log_probs, self.ended, present if turns else None)
         return Completions(*jax.tree.map(lambda x: x.reshape((groups, -1, *x.shape[1:])), arrays))
@@ -72,10 +72,10 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Arguments of a rollout, and its table.
+    """Arguments of a rollout, and the table of its tokens.
 
-    Prompts are read with `params`, and tokens are decoded with `variables` (`programs.decode_variables`). `keys` are
-    [B, G] typed keys. `interrupt` is called before prompts are read, before each burst, and while it waits for answers.
+    Prefill uses `params`; decoding uses `variables` (see `programs.decode_variables`). `keys` are typed PRNG keys
+    [B, G]. `interrupt` is called before each prefill, before each burst, and repeatedly while waiting for answers.
     """
 
     model: CachedModel
@@ -89,22 +89,22 @@ class Rollout:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the params; None for one device."""
+        """Mesh of the params; None on one device."""
         return self.settings.mesh
 
     def rows(self, groups: np.ndarray) -> np.ndarray:
-        """Return the table's rows [B', G] for groups [B']; −1 for groups from B on, which fill a shape."""
+        """Return the table indices [B', G] of groups [B']; −1 for group indices ≥ B, which are padding."""
         b, g = self.keys.shape
         return np.where(groups[:, None] < b, groups[:, None] * g + np.arange(g), -1)
 
     def inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
-        """Return the prompts and keys of groups [B'], on the devices; groups from B on repeat the last group."""
+        """Place the prompts and keys of groups [B'] on the devices. Group indices ≥ B repeat the last group."""
         at = np.minimum(groups, len(self.keys) - 1)
         prompts, keys = jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
         return split((prompts, keys), self.mesh)
 
     def part(self, first: int, last: int) -> Rollout:
-        """Return the rollout of groups first … last − 1 alone."""
+        """Return a rollout of only the groups first … last − 1, with a new table."""
         prompts, keys = jax.tree.map(lambda x: x[first:last], (self.prompts, self.keys))
         table = Table(keys.size, self.table.length, self.settings.pad_token_id)
         return dataclasses.replace(self, prompts=prompts, keys=keys, table=table)

@@ -1,4 +1,4 @@
-"""Tools: functions that the policy may call, described by their signatures and docstrings."""
+"""Tools: functions that the policy may call, with schemas derived from their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
 
 CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
-"""Methods of an environment that are not tools."""
+"""Names of environment methods that are not tools."""
 
 Function = Callable[..., Any]
 
@@ -28,16 +28,16 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "integer": (int, "an integer"),
     "number": (int | float, "a number"),
     "boolean": (bool, "true or false"),
-    "string": (str, "text"),
+    "string": (str, "a string"),
     "array": (list, "a list"),
     "object": (dict, "an object"),
 }
-"""A type of JSON schema → its Python type, and its name in messages."""
+"""Map from JSON schema types to Python types and to names for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call with keywords, sync or async."""
+    """A sync or async function that the policy may call with keyword arguments."""
 
     name: str
     function: Function
@@ -45,14 +45,14 @@ class Tool:
 
 
 def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
-    """Return functions as tools, by their names.
+    """Convert functions to a dict from name to `Tool`.
 
-    The functions or bound methods may be sync or async. Each parameter needs a type hint, and a description in the
-    docstring's "Args:" section, as in TRL; transformers' `get_json_schema` makes the schema of them. A `ValueError` has
-    a line for each function that cannot be a tool.
+    The functions or bound methods may be sync or async. As in TRL, each parameter needs a type hint and a description
+    in the "Args:" section of the docstring, from which transformers' `get_json_schema` builds the schema. Raises a
+    single ValueError that lists all functions that cannot be converted.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
-        raise ValueError(f"tools is {show(tools)}: give a list of functions")
+        raise ValueError(f"tools must be a list of functions; got {show(tools)}.")
     read: dict[str, Tool] = {}
     problems: list[str] = []
     for index, function in enumerate(tools):
@@ -60,7 +60,7 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
         if isinstance(tool, str):
             problems.append(tool)
         elif tool.name in read:
-            problems.append(f"tools[{index}]: there is another tool {tool.name!r}: rename one of them")
+            problems.append(f"tools[{index}]: tool names must be unique; got {tool.name!r} twice. Rename one of them")
         else:
             read[tool.name] = tool
     raise_all("tools", problems)
@@ -68,11 +68,11 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
 
 
 def environment_tools(environment: object) -> dict[str, Tool]:
-    """Return the public methods of an environment as tools, by their names.
+    """Convert the public methods of an environment to a dict from name to `Tool`.
 
-    Inherited methods are included; `reset`, `respond`, `get_reward` and names that begin with an underscore are not. An
-    environment with `answer_calls`, which receives whole turns, has the tools of its `tool_schemas` instead. A
-    `ValueError` has a line for each method that cannot be a tool.
+    Inherited methods are included; `reset`, `respond`, `get_reward` and names with a leading underscore are not. If the
+    environment has `answer_calls`, which receives whole turns, the tools are taken from its `tool_schemas` instead.
+    Raises a single ValueError that lists all methods that cannot be converted.
     """
     kind, described = type(environment), cast("Any", environment)
     if hasattr(kind, "answer_calls"):
@@ -86,7 +86,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
             continue
         tool = _read(getattr(environment, name), f"{kind.__name__}.{name}", name)
         if isinstance(tool, str):
-            problems.append(f"{tool} (or begin its name with '_', if it is not a tool)")
+            problems.append(f"{tool} (if it is not a tool, rename it to start with '_')")
         else:
             methods[name] = tool
     raise_all(f"environment {kind.__name__}", problems)
@@ -94,15 +94,15 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 
 
 def _read(function: Function, where: str, name: str | None = None) -> Tool | str:
-    """Return a function as a tool, or a message about it; `name` is the name of a method."""
+    """Convert a function to a `Tool`; return an error message if that fails. `name` is set for methods."""
     from transformers.utils import get_json_schema
 
     if not callable(function):
-        return f"{where} is {show(function)}, which cannot be called: give a function"
+        return f"{where} must be a function; got {show(function)}"
     if name is None:
         name = str(getattr(function, "__name__", ""))
         if isinstance(function, type) or not name.isidentifier():
-            return f"{where} is {show(function)}, which is not a named function: wrap it in a `def`"
+            return f"{where} must be a named function; got {show(function)}. Wrap it in a `def`"
         where = f"{where}, {name!r}"
 
     def copy(**arguments: object) -> None:
@@ -113,19 +113,19 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
         for parameter in parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 kind = parameter.kind.description
-                return f"{where}: argument {parameter.name!r} is {kind}: calls give each argument by name"
+                return f"{where}: parameters must accept keyword arguments; {parameter.name!r} is {kind}"
         copy.__name__, copy.__doc__ = name, inspect.getdoc(function)
         hints = get_type_hints(function)
         copy.__annotations__ = {key: hint for key, hint in hints.items() if key in (*parameters, "return")}
         cast("Any", copy).__signature__ = inspect.Signature(list(parameters.values()))
         return Tool(name, function, get_json_schema(copy))
-    except Exception as error:  # transformers has its own, and resolving a hint may raise anything
-        advice = " If you need a more complex"  # transformers suggests passing a schema
-        return f"{where}: its schema cannot be made: {str(error).partition(advice)[0]}"
+    except Exception as error:  # resolving a type hint may raise any exception
+        advice = " If you need a more complex"  # start of advice by transformers that does not apply here
+        return f"{where}: the schema could not be built: {str(error).partition(advice)[0]}"
 
 
 def reset_arguments(reset: Function, row: Row) -> Row:
-    """Return the columns to call `reset` with; `prompt` and `environment` only if its signature names them."""
+    """Return the keyword arguments of `reset`. `prompt` and `environment` are passed only if its signature has them."""
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row
@@ -133,62 +133,62 @@ def reset_arguments(reset: Function, row: Row) -> Row:
 
 
 def bind_arguments(tool: Tool, arguments: object) -> Json | str:
-    """Return the keywords to call a tool with, or an error message for the policy.
+    """Return the keyword arguments of a tool call, or an error message for the policy.
 
-    `arguments` are a dict, JSON text of an object, or None. They are checked against the schema; "3" for an integer and
-    3 for text are converted. The result shares no objects with them.
+    `arguments` is a dict, a JSON object as a string, or None. The arguments are validated against the schema. The
+    string "3" is converted to an integer parameter, and 3 to a string parameter. The result is a deep copy.
     """
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
         except ValueError as error:
-            return f"{tool.name}: the arguments are text that cannot be read: {error}"
+            return f"{tool.name}: the arguments could not be parsed: {error}"
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        return f"{tool.name}: the arguments are {show(arguments)}; give a JSON object"
+        return f"{tool.name}: the arguments must be a JSON object; got {show(arguments)}"
     parameters = tool.schema["function"].get("parameters") or {}
     known, required = list(parameters.get("properties") or {}), list(parameters.get("required") or [])
     unknown = [show(name) for name in arguments if name not in known]
-    problems = [f"unknown arguments {some(unknown)} (there are: {', '.join(known) or 'none'})"] if unknown else []
+    problems = [f"unknown arguments {some(unknown)} (available: {', '.join(known) or 'none'})"] if unknown else []
     problems += [f"missing argument {name!r}" for name in required if name not in arguments]
     bound = {}
     for name in () if problems else arguments:
-        value, wanted = _fitted(arguments[name], parameters["properties"][name])
+        value, expected = _converted(arguments[name], parameters["properties"][name])
         bound[name] = value
-        if wanted is not None:
-            problems.append(f"argument {name!r} is {show(value)}; give {wanted}")
+        if expected is not None:
+            problems.append(f"argument {name!r} must be {expected}; got {show(value)}")
     return f"{tool.name}: {'; '.join(problems)}" if problems else copy_containers(bound)
 
 
-def _fitted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Return a value converted to the type of a schema, or the unchanged value and the name of the type.
+def _converted(value: object, schema: Json) -> tuple[object, str | None]:
+    """Convert a value to the type of a schema. If that fails, return the unchanged value and the name of the type.
 
-    None is not checked, and neither are values whose schema has several types or none.
+    None is not checked, nor are values whose schema has several types or no type.
     """
     kind = schema.get("type")
-    known, wanted = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
+    known, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
     if value is None or (isinstance(value, known) and not (isinstance(value, bool) and kind in ("integer", "number"))):
         return value, None
     if kind == "string":
-        return (value, wanted) if isinstance(value, list | dict) else (json.dumps(value), None)
+        return (value, expected) if isinstance(value, list | dict) else (json.dumps(value), None)
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value), None
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             read = parse_json(value.strip().lower() if kind == "boolean" else value.strip())
             if read is not None and not isinstance(read, str):
-                read, misfit = _fitted(read, schema)
-                return (value, wanted) if misfit else (read, None)
-    return value, wanted
+                read, mismatch = _converted(read, schema)
+                return (value, expected) if mismatch else (read, None)
+    return value, expected
 
 
 def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
-    """Call a function, sync or async, and wait at most `seconds` for its result; None means no limit.
+    """Call a sync or async function and wait at most `seconds` for its result; None means no limit.
 
-    A sync function runs in its own thread, which cannot be stopped: its late result is dropped. An async function runs
-    on the event loop of async rewards, and is cancelled. Raises a `TimeoutError`, or the error of the function, also a
-    `SystemExit`.
+    A sync function runs in a separate thread. The thread cannot be stopped, so after a timeout its result is discarded.
+    An async function runs on the event loop of async rewards and is cancelled. Raises TimeoutError, or the exception of
+    the function, which may be SystemExit.
     """
     outcome: list[Any] = []
 
@@ -199,7 +199,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
                 promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
                 if not concurrent.futures.wait([promise], seconds).done:
                     promise.cancel()
-                    return  # no outcome
+                    return  # an empty outcome is a timeout
                 value = promise.result()
             outcome.append((value, None))
         except BaseException as error:
@@ -224,25 +224,25 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Return the result of a tool or an environment as text for the policy; never raises.
+    """Convert the result of a tool or an environment to text for the policy. This function does not raise.
 
-    Bytes are decoded, None is "", JSON values become JSON, and other objects are written by `str`. Invalid Unicode is
-    replaced. After `limit` characters a note says how many were left out.
+    Bytes are decoded, None is converted to "", JSON values to JSON, and other objects with `str`. Invalid Unicode is
+    replaced. Text after `limit` characters is replaced by a note with the number of omitted characters.
     """
     try:
         text = str.encode(_text(value), "utf-8", "replace").decode("utf-8")
-    except (Exception, SystemExit) as error:  # of a user's `__str__`
-        return f"[{type(value).__name__} that cannot be written as text: {type(error).__name__}]"
+    except (Exception, SystemExit) as error:  # custom `__str__` methods may raise any exception
+        return f"[{type(value).__name__} could not be converted to text: {type(error).__name__}]"
     if len(text) <= limit:
         return text
-    return f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
+    return f"{text[:limit]}\n[{len(text) - limit} more characters were omitted]"
 
 
 def _text(value: object) -> str:
-    """Return a value as text; may raise."""
+    """Convert a value to text. Unlike `as_text`, this may raise."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, (dict, list, tuple, bool, int, float)):
-        with contextlib.suppress(TypeError, ValueError):  # a key that JSON does not allow, or a cycle
+        with contextlib.suppress(TypeError, ValueError):  # keys that JSON does not support, or a cycle
             return json.dumps(value, ensure_ascii=False, default=str)
     return "" if value is None else str(value)

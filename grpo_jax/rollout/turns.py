@@ -1,8 +1,8 @@
-"""Completions of several turns: the policy draws a turn, receives an observation, and draws the next turn.
+"""Sampling of completions with several turns, separated by observations.
 
-A completion is one row of tokens, and its keys and values stay on the device from the first turn to the last. Drawn
-tokens are never decoded and encoded again. The tokens of an observation are read at once, after the token that ended
-the turn:
+A completion is one sequence of tokens. Its keys and values stay on the device from the first turn to the last, and
+sampled tokens are never retokenized. The tokens of an observation are read into the cache in one pass, after the token
+that ended the turn:
 
 ```
                   turn 1              observation       turn 2
@@ -12,9 +12,10 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 read together        (only EOS)  EOS  x  y  z
 ```
 
-Answers are computed while other completions draw. When half of a stream's completions wait, the others draw two more
-bursts, in which most answers arrive; then the observations are read together. So the programs and their shapes follow
-from the tokens and not from the time that an answer takes, and a resumed run gives the same bytes.
+Answers are computed while other completions are decoded. When half of a stream's completions are waiting, the others
+are decoded for two more bursts, during which most answers arrive. Then all observations are read together. The sequence
+of compiled functions and their shapes thus depends on the tokens only, not on the time that answers take, and a resumed
+run reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -37,57 +38,62 @@ from grpo_jax.rollout.table import Rollout
 from grpo_jax.types import Completions
 
 LEAD = 16
-"""The slot in which completions begin, since a short observation is read with padding before it."""
+"""First slot of the completions. The slots before it leave space for the padding of short observations."""
 
 CHUNK = 256
-"""Tokens of an observation that are read at a time, at most."""
+"""Maximum number of tokens of an observation that are processed in one call."""
 
 TOGETHER = 0.5
-"""Share of a stream's completions that must wait before their observations are read together: completions that wait
-draw nothing, and reading costs as much for one as for all."""
+"""Fraction of a stream's completions that must be waiting before their observations are read. Waiting completions are
+idle, but reading one observation costs as much as reading all."""
 
 PATIENCE = 2
-"""Bursts that the others draw after that share waits. With 0, every reading would wait for the answers requested last;
-with many, one long turn would delay all other turns."""
+"""Number of bursts after that fraction is reached. With 0, each read would wait for the latest answers; with a large
+value, one long turn would delay all other turns."""
 
 Promise = Future[Sequence[int] | None]
 
 
 class Answers(Protocol):
-    """A function that answers turns. It is called once for each turn, from any thread, and returns a future at once.
+    """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
 
-    Of several processes, which draw the same completions together, one answers each completion.
+    If several processes sample the same completions together, each completion is answered by one of them.
     """
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Promise | None:
-        """Begin to answer a turn [n] of token ids, which has ended or has the maximum length.
+        """Start to answer a turn.
 
-        `completion` is b · G + g. The future returns the tokens of an observation, or None at the end of the
-        completion. An observation of more than `limit` tokens leaves no space for a further turn, and the completion is
-        truncated. Returns None if another process answers.
+        Args:
+          completion: index b · G + g of the completion.
+          turn: token ids [n] of a turn that has ended or has the maximum length.
+          limit: maximum number of tokens of the observation. With more, the completion is truncated after the turn.
+
+        Returns:
+          A future of the observation's token ids, or of None at the end of the completion. None instead of a future if
+          a different process answers.
         """
         ...
 
 
 class _OtherFailed(Exception):
-    """Stops a stream after another stream has failed."""
+    """Raised in a stream to stop it after a different stream has failed."""
 
 
 class _Turns:
-    """Completions of one stream, from their prompts to their ends."""
+    """State of the completions of one stream."""
 
     def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray, max_turn_length: int):
         self.rollout, self.table, self.answers, self.max_turn_length = rollout, rollout.table, answers, max_turn_length
-        self.completions = rollout.rows(groups)  # [B', G'] the table's row of each place, −1 if empty
+        self.completions = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
-        self.at, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout, and slots of the ring
-        self.slot = LEAD  # the next slot of the completions that draw
+        self.at, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout, and size of the ring
+        self.slot = LEAD  # next slot of the active completions
         self.starts = np.full(self.completions.shape, LEAD)  # [B', G'] as in `Stream.start`
-        self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # tokens before the current turn, by rows
-        self.waiting: dict[int, Promise | None] = {}  # answers to turns that have ended, by rows
-        self.bursts_waited = 0  # bursts drawn since enough completions wait
+        self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # number of tokens before the current turn
+        self.waiting: dict[int, Promise | None] = {}  # pending answers, keyed by table row
+        self.bursts_waited = 0  # number of bursts since enough completions are waiting
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
@@ -95,7 +101,7 @@ class _Turns:
         self._record(self.completions, drawn)
 
     def run(self) -> None:
-        """Draw all turns."""
+        """Sample all turns of the stream's completions."""
         while (self.completions >= 0).any():
             if self.active.any():
                 self._draw()
@@ -109,11 +115,11 @@ class _Turns:
 
     @property
     def active(self) -> np.ndarray:
-        """[B', G'] completions in the middle of a turn."""
+        """[B', G'] bool, True for completions whose turn has not ended."""
         return (self.completions >= 0) & ~np.isin(self.completions, list(self.waiting))
 
     def _draw(self) -> None:
-        """Draw a burst of all active completions."""
+        """Decode one burst of all active completions."""
         rollout, table, active = self.rollout, self.table, self.active
         rollout.interrupt()
         lengths = table.lengths[self.completions]
@@ -123,7 +129,7 @@ class _Turns:
             active, lengths = self.active, table.lengths[self.completions]
         left = np.minimum(table.length, self.turn_starts[self.completions] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
-        # A turn begins in state 0 of the stop strings; only the host knows where it begins.
+        # The automaton starts each turn in state 0. The device state does not contain the starts of turns.
         state = None if self.stream.stop_state is None else table.stop_state[self.completions]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)
@@ -133,16 +139,16 @@ class _Turns:
         self.slot += self._record(self.completions, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Record the drawn tokens of completions [B', G'], and return the number of steps.
+        """Record the drawn tokens of completions [B', G'], and return the number of steps that were not empty.
 
-        Answers to turns that have just ended are requested, and completions without space for another token end.
+        Requests answers to turns that have just ended, and ends completions without space for more tokens.
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
         ended = table.record(completions, drawn, self.rollout.settings)
         lengths = table.lengths[completions]
-        cut = (lengths - self.turn_starts[completions] == self.max_turn_length) & (lengths < table.length)
-        ended |= (completions >= 0) & cut & mask.any(axis=-1)
+        truncated = (lengths - self.turn_starts[completions] == self.max_turn_length) & (lengths < table.length)
+        ended |= (completions >= 0) & truncated & mask.any(axis=-1)
         for row in map(int, completions[ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
@@ -152,13 +158,13 @@ class _Turns:
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for the answers, and return the observations by rows. Completions without an observation end."""
+        """Wait for the answers and return the observations, keyed by table row. Completions without one end."""
         table, observed = self.table, dict[int, Sequence[int]]()
-        own = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
-        answers = [(row, wait_for(promise, self.rollout.interrupt)) for row, promise in own]
+        local = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
+        answers = [(row, wait_for(promise, self.rollout.interrupt)) for row, promise in local]
         if jax.process_count() > 1:
-            plain = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in answers]
-            answers = [(row, tokens) for part in gather_objects(plain) for row, tokens in part]
+            lists = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in answers]
+            answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
         by_row = dict(answers)
         for row in self.waiting:  # in the same order in all processes
             tokens = by_row[row]
@@ -171,7 +177,7 @@ class _Turns:
         return observed
 
     def _read(self, observed: Mapping[int, Sequence[int]]) -> None:
-        """Read observations after the tokens that ended the turns, and draw the first token of each next turn."""
+        """Read the last token of each turn and its observation into the cache, and draw the next turn's first token."""
         if not observed:
             return
         rollout, table = self.rollout, self.table
@@ -179,7 +185,7 @@ class _Turns:
         longest = max(map(len, texts.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
-        counts = np.zeros(len(table.lengths) + 1, int)  # the last entry is for −1
+        counts = np.zeros(len(table.lengths) + 1, int)  # index −1, an empty position, selects the last entry
         counts[list(texts)] = [len(text) for text in texts.values()]
         most = int(max(table.lengths[row] + counts[row] for row in texts)) + BURST
         least = max(width, min(most, table.length))
@@ -209,16 +215,16 @@ class _Turns:
         self._record(np.where(resumed, self.completions, -1), drawn)
 
     def _ring_size(self, least: int) -> int:
-        """Return a size of the ring with at least so many slots. There are few sizes, because each is a program."""
+        """Return a ring size of at least `least` slots. There are few sizes, because each needs a compilation."""
         sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _aligned_slot(self, counts: np.ndarray, width: int, least: int) -> int | None:
-        """Return the slot from which to read `width` tokens, the last `counts` [B', G'] of them real, without a move.
+        """Return the slot at which `width` tokens can be read without a move; None if a move is needed.
 
-        Returns None unless all completions end in the same slot and read equally many tokens, as in games whose turns
-        have one length, and the ring has slots for them. `_align` would move all keys and values, and take longer than
-        reading a few tokens.
+        The last `counts` [B', G'] of the tokens are real. No move is needed if all completions end in the same slot and
+        read the same number of tokens, as in games with turns of equal length, and the ring has enough slots. `_align`
+        copies all keys and values, which takes longer than reading a few tokens.
         """
         alive = self.completions >= 0
         ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], counts[alive]
@@ -228,14 +234,14 @@ class _Turns:
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return groups and order of the completions in the next smaller layout; None if they do not fit."""
+        """Return `Ladder.choose` for the next smaller layout; None if there is none or the completions do not fit."""
         last = self.at + 1 == len(self.ladder.shapes)
         return None if last else self.ladder.choose(self.at, self.completions >= 0)
 
     def _align(self, counts: np.ndarray, *, least: int) -> None:
-        """Move each completion to end `counts` [B', G'] slots before the end of a ring with at least `least` slots.
+        """Rotate each completion to end `counts` [B', G'] slots before the end of a ring with at least `least` slots.
 
-        The completions move to the next smaller layout, if it has places for all.
+        Also moves the completions to the next smaller layout if they fit.
         """
         chosen, shape = self._smaller(), self.completions.shape
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
@@ -250,18 +256,18 @@ class _Turns:
 
 
 def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
-    """Wait for an answer; `interrupt` is called every 0.2 s."""
+    """Wait for an answer, and call `interrupt` every 0.2 s in the meantime."""
     while True:
         try:
             return promise.result(timeout=0.2)
         except TimeoutError:
-            if promise.done():  # the answer raised the error itself
+            if promise.done():  # the answer itself raised TimeoutError
                 raise
             interrupt()
 
 
 def sample_turns(rollout: Rollout, at_once: int, answers: Answers, max_turn_length: int) -> Completions:
-    """Return completions of several turns as NumPy arrays; at most `at_once` groups are decoded at a time."""
+    """Sample completions with several turns and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = rollout.keys.shape
     failed = threading.Event()
 
@@ -270,17 +276,17 @@ def sample_turns(rollout: Rollout, at_once: int, answers: Answers, max_turn_leng
         if failed.is_set():
             raise _OtherFailed
 
-    # Several processes exchange the observations, all in the same order.
-    alone = rollout.mesh is not None or jax.process_count() > 1
-    streams = 1 if alone else stream_count(rollout.params, at_once, g, each=2)
-    size, own = at_once // streams, dataclasses.replace(rollout, interrupt=interrupted)
+    # With several processes, all must exchange observations in the same order, so they use one stream.
+    single = rollout.mesh is not None or jax.process_count() > 1
+    streams = 1 if single else stream_count(rollout.params, at_once, g, each=2)
+    size, interruptible = at_once // streams, dataclasses.replace(rollout, interrupt=interrupted)
 
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Turns(own, answers, np.arange(first, first + size), max_turn_length).run()
+                _Turns(interruptible, answers, np.arange(first, first + size), max_turn_length).run()
         except _OtherFailed:
-            return  # the thread that failed raises its own error
+            return  # the failed thread raises its error
         except BaseException:
             failed.set()
             raise

@@ -33,7 +33,7 @@ def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
 
 
 def test_tokens_that_change_their_neighbours_are_refused():
-    with pytest.raises(ValueError, match=r"stop = \['a'\]: .*decodes tokens differently depending on.*stop_token_ids"):
+    with pytest.raises(ValueError, match=r"stop=\['a'\]: .*decodes tokens differently depending on.*stop_token_ids"):
         stops_of(FAMILIES["ends of words"](), ["a"])
     odd = Tokenizer(models.BPE({"<s>": 0, "a": 1, "€\ufffd": 2, "¿Ā€": 3}, []))
     odd.decoder = decoders.Replace("Ā", "\ufffd")

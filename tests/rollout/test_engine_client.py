@@ -48,9 +48,9 @@ CHUNKED = "Transfer-Encoding: chunked"
         (of(200, b"", "Content-Length: 99999999999999"), Lost, "IncompleteRead"),
         (of(200, b"ffffffffffffff\r\n", CHUNKED), Lost, "IncompleteRead"),
         (of(200, b"-5\r\n", CHUNKED), Lost, "ValueError"),
-        (of(200, b'{"a":' + b"[" * 100_000), EngineError, "did not answer JSON"),
-        (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "did not answer JSON"),
-        (of(400, b"[" * 100_000), Refused, "answered 400"),
+        (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
+        (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
+        (of(400, b"[" * 100_000), Refused, "returned status 400"),
     ],
     ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"],
 )
@@ -81,7 +81,7 @@ def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
             time.sleep(0.02)
 
     started = time.monotonic()
-    with serving(answer) as url, pytest.raises(Lost, match=r"no answer in 0\.3 s"):
+    with serving(answer) as url, pytest.raises(Lost, match=r"did not respond within 0\.3 s"):
         Client(url, timeout=0.3).request("/v1/models")
     assert time.monotonic() - started < 3
 
@@ -97,7 +97,7 @@ def test_a_key_that_a_server_sends_back_is_in_no_message(begin, monkeypatch):
 
 def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen\nX-Other: 1")
-    with pytest.raises(EngineError, match="the environment variable SOME_KEY is not printable ASCII") as caught:
+    with pytest.raises(EngineError, match="the environment variable SOME_KEY must be printable ASCII") as caught:
         Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models")
     assert "not-to-be-seen" not in str(caught.value)
 
@@ -137,32 +137,32 @@ def log_probs(*values):
 
 
 BAD = [
-    (drawn, {}, "answer.choices is None, not list"),
-    (drawn, {"choices": 7}, "answer.choices is 7, not list"),
-    (drawn, {"choices": [None]}, r"choices\[0\] is None, not dict"),
-    (drawn, {"choices": []}, "returned 0 completions for one prompt"),
-    (drawn, {"choices": choices()["choices"] * 2}, "returned 2 completions for one prompt"),
-    (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason is 5, not text"),
-    (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason is None, not text"),
-    (drawn, choices(token_ids=None), "answer.token_ids is None, not list"),
-    *((drawn, choices(token_ids=[3, bad]), r"answer.token_ids\[1\] is .*, not a token id")
+    (drawn, {}, "response.choices must be a list; got None"),
+    (drawn, {"choices": 7}, "response.choices must be a list; got 7"),
+    (drawn, {"choices": [None]}, r"choices\[0\] must be an object; got None"),
+    (drawn, {"choices": []}, "one completion per prompt; got 0"),
+    (drawn, {"choices": choices()["choices"] * 2}, "one completion per prompt; got 2"),
+    (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason must be a string; got 5"),
+    (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason must be a string; got None"),
+    (drawn, choices(token_ids=None), "response.token_ids must be a list; got None"),
+    *((drawn, choices(token_ids=[3, bad]), r"response.token_ids\[1\] must be a token id; got ")
       for bad in (3.7, "7", True, None, -1, 2**31, [4])),
-    (drawn, choices(token_ids=[3]), "returned 1 token_ids and 2 log-probs"),
-    (drawn, choices(logprobs=5), "answer.logprobs is 5, not dict"),
-    (drawn, choices(logprobs=None), "answer.logprobs is None, not dict"),
-    *((drawn, log_probs(-1.0, bad), r"answer.logprobs.token_logprobs\[1\] is .*, not a log-prob")
+    (drawn, choices(token_ids=[3]), "got 1 token_ids and 2 log-probs"),
+    (drawn, choices(logprobs=5), "response.logprobs must be an object; got 5"),
+    (drawn, choices(logprobs=None), "response.logprobs must be an object; got None"),
+    *((drawn, log_probs(-1.0, bad), r"response.logprobs.token_logprobs\[1\] must be a log-prob; got ")
       for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
-    (scored, choices(prompt_logprobs=None), "].prompt_logprobs is None, not list"),
-    (scored, choices(prompt_logprobs=[None]), "scored 1 of 2 tokens"),
-    (scored, choices(prompt_logprobs=[None, None]), "returned 0 log-probs at the token 4"),
-    *((scored, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] is .*, not null or log-probs by token id")
+    (scored, choices(prompt_logprobs=None), "].prompt_logprobs must be a list; got None"),
+    (scored, choices(prompt_logprobs=[None]), "prompt_logprobs for 2 tokens; got 1"),
+    (scored, choices(prompt_logprobs=[None, None]), "got 0 at token 4"),
+    *((scored, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] must be null or an object of log-probs")
       for bad in (5, [], {"4": -1.0}, {"4": {}}, {"4": {"logprob": "-1"}}, {"four": {"logprob": -1.0}})),
-    (found, {"data": 5}, "answer.data is 5, not list"),
-    (found, {"data": []}, "serves : say which one"),
-    (found, {"data": [5]}, r"answer.data\[0\] is 5, not dict"),
-    (found, {"data": [{"id": None}]}, r"answer.data\[0\].id is None, not text"),
-    (found, {"data": [{"id": "base", "parent": []}]}, r"answer.data\[0\].parent is list, not text or null"),
-    (found, {"data": [{"id": "base", "max_model_len": "8"}]}, "max_model_len is '8', not a number of tokens or null"),
+    (found, {"data": 5}, "response.data must be a list; got 5"),
+    (found, {"data": []}, "serves no models; pass"),
+    (found, {"data": [5]}, r"response.data\[0\] must be an object; got 5"),
+    (found, {"data": [{"id": None}]}, r"response.data\[0\].id must be a string; got None"),
+    (found, {"data": [{"id": "base", "parent": []}]}, r"response.data\[0\].parent must be a string or null; got list"),
+    (found, {"data": [{"id": "base", "max_model_len": "8"}]}, "max_model_len must be an integer or null; got .8."),
 ]  # fmt: skip
 
 

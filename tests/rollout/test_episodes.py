@@ -172,11 +172,11 @@ def test_respond_may_return_a_reward_of_the_turn(last, end):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"bytes", "Odd: respond returned .*text is needed, or None at the end, for row 3"),
-        ((3, 1.0), "respond returned 3, a int; text is needed, or None at the end"),
-        (("a", 1.0, 2), r"respond returned \('a', 1.0, 2\), a tuple; text is needed, or None at the end"),
-        (("go", None), "respond returned the reward None; a finite number is needed, for row 3"),
-        (("go", float("nan")), "respond returned the reward nan; a finite number is needed"),
+        (b"bytes", "Odd: respond must return a string, or None at the end; got b'bytes'.*, for row 3"),
+        ((3, 1.0), "respond must return a string, or None at the end; got 3 .int."),
+        (("a", 1.0, 2), r"respond must return a string, or None at the end; got \('a', 1.0, 2\) \(tuple\)"),
+        (("go", None), "respond must return a finite reward; got None, for row 3"),
+        (("go", float("nan")), "respond must return a finite reward; got nan"),
     ],
 )
 def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
@@ -248,7 +248,7 @@ def test_errors_of_a_call_become_its_result():
     interaction = chat_interaction()
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     for call, told in (
-        (("sub", {"n": 1}), "there is no tool 'sub'"),
+        (("sub", {"n": 1}), "unknown tool 'sub'"),
         (("add", {"m": 1}), "m"),
         (("fail", {"why": "no luck"}), "RuntimeError: no luck"),
     ):
@@ -339,11 +339,11 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
     assert ended.answer(call, 400) is None
     assert (ended.counts.errors, ended.over) == (0, False)
     for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
-        with pytest.raises(EnvironmentFault, match=r"answer_calls returned .*for each call .text, whether it failed."):
+        with pytest.raises(EnvironmentFault, match=r"answer_calls must return a pair .text, failed. .*; got "):
             begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)
     with pytest.raises(EnvironmentFault, match="answer_calls raised ZeroDivisionError"):
         begun(chat_interaction(lambda: Desk(lambda texts: 1 / 0)), CHAT).answer(call, 400)
-    with pytest.raises(ValueError, match=r"Desk answers all calls itself .*leave them out"):
+    with pytest.raises(ValueError, match=r"tools cannot be combined with Desk.*Omit tools"):
         chat_interaction(Desk, tools=[double])
 
 
@@ -360,7 +360,7 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
 
     with (
         Episodes(interaction_of(Moody), [ROW], 2, [5]) as episodes,
-        pytest.raises(ValueError, match=r"row 5 .*reset returned '\d ' for one completion and '\d ' for another"),
+        pytest.raises(ValueError, match=r"row 5 .*same text for all completions of a prompt; got '\d ' and '\d '"),
     ):
         episodes.reset([ROW])
 
@@ -414,21 +414,21 @@ class Untold(Sums):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"factory": {"a": 3}}, r"environment_factory\['a'\] is 3"),
-        ({"factory": object}, "object has neither a public method that the policy could call, nor respond"),
-        ({"factory": Wants}, r"Wants.reset cannot take a row of the dataset.*\(target\).*level"),
-        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
-        ({"factory": Sums}, "the prompts of the dataset are text: give prompts as lists of messages"),
+        ({"factory": {"a": 3}}, r"environment_factory\['a'\] must be a class .*; got 3"),
+        ({"factory": object}, "object must have respond.text. or another public method"),
+        ({"factory": Wants}, r"Wants.reset must accept the columns of the dataset.*\(target\).*level"),
+        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*callable without arguments"),
+        ({"factory": Sums}, "the prompts of the dataset are strings. Convert the prompts"),
         ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
-        ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer itself"),
-        ({"factory": {"a": Guess}}, "the dataset lacks the column 'environment'"),
+        ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer passes"),
+        ({"factory": {"a": Guess}}, "the dataset must have a column 'environment'"),
         (
             {"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
-            "the column 'environment' has 'b', and environment_factory has only 'a'",
+            "must contain keys of environment_factory .'a'.; got 'b'",
         ),
         (
             {"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
-            "writes no tool calls in a known form|with tool support",
+            "must write tool calls in a supported format|with tool support",
         ),
     ],
 )

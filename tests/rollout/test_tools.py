@@ -113,23 +113,23 @@ def test_every_problem_is_named_in_one_error():
 
     for function in (unhinted, undescribed, variadic, positional, strange):
         function.__doc__ = "Do something.\n\nArgs:\n    a: described"
-    with pytest.raises(ValueError, match=r"tools is .*: give a list of functions"):
+    with pytest.raises(ValueError, match=r"tools must be a list of functions; got "):
         read_tools(multiply)
     with pytest.raises(ValueError, match="tools has 10 errors") as caught:
         read_tools([3, silent, unhinted, undescribed, variadic, positional, strange, lambda: 0, World, now, now])
     said = str(caught.value)
     assert "by hand" not in said  # transformers' advice, which does not hold here
     for part in [
-        r"tools\[0\] is 3, which cannot be called: give a function",
-        r"tools\[1\], 'silent': its schema cannot be made: .*no docstring",
+        r"tools\[0\] must be a function; got 3",
+        r"tools\[1\], 'silent': the schema could not be built: .*no docstring",
         r"tools\[2\], 'unhinted': .*Argument a is missing a type hint",
         r"tools\[3\], 'undescribed': .*no description for the argument 'b'",
-        r"'variadic': argument 'rest' is variadic positional: calls give each argument by name",
-        r"'positional': argument 'a' is positional-only",
-        r"'strange': its schema cannot be made: .*Decimal",
-        r"tools\[7\] is <function .*, which is not a named function",
-        r"tools\[8\] is <class .*World'>, which is not a named function",
-        r"tools\[10\]: there is another tool 'now'",
+        r"'variadic': parameters must accept keyword arguments; 'rest' is variadic positional",
+        r"'positional': .*'a' is positional-only",
+        r"'strange': the schema could not be built: .*Decimal",
+        r"tools\[7\] must be a named function; got <function .*",
+        r"tools\[8\] must be a named function; got <class .*World'>",
+        r"tools\[10\]: .*got 'now' twice",
     ]:
         assert re.search(part, said), part
 
@@ -153,17 +153,16 @@ TOOL = read_tools([multiply])["multiply"]
     ("arguments", "bound"),
     [
         ({"a": "3", "b": "1.5", "how": 2}, {"a": 3, "b": 1.5, "how": "2"}),
-        ({"a": 2.5, "b": [1]}, "multiply: argument 'a' is 2.5; give an integer; argument 'b' is [1]; give a number"),
+        (
+            {"a": 2.5, "b": [1]},
+            "multiply: argument 'a' must be an integer; got 2.5; argument 'b' must be a number; got [1]",
+        ),
         ('{"a": 3, "b": 1.5}', {"a": 3, "b": 1.5}),
         (None, "multiply: missing argument 'a'"),
-        ({"A": 1}, "multiply: unknown arguments 'A' (there are: a, b, how); missing argument 'a'"),
-        ("[1]", "multiply: the arguments are [1]; give a JSON object"),
-        (
-            "a=1",
-            "multiply: the arguments are text that cannot be read: it is not valid JSON (Expecting value at character "
-            "0)",
-        ),
-        ("[" * 100_000, "multiply: the arguments are text that cannot be read: it is nested deeper than 100 levels"),
+        ({"A": 1}, "multiply: unknown arguments 'A' (available: a, b, how); missing argument 'a'"),
+        ("[1]", "multiply: the arguments must be a JSON object; got [1]"),
+        ("a=1", "multiply: the arguments could not be parsed: it is not valid JSON (Expecting value at character 0)"),
+        ("[" * 100_000, "multiply: the arguments could not be parsed: it is nested deeper than 100 levels"),
     ],
 )
 def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
@@ -181,13 +180,13 @@ OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of
     [
         ("count", "3", 3),
         ("count", "3.0", 3),
-        ("count", "three", "is 'three'; give an integer"),
-        ("count", True, "is True; give an integer"),
-        ("rate", "NaN", "is 'NaN'; give a number"),
+        ("count", "three", "must be an integer; got 'three'"),
+        ("count", True, "must be an integer; got True"),
+        ("rate", "NaN", "must be a number; got 'NaN'"),
         ("really", "True", True),
-        ("really", 1, "is 1; give true or false"),
+        ("really", 1, "must be true or false; got 1"),
         ("word", 3, "3"),
-        ("word", {"a": 1}, "is {'a': 1}; give text"),
+        ("word", {"a": 1}, "must be a string; got {'a': 1}"),
         ("pairs", "[1, 2]", [1, 2]),
         ("either", "3", "3"),
         ("count", None, None),
@@ -225,9 +224,9 @@ for _ in range(100_000):
         (np.float32(1.5), "1.5"),
         ({(1, 2): 3}, "{(1, 2): 3}"),
         ("half \ud83d a pair", "half ? a pair"),
-        (Hostile(), "[Hostile that cannot be written as text: SystemExit]"),
-        ("x" * 20_001, "x" * 20_000 + "\n[1 more characters were left out]"),
-        (DEEP, "[list that cannot be written as text: RecursionError]"),
+        (Hostile(), "[Hostile could not be converted to text: SystemExit]"),
+        ("x" * 20_001, "x" * 20_000 + "\n[1 more characters were omitted]"),
+        (DEEP, "[list could not be converted to text: RecursionError]"),
     ],
 )
 def test_whatever_a_tool_returns_becomes_text(value, text):

@@ -49,8 +49,8 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stop": ["a", "<eos>"]}, r"stop has '<eos>', and '<eos>' is a special token.*stop_token_ids=\[1\]"),
-        ({"stop_token_ids": [3, 258]}, "stop_token_ids has 258, and the model has a vocabulary of 258"),
+        ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
+        ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
         ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
         ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
     ],
