@@ -1,20 +1,20 @@
-"""Checkpoints of a run: one directory per checkpoint, with everything that decides the rest of the run.
+"""Checkpoints of a run: one directory per checkpoint, with all state that is needed to continue the run exactly.
 
 ```
-checkpoints/40/   params   what is exported
+checkpoints/40/   params   the trained params, as read for export
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
-                  batch    the batch, if some of its updates are still to be made
-                  ahead    completions that an earlier policy has sampled for the next iteration (`rollout_ahead`)
-                  told     their transcript if they have several turns, as the bytes of a JSON text
-                  and as JSON: the counters on the host, and the description of the run (`resume.describe`)
+                  batch    the current batch, if not all of its updates are done
+                  ahead    completions that were sampled for the next iteration by a previous policy (`rollout_ahead`)
+                  told     the transcript of these completions if they have several turns, as UTF-8 encoded JSON
+                  JSON metadata: the counters on the host and the description of the run (`resume.describe`)
 ```
 
-A frozen base of adapters and a teacher are not stored, but compared on resume. Checkpoints are scheduled at multiples
-of `save_steps` and after the last step. Others (a stop, an error, `save_minutes`) are only for resuming: which is best,
-and which are kept in the end, does not depend on where a run was interrupted.
+The frozen base model of adapters and the teacher are not stored, but resuming checks that they are unchanged.
+Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
+error or `save_minutes`) only serve to resume. They do not affect which checkpoint is the best or which remain.
 
-Orbax writes in the background, under a temporary name, and renames at the end, so a killed process leaves no partial
-checkpoint. The arrays are copied when `save` is called: the next update may donate them at once.
+Orbax writes in the background to a temporary name and renames the directory at the end, so a killed process does not
+leave a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 
 class Restored(NamedTuple):
-    """What a run resumes from: state, counters (None for a new run), unfinished batch, prefetched completions and their
-    transcript.
+    """State that a run starts from: arrays, counters (None for a new run), unfinished batch, prefetched completions
+    and their transcript.
     """
 
     state: TrainState
@@ -61,22 +61,22 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run directory; without a directory, nothing is written or found.
+    """The checkpoints of a run directory. If `run_dir` is None, nothing is written or found.
 
-    A context manager, whose exit waits for a save in progress. `about` is from `resume.describe`. A failed save raises
-    an `OSError` in `save`, `wait` or the exit. All processes of a run call the methods together.
+    Used as a context manager; its exit waits for a save in progress. `about` is the result of `resume.describe`. If a
+    save fails, `save`, `wait` or the exit raises OSError. All processes of a run must call the methods together.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
         self._config, self._about = config, about
         self._last_step = None if about is None else about["total_steps"]
-        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, as of the last save
+        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
         self._saved_at = time.monotonic()
         self._checkpointer = None
-        self._pending: tuple[int, Any] | None = None  # step and orbax's response, while a checkpoint is written
+        self._pending: tuple[int, Any] | None = None  # step and orbax's response during a save
         if run_dir is not None:
-            from orbax.checkpoint import v1 as ocp  # here: importing grpo_jax must stay light
+            from orbax.checkpoint import v1 as ocp  # imported lazily: importing grpo_jax must stay fast
 
             self._directory = Path(run_dir).expanduser().absolute() / "checkpoints"
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -96,27 +96,27 @@ class Checkpoints:
         except OSError as failed:
             if error is None:
                 raise
-            error.add_note(str(failed))  # the first error is the one to be seen
+            error.add_note(str(failed))  # the original error takes precedence
         finally:
-            with contextlib.suppress(Exception):  # raised by `wait` already
+            with contextlib.suppress(Exception):  # already raised by `wait`
                 self._checkpointer.close()
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a run directory to write checkpoints to."""
+        """Whether checkpoints are written, that is, whether there is a run directory."""
         return self._checkpointer is not None
 
     def scheduled(self, step: int) -> bool:
-        """Whether `save_steps` or the end of the run requires a checkpoint of this step."""
+        """Return whether a checkpoint of this step is required by `save_steps` or because it is the last step."""
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
     def due(self, step: int) -> bool:
-        """Whether to save the run after this step."""
+        """Return whether to save a checkpoint after this step."""
         minutes = self._config.save_minutes
         if self.scheduled(step) or minutes is None or self._checkpointer is None:
             return self.scheduled(step)
-        # The clock of process 0 decides for all, since they write together.
+        # All processes use the clock of process 0, because they write together.
         return bool(gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0])
 
     def save(
@@ -127,7 +127,7 @@ class Checkpoints:
         ahead: Completions | None = None,
         transcript: np.ndarray | None = None,
     ) -> None:
-        """Begin to write a checkpoint, unless its step has one, after waiting for the one before it."""
+        """Wait for the previous save, then start writing a checkpoint. Does nothing if this step is already saved."""
         if self._checkpointer is None:
             return
         steps = self.steps()
@@ -151,52 +151,52 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait for the save in progress."""
         pending, self._pending = self._pending, None
         if pending is not None:
             step, response = pending
             with self._explained(step):
-                response.result()  # not the checkpointer's wait, which leaves an event loop behind
+                response.result()  # the checkpointer's own wait would leave an event loop open
 
     def steps(self) -> list[int]:
-        """Return the steps that have checkpoints, in order."""
-        own = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
-        return gather_objects(own)[0]
+        """Return the steps that have checkpoints, in increasing order."""
+        local = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
+        return gather_objects(local)[0]
 
     def measured(self, progress: Progress) -> None:
-        """Record the `metric_for_best_model` of a scheduled step, if it was measured.
+        """Record the value of `metric_for_best_model` at a scheduled step, if it is available.
 
-        A stop may have written the checkpoint before the resumed run evaluates.
+        If the run was stopped, its checkpoint may have been written before the evaluation, which the resumed run does.
         """
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.scheduled(step):
             return
         if progress.metric is None:
             warnings.warn(
-                f"metric_for_best_model = {name!r} has not been measured up to step {step}, so its checkpoint cannot"
-                " become the best, and without a best the last policy is returned: look for the right name in"
-                " metrics.jsonl",
+                f"metric_for_best_model = {name!r} has no value up to step {step}, so the checkpoint of this step"
+                " cannot be selected as the best. If no checkpoint has a value, the last policy is returned. Check the"
+                " name against the metrics in metrics.jsonl",
                 stacklevel=3,
             )
         elif not name.startswith("eval/") or progress.evaluated == step:
             progress.metrics[str(step)] = progress.metric
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
-        """Return step and metric of the best checkpoint; None if none was measured."""
+        """Return the step and the metric of the best checkpoint, or None if no checkpoint has a metric."""
         return self.best_of(self.steps(), progress.metrics)
 
     def best_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
-        """Return the best scheduled step with its metric, the later of two equal ones; None if none was measured."""
+        """Return the best scheduled step and its metric; ties go to the later step. None if no step has a metric."""
         sign = 1 if self._config.best_is_greatest else -1
         measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
     def kept_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
-        """Return the steps whose checkpoints are kept.
+        """Return the steps whose checkpoints are kept: the best one and the newest ones.
 
-        The newest `save_total_limit` scheduled ones (None: all), the best, and of those after the last scheduled one as
-        many again (None: one). Without `save_steps` a limit applies to all.
+        `save_total_limit` limits the scheduled checkpoints (None keeps all) and, separately, those after the last
+        scheduled one (None keeps one). Without `save_steps`, it limits all checkpoints together.
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
@@ -206,15 +206,15 @@ class Checkpoints:
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Return whether to keep each checkpoint: orbax's protocol of a preservation policy."""
+        """Return whether to keep each checkpoint (orbax's `PreservationPolicy` protocol)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = self.kept_of(steps, self._metrics)
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """Return the state of the best checkpoint if `load_best_model_at_end`, else `state`.
+        """Return the state of the best checkpoint if `load_best_model_at_end` is True, else `state`.
 
-        The arrays of `state` are deleted before others are read, so that only one state is in memory.
+        The arrays of `state` are deleted before the checkpoint is read, so that only one state is in memory.
         """
         if not self._config.load_best_model_at_end:
             return state
@@ -226,11 +226,11 @@ class Checkpoints:
         return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
-        """Return the newest checkpoint that can be read, with the shapes and devices of `state`; for a new run `state`.
+        """Restore the newest readable checkpoint with the shapes and devices of `state`; return `state` for a new run.
 
-        `state` is deleted before arrays are read, so that only one state is in memory; with `keep_params` its params
-        are not, which are the caller's until a checkpoint has been read (`donate`). `resume` is as in `train`. Raises a
-        `ValueError` that lists all differences from the run, or if no checkpoint can be read.
+        `state` is deleted before arrays are read, so that only one state is in memory. `keep_params` keeps its params,
+        which still belong to the caller's policy (`donate`). `resume` is as in `train`. Raises ValueError if the
+        settings differ from the saved run, with a list of all differences, or if no checkpoint can be read.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
@@ -240,7 +240,7 @@ class Checkpoints:
             if stored is None:
                 continue
             if self._about is not None:
-                what = f"{self._where} holds a run with other settings (use these, or another run_dir): this call"
+                what = f"{self._where} holds a run with different settings (use those, or a new run_dir): this call"
                 changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
                 raise_all(what, [*differences(stored["run"], self._about, step), *changed])
             _delete(state.replace(params=None) if keep_params else state)
@@ -253,46 +253,46 @@ class Checkpoints:
                 warn_of_changes(stored["run"], self._about)
                 if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
                     assert found.progress is not None
-                    found.progress.metric, found.progress.metrics = None, {}  # values of another metric
+                    found.progress.metric, found.progress.metrics = None, {}  # values of the previous metric
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
             raise ValueError(
-                f"{self._where}: none of its checkpoints can be read ({reasons}). Restore the files from a copy, or"
-                f" move {self._directory} away to begin a new run"
+                f"{self._where}: none of its checkpoints can be read ({reasons}). Restore the files from a backup, or"
+                f" move {self._directory} away to start a new run"
             )
         return Restored(state)
 
     def _check_mode(self, steps: Sequence[int], resume: str) -> None:
-        """Raise a `ValueError` if there is a run and `resume` forbids one, or there is none and it requires one."""
+        """Raise ValueError if `resume` is "must" and there is no checkpoint, or "never" and there is a run."""
         if resume == "must" and not steps:
             raise ValueError(
-                f'{self._where} holds no checkpoint to resume from (resume="must"). If the run ended before its'
-                ' first one, begin it again: resume="auto", or grpo-jax train with its RUN.yaml. Else check its name.'
+                f'{self._where} holds no checkpoint to resume from (resume="must"). Check the path. If the run ended'
+                ' before its first checkpoint, restart it with resume="auto" or with grpo-jax train and its RUN.yaml.'
             )
         if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
             raise ValueError(
-                f'{self._where} holds a run (resume="never"): give this one a directory of its own, move the old one'
-                ' away, or resume it by resume="auto"'
+                f'{self._where} holds a run (resume="never"). Use a different directory, move the old run'
+                ' away, or resume it with resume="auto"'
             )
 
     def _stored_json(self, step: int) -> Json:
-        """Read the JSON of a checkpoint from orbax's file.
+        """Read the JSON metadata of a checkpoint directly from orbax's file.
 
-        `checkpointables_metadata` also reads the arrays' metadata, and may hang if they are torn (orbax 0.12.8).
+        orbax's `checkpointables_metadata` also reads the arrays' files, and may hang if they are truncated (0.12.8).
         """
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
         if not metadata or "about" not in metadata:
-            raise ValueError("not a checkpoint of this library")
+            raise ValueError("not a checkpoint written by grpo_jax")
         return json.loads(metadata["about"])
 
     def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
-        """Read one checkpoint, placed like `like`; no process waits for the others, since one may fail."""
+        """Read one checkpoint with the shardings of `like`. Processes do not wait for each other, as any may fail."""
         from orbax.checkpoint import v1 as ocp
 
-        context, own = ocp.Context(), jax.process_index()
-        context.multiprocessing.primary_host, context.multiprocessing.active_processes = own, {own}
+        context, index = ocp.Context(), jax.process_index()
+        context.multiprocessing.primary_host, context.multiprocessing.active_processes = index, {index}
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _PENDING.items():
             if stored.get(name) is not None:
@@ -304,7 +304,7 @@ class Checkpoints:
         return Restored(state, Progress(**stored["progress"]), batch, ahead, transcript)
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        """Rename unreadable checkpoints, with a warning, because the run will write their steps again."""
+        """Rename unreadable checkpoints and warn, because the run will save their steps again."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
@@ -313,39 +313,39 @@ class Checkpoints:
             if jax.process_index() == 0:
                 path.rename(aside)
             warnings.warn(
-                f"the checkpoint of step {step} cannot be read ({reason}); it is kept as {aside}, and the run resumes"
-                f" from the one of step {good}",
+                f"the checkpoint of step {step} cannot be read ({reason}). It was renamed to {aside}; the run resumes"
+                f" from the checkpoint of step {good}",
                 RuntimeWarning,
                 stacklevel=5,
             )
         if unreadable:
-            gather_objects(None)  # a barrier: all are renamed
+            gather_objects(None)  # barrier: wait for the renames
             self._checkpointer.reload()
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Raise an error in saving as an `OSError` that names the last whole checkpoint and the fix."""
+        """Convert an error during a save to OSError, with the last complete checkpoint and the fix in its message."""
         try:
             yield
         except Exception as error:
             whole = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
-            last = f"the last whole one is of step {max(whole)}" if whole else "there is none before it"
+            last = f"the last complete one is from step {max(whole)}" if whole else "no earlier one exists"
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
-                " Free some space or repair the directory, then call train again with the same run_dir to resume"
+                " Free disk space or fix the directory, then call train again with the same run_dir to resume"
             ) from error
 
 
 def _delete(state: TrainState) -> None:
-    """Free the memory of a state's arrays."""
+    """Delete the arrays of a state to free their memory."""
     for leaf in jax.tree.leaves(state):
         leaf.delete()
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove what an interrupted save has left, on which orbax's first save would fail.
+    """Remove the temporary directories of an interrupted save, which would make orbax's first save fail.
 
-    Another thread of this process may still be writing there and make a directory again, so repeat for 10 seconds.
+    A background thread of this process may still write there and recreate a directory, so retry for 10 seconds.
     """
     deadline = time.monotonic() + 10
     while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
@@ -357,6 +357,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _trim_heap() -> None:
-    """Return free memory to the system; glibc keeps what compilations and the threads of each save have freed."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+    """Return freed memory to the system. glibc would keep the memory freed by compilations and by save threads."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Evaluation: completions of held-out prompts, and the means of their rewards."""
+"""Evaluation: sample completions of held-out prompts and average their rewards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # optional capabilities
     from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
-"""Folded into the key of a seed; a run of the same seed folds in 0 for sampling and 1 for dropout."""
+"""Value folded into the seed's PRNG key for evaluation. Training folds in 0 for sampling and 1 for dropout."""
 
 
 def evaluate(
@@ -49,37 +49,37 @@ def evaluate(
     sampler: Sampler | None = None,
     **settings: Any,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Mean reward of each function over the completions of a dataset.
+    """Compute the mean of each reward function over sampled completions of a dataset.
 
     Args:
       policy: model, params and tokenizer.
-      dataset: rows with a `prompt`, as for `train`, or a dict of several datasets by name.
-      reward_fns: reward functions with TRL's contract; they may be others than in training.
-      params: parameters to use instead of the policy's own, such as `TrainState.params`.
-      num_generations: completions of each prompt.
-      max_completion_length: T, tokens.
-      temperature: 0 is greedy.
-      batch_size: prompts at a time on each data-parallel device. It does not change the samples.
-      seed: of the samples; prompt n of the dataset has its own keys.
-      tools: as in `train`.
-      environment_factory: as in `train`.
-      sampler: an engine instead of `generate`, as in `train`; it is given `params`, and prompts of one batch at a time.
+      dataset: rows with a `prompt`, as in `train`, or a dict from name to such rows.
+      reward_fns: reward functions with TRL's contract; they may differ from those used in training.
+      params: parameters that replace the policy's params, such as `TrainState.params`.
+      num_generations: number of completions per prompt.
+      max_completion_length: T, maximum number of tokens in a completion.
+      temperature: sampling temperature; 0 is greedy.
+      batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples.
+      seed: seed of the samples. The PRNG keys of a prompt depend only on its index in the dataset.
+      tools: functions that the policy can call, as in `train`.
+      environment_factory: environments of multi-turn completions, as in `train`.
+      sampler: sampling engine that replaces `generate`, as in `train`. It receives `params` and one batch of prompts.
       settings: other fields of `GRPOConfig`, such as `top_p`, `stop`, `reward_weights`, `on_reward_error`,
         `chat_template_kwargs` or `max_tool_calling_iterations`.
 
     Returns:
-      metrics: for each function its mean over the scored completions under its name (or as `rewards/<name>/mean`, if
-        it has the name of a metric that follows); `reward`, the mean over completions of the weighted sum over the
-        functions that scored them (`rewards.calls.total_rewards`); `mean_length` (tokens) and `clipped_ratio` (share of
-        completions that were truncated); and what the functions logged by `log_metric`. With several datasets, each
-        name begins with `<dataset>/`.
-      rows: one dict per completion, in the order of the dataset: prompt, completion, rewards, ended.
+      metrics: a dict with the mean of each function over the completions that it scored, under the function's name
+        (`rewards/<name>/mean` if one of the following metrics has that name); `reward`, the mean weighted sum of the
+        rewards of a completion (`rewards.calls.total_rewards`); `mean_length`, in tokens; `clipped_ratio`, the fraction
+        of truncated completions; and metrics logged with `log_metric`. With several datasets, each name starts with
+        `<dataset>/`.
+      rows: one dict per completion, in dataset order, with prompt, completion, rewards and ended.
 
     Raises:
-      ValueError: settings, rows or reward functions that cannot be used, before anything is sampled.
+      ValueError: if settings, rows or reward functions are invalid. Raised before sampling starts.
 
     Example:
-      A model of sixteen numbers, one for each pair of letters, which writes b after a and then ends:
+      A bigram model with 16 parameters writes "b" after "a" and then stops:
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -130,7 +130,7 @@ def evaluate_rows(
     environment_factory: Environments | None,
     sampler: Sampler | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`evaluate` with the settings of a run's config."""
+    """Run `evaluate` with the settings of a run's config."""
     from grpo_jax.rollout import interaction as turns
 
     ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
@@ -165,7 +165,7 @@ def evaluate_rows(
     weights = turns.environment_weights(config.reward_weights, fns)
     if weights is not None and len(weights) != len(fns):
         names = ", ".join(reward_names(fns))
-        raise ValueError(f"reward_weights has {len(weights)} weights for {names}: give one for each")
+        raise ValueError(f"reward_weights must have one weight for each of {names}; got {len(weights)} weights")
     return evaluate_encoded(
         policy,
         data,
@@ -189,18 +189,18 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`evaluate` of encoded rows and checked reward functions, which include the environments'.
+    """Run `evaluate` on encoded rows with validated reward functions, which include those of the environments.
 
-    `interrupt` is called between batches and every few tokens; what it raises ends the evaluation.
+    `interrupt` is called between batches and every few tokens. An exception that it raises ends the evaluation.
     """
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()
     for dataset, part in data.by_part().items():
         count, longest, scored, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
-        batch_size = -(-count // -(-count // most))  # batches of equal size, except that the last one may be shorter
+        batch_size = -(-count // -(-count // most))  # equal batch sizes, except that the last may be smaller
         for start in range(0, count, batch_size):
-            # The last batch repeats its last prompt, so that it has the shape of the others and needs no compilation.
+            # Repeat the last prompt so that the last batch has the same shape as the others and does not recompile.
             at = [min(i, count - 1) for i in range(start, start + batch_size)]
             sampled = sample(
                 policy,
@@ -232,7 +232,7 @@ def evaluate_encoded(
 
 
 def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
-    """Return the mean reward, the mean score of each function, and the means of the metrics that they logged."""
+    """Return the mean total reward, the mean of each reward function, and the means of the metrics they logged."""
     scores = np.concatenate([some.values.reshape(-1, len(names)) for some in batches])
     taken = {"reward", "mean_length", "clipped_ratio"}
     keys = [f"rewards/{name}/mean" if name in taken else name for name in names]
@@ -246,17 +246,17 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
 
 
 def pass_at_k(right: npt.ArrayLike, k: int) -> float:
-    """Return the probability that at least one of k completions of a prompt is right, averaged over prompts.
+    """Estimate the probability that at least one of k completions of a prompt is correct, averaged over prompts.
 
-    `right` [N, n] is 1 or True for a right completion, in the order of `evaluate`'s rows. With c right ones among n,
-    1 − C(n−c, k) / C(n, k) is unbiased: the share of subsets of k that contain a right one (Chen et al. 2021,
-    arXiv:2107.03374, equation 1).
+    `right` [N, n] is 1 or True for each correct completion, in the order of `evaluate`'s rows. With c correct out of n
+    samples, the unbiased estimate is 1 − C(n−c, k) / C(n, k), the fraction of subsets of size k that contain a correct
+    completion (Chen et al. 2021, arXiv:2107.03374, equation 1).
     """
     right = np.asarray(right)
     if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():
-        raise ValueError(f"right has the shape {right.shape}; it has to be [N, n] with values 0 and 1.")
+        raise ValueError(f"right must be a nonempty array [N, n] of 0 and 1; got shape {right.shape}.")
     n = right.shape[1]
     if not 1 <= k <= n:
-        raise ValueError(f"k is {k}, and there are {n} completions of each prompt: give 1 to {n}.")
+        raise ValueError(f"k must be between 1 and n = {n}, the number of completions per prompt; got {k}.")
     counts = right.astype(int).sum(axis=1).tolist()
     return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))

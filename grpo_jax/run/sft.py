@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning, often the step before GRPO. A batch holds examples of a dataset, not a rollout."""
+"""Supervised fine-tuning (`sft`), often the stage before GRPO. Batches contain dataset examples, not rollouts."""
 
 from __future__ import annotations
 
@@ -50,36 +50,36 @@ def sft(
     optimizer: optax.GradientTransformation | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Train a policy on given completions (supervised fine-tuning).
+    """Fine-tune a policy on the completions of a dataset (supervised fine-tuning).
 
     The update and the run directory are the same as in `train`; the loss is `maths.supervised.likelihood_loss`.
-    Examples are packed end to end, and their common beginning (BOS, a system prompt, tools) is read once for a batch.
-    If their first tokens differ, each example is padded to whole blocks of 64 tokens.
+    Examples are packed without padding, and their common prefix (BOS, a system prompt, tools) is computed once per
+    batch. Without a common prefix, each example is padded to a multiple of 64 tokens.
 
     Args:
-      policy: what `from_pretrained` returns, with adapters (`add_lora`) or without; its params are copied, not changed,
-        unless `donate` says otherwise.
-      dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with tokens as
-        `input_ids` and `labels` (−100: not learned); `text.load_examples` reads it.
-      config: the settings.
-      eval_dataset: rows whose loss is measured (`eval/loss`) before the first step, every `eval_steps`, and after the
-        last; or a dict of several such datasets by name, whose losses are `eval/<name>/loss`.
+      policy: policy from `from_pretrained`, with or without adapters (`add_lora`). Its params are copied and left
+        unchanged, unless `donate` is True.
+      dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with token ids
+        as `input_ids` and `labels` (−100 excludes a token from the loss); loaded with `text.load_examples`.
+      config: training settings.
+      eval_dataset: held-out rows, or a dict from name to rows. Their loss is logged as `eval/loss` (for a dict, as
+        `eval/<name>/loss`) before the first step, every `eval_steps` steps and after the last step.
       run_dir: directory for metrics, checkpoints and the report, as in `train`.
       resume: "auto", "must" or "never", as in `train`.
       callbacks: functions called as `callback(step, metrics)` after every logged step.
-      optimizer: an optax transformation instead of the config's AdamW, schedule and clip.
-      donate: train the arrays of `policy` in place, as in `train`.
+      optimizer: optax transformation that replaces the config's AdamW, schedule and gradient clipping.
+      donate: whether to update the arrays of `policy` in place, as in `train`.
 
     Returns:
-      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's; `train` continues from
-      `policy.replace(params=state.params)`.
+      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's state. To continue with `train`,
+      pass it `policy.replace(params=state.params)`.
 
     Raises:
-      ValueError: arguments that cannot be used, among them a chat template in which the assistant's messages cannot be
-        found. Other errors are as in `train`.
+      ValueError: if an argument is invalid, for example if the assistant's messages cannot be located in the output of
+        the chat template. Other errors are the same as in `train`.
 
     Example:
-      A model of sixteen numbers, one for each pair of letters, learns that b follows a, and the end follows b:
+      A bigram model with 16 parameters learns that "b" follows "a" and that EOS follows "b":
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -93,7 +93,7 @@ def sft(
       >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4))}, tokenizer)
       >>> rows = [{"prompt": "a", "completion": "b"}, {"prompt": "ca", "completion": "b"}]
       >>> state = sft(policy, rows, SFTConfig(max_steps=30, learning_rate=0.3))
-      >>> state.params["logits"].argmax(-1).tolist()[1:3]  # after a comes b, after b the end
+      >>> state.params["logits"].argmax(-1).tolist()[1:3]  # "a" is followed by "b", "b" by EOS
       [2, 0]
     """
     reject_object_store(run_dir)
@@ -134,10 +134,10 @@ def prepare_sft(
     eval_dataset: Dataset | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Check the arguments of `sft` and derive its run; one `ValueError` lists everything that is wrong."""
+    """Validate the arguments of `sft` and derive its run. Raises one ValueError that lists all errors."""
     if not isinstance(config, SFTConfig):
         raise ValueError(
-            f"config must be an SFTConfig; got {type(config).__name__} (SFTConfig.from_dict takes a dict)."
+            f"config must be an SFTConfig; got {type(config).__name__}. SFTConfig.from_dict converts a dict."
         )
     if isinstance(policy, Policy):
         policy.check_held()
@@ -185,13 +185,13 @@ def derive_sft(
     context: int | None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Return the run of checked arguments; params may be shapes. The `longest` example and `context` are in tokens."""
+    """Derive the run from validated arguments. Params may be abstract; `longest` and `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
-    # The most rows of a batch, in whole micro-batches: any blocks, and across an epoch's end some of them twice.
+    # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
     often = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    # The common beginning of all examples is their prompt, read once if the model has a cache.
+    # The common prefix of all examples serves as their prompt, which a model with a cache computes only once.
     shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
     start = max(1, shared)
     length = -(-(longest - start) // config.padding) * config.padding
@@ -205,7 +205,7 @@ def derive_sft(
         optimizer=optimizer,
         mesh=mesh,
     )
-    updater = dataclasses.replace(updater, skip=False)  # every learned token has a gradient
+    updater = dataclasses.replace(updater, skip=False)  # every trained token has a gradient
     return SFTRun(
         policy=policy,
         config=config,
@@ -223,12 +223,12 @@ def derive_sft(
 
 
 def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
-    """Read the rows of a dataset; of a stream, as many as the run takes."""
+    """Load the rows of a dataset, from a stream only as many as the run needs."""
     most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
     if most is None and is_stream(dataset):
         raise ValueError(
-            f"{argument} is an IterableDataset, which does not say how many rows it has: set max_steps, or give a part"
-            " of it, list(dataset.take(1000))"
+            f"{argument} is an IterableDataset of unknown length; set max_steps, or pass a finite part of it, such as"
+            " list(dataset.take(1000))"
         )
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
@@ -238,7 +238,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
 
 
 def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
-    """Tokenize rows, and check the ids against the model's vocabulary."""
+    """Tokenize rows and check the token ids against the model's vocabulary."""
     ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
     data = encode_examples(rows, policy.tokenizer, config, eos_token_ids=ends, packing=packing, argument=argument)
     check_tokens(policy, data)
@@ -246,7 +246,7 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
 
 
 def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
-    """Return the batch of the next update, the cursor after it (blocks since the start of the run), and its metrics."""
+    """Return the next update's batch, the cursor after it (in blocks since the start of the run) and its metrics."""
     count, num_blocks, shuffle = run.sizes.prompts, len(run.data.blocks), run.config.train_sampling_strategy == "random"
     entries = prompt_indices(cursor, count, num_rows=num_blocks, seed=run.config.seed, shuffle=shuffle)
     blocks = [block for _, block in entries]
@@ -255,9 +255,9 @@ def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float
 
 
 def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) -> Batch:
-    """Return the examples of some blocks [rows, 1, T], or grouped [run.num_groups, G, T] if they begin alike.
+    """Build a batch from the given blocks: [rows, 1, T], or [run.num_groups, G, T] if all examples share a prefix.
 
-    There is a group for each data-parallel device, whose prompt is the common beginning.
+    With a shared prefix, there is one group per data-parallel device, and its prompt is the prefix.
     """
     length, groups = run.updater.config.max_completion_length, run.num_groups
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
@@ -278,7 +278,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Return the `loss` of the held-out examples, a mean over learned tokens; of several datasets as `<name>/loss`."""
+    """Return the held-out `loss`, averaged over trained tokens; named `<name>/loss` if there are several datasets."""
     rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
     for name, examples in run.eval_data.items():
         count, total, tokens = len(examples.blocks), 0.0, 0
@@ -299,7 +299,7 @@ def _describe(run: SFTRun, state: TrainState) -> Json:
 
 
 def join_examples(parts: Mapping[str, Examples]) -> Examples:
-    """Join several encoded datasets into one."""
+    """Concatenate several encoded datasets."""
     token_ids, masks, blocks = list[list[int]](), list[list[bool]](), list[list[int]]()
     for some in parts.values():
         blocks += [[len(token_ids) + i for i in block] for block in some.blocks]

@@ -119,7 +119,7 @@ def test_without_a_best_the_last_state_stays(tmp_path):
     last = state_at(4)
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
         assert checkpoints.restore_best(last, Progress()) is last
-    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has not been measured"):
+    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has no value up to step"):
         write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints:
         assert checkpoints.restore_best(last, Progress()) is last
@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     wanted = np.asarray(jax.random.normal(jax.random.key(0), (500_000,)))
     state = create_state({"w": jnp.array(wanted)}, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = r"step 4 could not be written to .*checkpoints \(.*\); the last whole one is of step 2\. Free some space"
+    message = r"step 4 could not be written to .*checkpoints \(.*\); the last complete one is from step 2\. Free disk space"
 
     def fill():
         with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:
@@ -219,7 +219,7 @@ def test_the_run_resumes_from_the_last_checkpoint_that_can_be_read(tmp_path):
     damage(tmp_path / "checkpoints" / "6", lambda file: os.truncate(file, file.stat().st_size // 2))
     (tmp_path / "checkpoints" / "4" / "_CHECKPOINT_METADATA").write_text("{}")
     with Checkpoints(tmp_path, GRPOConfig(save_steps=1)) as checkpoints:
-        with pytest.warns(RuntimeWarning, match=r"step [46] cannot be read \(.*; it is kept as .*, and .* of step 2"):
+        with pytest.warns(RuntimeWarning, match=r"step [46] cannot be read \(.*\). It was renamed to .*; .* of step 2"):
             state, progress, *_ = checkpoints.restore(state_at(0))
         chex.assert_trees_all_equal(as_data(state), as_data(state_at(2)))
         assert progress.step == checkpoints.steps()[-1] == 2
@@ -242,7 +242,7 @@ def test_resume_modes(tmp_path):
     (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "auto")[1] is None
-        with pytest.raises(ValueError, match=r'holds a run \(resume="never"\): give this one a directory of its own'):
+        with pytest.raises(ValueError, match=r'holds a run \(resume="never"\)\. Use a different directory'):
             checkpoints.restore(state_at(0), "never")
     (tmp_path / "metrics.jsonl").unlink()
     write(tmp_path, 2)

@@ -178,5 +178,5 @@ def test_a_stream_is_read_as_far_as_the_run_needs(settings, count):
         run = run_of(rows=stream, **{"shuffle_dataset": True} | settings)
         assert [row["prompt"] for row in run.data.rows] == expected
     assert len(made) <= 2 * (count + 5 + 1), "including the shuffle buffer"
-    with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*: set max_steps"):
+    with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*; set max_steps"):
         run_of(rows=stream, **settings | {"max_steps": -1})
