@@ -1,4 +1,4 @@
-"""Whether a run can resume from a checkpoint: a description of the run, and how two descriptions differ."""
+"""Checks that a run can resume from a checkpoint: descriptions of runs and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
 _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
-"""Fields of a `TransformerConfig` that follow from the settings and the devices."""
+"""Fields of a `TransformerConfig` that are derived from the settings and the devices."""
 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
@@ -43,13 +43,13 @@ _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for
 def describe(
     run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: EncodedPrompts | None = None
 ) -> dict[str, Any]:
-    """Return everything that decides the numbers of a run, as the JSON object that each checkpoint stores.
+    """Describe everything that affects the results of a run, as a JSON object that is stored in each checkpoint.
 
-    Data are hashed by column, frozen arrays by their first numbers, and the caller's functions by their source.
-    `eos_token_ids` end sampled completions.
+    Datasets are hashed per column, frozen arrays by their first elements, and the caller's functions by their source.
+    `eos_token_ids` are the tokens that end sampled completions.
     """
     config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
-    own_optimizer, advantage_fn = run.schedule is None, run.advantage_fn
+    custom_optimizer, advantage_fn = run.schedule is None, run.advantage_fn
     functions = {
         "advantage_fn": None if advantage_fn is None else advantage_fn.function,
         "surrogate": run.updater.surrogate,
@@ -71,166 +71,166 @@ def describe(
         "reward_fns": reward_names(run.reward_fns),
         "sources": reward_sources(run.reward_fns, run.interaction),
         "frozen": fingerprint(as_argument(model)),
-        "optimizer": "the caller's" if own_optimizer else "the config's",
+        "optimizer": "the caller's" if custom_optimizer else "the config's",
         "sampler": "generate" if run.sampler is None else "the caller's",
         "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
         "teacher": None if run.teaching is None else run.teaching.identity,
         "state": _leaves(state),
         "total_steps": run.total_steps,
-        "length_is_free": own_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
+        "length_is_free": custom_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "versions": package_versions(),
         "machine": _machine(state),
     }
 
 
 def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
-    """Replace `gradient_checkpointing=None` by the choice of the run in the directory, if there is a run."""
-    # The default is for an argument that is not a config, which `prepare` refuses.
+    """Replace `gradient_checkpointing=None` with the value of the previous run in the directory, if there is one."""
+    # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
-    with contextlib.suppress(OSError):  # writing to the directory reports the error
+    with contextlib.suppress(OSError):  # reported later, when the directory is written to
         begun = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
         return dataclasses.replace(config, gradient_checkpointing=begun)
     return config
 
 
-def differences(saved: Json, present: Json, step: int) -> list[str]:
-    """Return a line for each reason why a run cannot resume from a checkpoint of `step`; arguments from `describe`."""
-    kinds = [config_class(which["config"]).__name__ for which in (present, saved)]
+def differences(saved: Json, current: Json, step: int) -> list[str]:
+    """Return one line per difference between two results of `describe` that prevents resuming at `step`."""
+    kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
-        return [f"config: a {kinds[0]}, the run has a {kinds[1]}"]
-    turns = list(_turn_differences(saved, present))
-    lines = [*_config_differences(saved, present, step), *turns]
-    rows, now = saved["dataset"]["rows"], present["dataset"]["rows"]
+        return [f"config: a {kinds[0]}, but the run has a {kinds[1]}"]
+    turns = list(_turn_differences(saved, current))
+    lines = [*_config_differences(saved, current, step), *turns]
+    rows, now = saved["dataset"]["rows"], current["dataset"]["rows"]
     if rows != now:
-        lines.append(f"dataset: {now} rows, the run has {rows}")
-    elif saved["dataset"] != present["dataset"] and not turns:  # prompts show the tools
-        lines.append(f"dataset: its {now} prompts, or their order, differ from the run's")
-    lines += _evaluation_differences(saved, present)
+        lines.append(f"dataset: {now} rows, but the run has {rows}")
+    elif saved["dataset"] != current["dataset"] and not turns:  # prompts contain the tools' schemas
+        lines.append(f"dataset: its {now} prompts or their order differ from the run's")
+    lines += _evaluation_differences(saved, current)
     for name in ("reward_fns", "optimizer", "sampler"):
-        if saved[name] != present[name]:
-            lines.append(f"{name}: {show(present[name])}, the run has {show(saved[name])}")
-    if saved["frozen"] != present["frozen"]:
+        if saved[name] != current[name]:
+            lines.append(f"{name}: {show(current[name])}, but the run has {show(saved[name])}")
+    if saved["frozen"] != current["frozen"]:
         lines.append("policy: the frozen base model differs from the run's")
-    old, new = saved["policy"], present["policy"]
-    for name in (name for name in _changed(old, new) if name in old and name in new):  # versions may have others
-        lines.append(f"policy: {name} = {show(new[name])}, the run has {show(old[name])}")
-    old, new = saved["functions"], present["functions"]
+    old, new = saved["policy"], current["policy"]
+    for name in (name for name in _changed(old, new) if name in old and name in new):  # versions may differ in fields
+        lines.append(f"policy: {name} = {show(new[name])}, but the run has {show(old[name])}")
+    old, new = saved["functions"], current["functions"]
     for name in _changed(old, new):
         ours, theirs = (functions[name]["name"] if name in functions else "None" for functions in (new, old))
-        source = "; its source or what it is bound to has changed" if ours == theirs else ""
-        lines.append(f"{name}: {ours}, the run has {theirs}{source}")
-    lines += _teacher_differences(saved["teacher"] or {}, present["teacher"] or {})
-    # The arrays of the state follow from the above, so they are compared only if nothing else differs.
-    return lines or _state_differences(saved["state"], present["state"])
+        source = "; its source or its bound arguments have changed" if ours == theirs else ""
+        lines.append(f"{name}: {ours}, but the run has {theirs}{source}")
+    lines += _teacher_differences(saved["teacher"] or {}, current["teacher"] or {})
+    # The arrays of the state are determined by the above, so they are compared only if nothing else differs.
+    return lines or _state_differences(saved["state"], current["state"])
 
 
-def changed_functions(saved: Json, present: Json, *, accept: bool = False) -> list[str]:
-    """Return a line for each reward function, tool or environment whose source has changed; `accept` warns instead."""
+def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> list[str]:
+    """Return one line per reward function, tool or environment whose source has changed; `accept` warns instead."""
     names = [
         f"{argument}: the source of {name}"
-        for argument, sources in present["sources"].items()
+        for argument, sources in current["sources"].items()
         for name, source in sources.items()
         if saved["sources"].get(argument, {}).get(name, source) != source
     ]
     if accept and names:
         warnings.warn(f"the run continues with changed functions ({'; '.join(names)})", stacklevel=2)
-    fix = 'has changed; restore it, or continue with the new one by resume="changed" (grpo-jax train --resume changed)'
+    fix = 'has changed; restore it, or accept the new one with resume="changed" (grpo-jax train --resume changed)'
     return [] if accept else [f"{name} {fix}" for name in names]
 
 
-def warn_of_changes(saved: Json, present: Json) -> None:
-    """Warn of changes that may change the numbers of a resumed run: columns, versions, machine, batch sizes."""
+def warn_of_changes(saved: Json, current: Json) -> None:
+    """Warn of changes that may affect the results of a resumed run: columns, versions, machine, batch sizes."""
     for argument, prompts, columns in (
         ("dataset", "dataset", "columns"),
         ("eval_dataset", "evaluation", "eval_columns"),
     ):
-        names = _changed(saved[columns], present[columns])
-        if names and saved[prompts].get("prompts") == present[prompts].get("prompts"):
+        names = _changed(saved[columns], current[columns])
+        if names and saved[prompts].get("prompts") == current[prompts].get("prompts"):
             warnings.warn(
-                f"{argument}: its prompts are the run's, and other values are in {', '.join(names)}: rewards that read"
-                " them may change from here on",
+                f"{argument}: the prompts match the run's, but the values of {', '.join(names)} differ. Rewards that"
+                " use them may change from this step on",
                 stacklevel=2,
             )
     rounding = [name for name, rule in _RULES.items() if rule == "rounding"]
     old, new = (
         which["versions"] | which["machine"] | {name: which["config"].get(name) for name in rounding}
-        for which in (saved, present)
+        for which in (saved, current)
     )
     texts = {name: [x if isinstance(x, str) else show(x) for x in (old.get(name), new.get(name))] for name in old | new}
     lines = [f"{name} {' → '.join(texts[name])}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
-            f"the run resumes under other conditions ({', '.join(lines)}): from here on its numbers may differ in the"
-            " last bits from an undisturbed run",
+            f"the run resumes in a different setup ({', '.join(lines)}): results may differ in the last bits from"
+            " those of an uninterrupted run",
             stacklevel=2,
         )
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ, or that only one of the two has."""
+    """Return the sorted names whose values differ or that only one of the two has."""
     return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
-def _config_differences(saved: Json, present: Json, step: int) -> Iterator[str]:
-    """Yield a line for each setting that differs and may not; a setting of another version is not compared."""
-    old, new = saved["config"], present["config"]
-    same_steps = saved["total_steps"] == present["total_steps"]
+def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
+    """Yield a line for each setting that must not differ but does. Settings unknown to either version are skipped."""
+    old, new = saved["config"], current["config"]
+    same_steps = saved["total_steps"] == current["total_steps"]
     for name in (name for name in _changed(old, new) if name in old and name in new):
-        rule, line = _RULES.get(name), f"{name} = {show(new[name])}: the run has {show(old[name])}"
+        rule, line = _RULES.get(name), f"{name} = {show(new[name])}, but the run has {show(old[name])}"
         if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
-        if rule == "rounding" and saved["sizes"] == present["sizes"]:
+        if rule == "rounding" and saved["sizes"] == current["sizes"]:
             continue
         if rule != "length":
             yield line
-        elif not same_steps and not (saved["length_is_free"] and present["length_is_free"]):
+        elif not same_steps and not (saved["length_is_free"] and current["length_is_free"]):
             yield (
-                f"{line}, and the learning rate of every step depends on the number of steps"
-                f" (lr_scheduler_type = {show(new['lr_scheduler_type'])}); one that is constant from the start does not"
+                f"{line}; the learning rates depend on the number of steps unless they are constant from the first step"
+                f" on (lr_scheduler_type = {show(new['lr_scheduler_type'])})"
             )
-        elif present["total_steps"] < step:
-            yield f"{line}, and is at step {step} already"
+        elif current["total_steps"] < step:
+            yield f"{line} and is already at step {step}"
 
 
 def _teacher_differences(old: Json, new: Json) -> Iterator[str]:
-    """Yield a line for the first difference of the teachers' identities, which are empty without a teacher."""
+    """Yield a line for the first difference between two teachers' identities, which are empty without a teacher."""
     for name in ("kind", "scorer"):
         if old.get(name) != new.get(name):
-            yield f"teacher: {show(new.get(name))}, the run has {show(old.get(name))}"
+            yield f"teacher: {show(new.get(name))}, but the run has {show(old.get(name))}"
             return
     if old.get("params") != new.get("params"):
         yield "teacher: its params differ from the run's"
 
 
-def _turn_differences(saved: Json, present: Json) -> Iterator[str]:
-    """Yield a line for each kind of tools and environments that differs."""
+def _turn_differences(saved: Json, current: Json) -> Iterator[str]:
+    """Yield a line for each difference in tools, environments and methods of environments."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
-        old, new = saved[kind], present[kind]
+        old, new = saved[kind], current[kind]
         if old.keys() != new.keys():
-            yield f"{argument}: {some(sorted(new), 9) or 'none'}, the run has {some(sorted(old), 9) or 'none'}"
+            yield f"{argument}: {some(sorted(new), 9) or 'none'}, but the run has {some(sorted(old), 9) or 'none'}"
         elif names := _changed(old, new):
             yield f"{argument}: the schema of {', '.join(names)} differs from the run's"
 
 
-def _evaluation_differences(saved: Json, present: Json) -> Iterator[str]:
-    """Yield a line for each difference of the evaluations by which the best checkpoint is chosen."""
-    name = present["config"]["metric_for_best_model"]
+def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
+    """Yield a line for each difference in the evaluations that select the best checkpoint."""
+    name = current["config"]["metric_for_best_model"]
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
-    old, new = saved["evaluation"], present["evaluation"]
-    compared = f"and metric_for_best_model = {show(name)} compares all evaluations of the run"
+    old, new = saved["evaluation"], current["evaluation"]
+    compared = f"; metric_for_best_model = {show(name)} requires all evaluations of the run to be comparable"
     for setting in ("num_generations_eval", "temperature_eval"):
         if old[setting] != new[setting]:
-            yield f"{setting} = {show(new[setting])}: the run has {show(old[setting])}, {compared}"
+            yield f"{setting} = {show(new[setting])}, but the run has {show(old[setting])}{compared}"
     if old.get("rows") != new.get("rows"):
-        yield f"eval_dataset: {new.get('rows')} rows, the run has {old.get('rows')}, {compared}"
+        yield f"eval_dataset: {new.get('rows')} rows, but the run has {old.get('rows')}{compared}"
     elif old.get("prompts") != new.get("prompts"):
-        yield f"eval_dataset: its {new['rows']} prompts differ from the run's, {compared}"
+        yield f"eval_dataset: its {new['rows']} prompts differ from the run's{compared}"
 
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a line for the first part of the state whose arrays differ, with some of them."""
+    """Return a line that lists a few of the differing arrays, for the first part of the state that has any."""
     parts = {
         ".params": "policy: its params differ",
         ".opt_state": "optimizer: its state differs",
@@ -239,13 +239,13 @@ def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
     for prefix, part in parts.items():
         paths = [path for path in _changed(old, new) if path.startswith(prefix)]
         if paths:
-            arrays = [f"{path.lstrip('.')} {new.get(path, '(none)')} for {old.get(path, '(none)')}" for path in paths]
+            arrays = [f"{x.lstrip('.')} {new.get(x, '(none)')} instead of {old.get(x, '(none)')}" for x in paths]
             return [f"{part} from the run's: {some(arrays, 3)}"]
     return []
 
 
 def _prompts(data: EncodedPrompts) -> Json:
-    """Return the number of prompts, and the hash of their tokens."""
+    """Return the number of prompts and the hash of their tokens."""
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
@@ -257,7 +257,7 @@ def _prompts(data: EncodedPrompts) -> Json:
 
 
 def _turns(interaction: Interaction | None) -> dict[str, Json]:
-    """Return the schemas of tools and of environments' methods by name, and the names of the environments."""
+    """Return the schemas of tools and of environment methods, and the names of the environments."""
     if interaction is None:
         return {"tools": {}, "environments": {}, "methods": {}}
     kinds = interaction.kinds
@@ -276,16 +276,16 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
 
 
 def _machine(state: TrainState) -> Json:
-    """Return the kind of device, and the cores that share the work of a single CPU: both may change the last bits."""
+    """Return the device kind and, for a single CPU device, its number of cores. Both may affect the last bits."""
     devices = devices_of(state)
     name = ", ".join(sorted({device.device_kind for device in devices}))
     return {"device": name, "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None}
 
 
 def _columns(data: EncodedPrompts) -> dict[str, str]:
-    """Return column → hash of its values; a value that is neither JSON nor an array counts by its type.
+    """Return a dict from column to the hash of its values (of their type, if they are neither JSON nor arrays).
 
-    Functions do not read the columns of examples.
+    The dict is empty for `Examples`, whose columns are not read by functions.
     """
     hashes: dict[str, hashlib._Hash] = {}
 
@@ -300,7 +300,7 @@ def _columns(data: EncodedPrompts) -> dict[str, str]:
 
 
 def _settings(model: Model) -> Json:
-    """Return the settings of a model of this library, except `_DERIVED`; {} for another model."""
+    """Return the settings of a model of this library, without those in `_DERIVED`; {} for a custom model."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
@@ -309,7 +309,7 @@ def _settings(model: Model) -> Json:
 
 
 def _leaves(tree: Params) -> dict[str, str]:
-    """Return path → shape and dtype of each array."""
+    """Return a dict from path to dtype and shape of each array."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
     wanted = np.asarray(jax.random.normal(jax.random.key(0), (500_000,)))
     state = create_state({"w": jnp.array(wanted)}, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = r"step 4 could not be written to .*checkpoints \(.*\); the last complete one is from step 2\. Free disk space"
+    message = r"step 4 could not be written to .*checkpoints \(.*\); the last complete one is from step 2\. Free disk"
 
     def fill():
         with Checkpoints(tmp_path, GRPOConfig(save_total_limit=1)) as checkpoints:

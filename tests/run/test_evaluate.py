@@ -47,7 +47,7 @@ def test_the_reward_of_an_evaluation_is_that_of_training():
     (trained,) = [line["reward"] for line in lines if "reward" in line]
     found = [(line["eval/same/reward"], line["eval/part/reward"]) for line in lines if "eval/same/reward" in line]
     assert found == [pytest.approx((trained, 2.0))] * 2
-    with pytest.raises(ValueError, match="reward_weights must have one weight for each of early, reward; got 1 weights"):
+    with pytest.raises(ValueError, match="must have one weight for each of early, reward; got 1 weights"):
         evaluate(tiny_policy(), ROWS, [early, reward], reward_weights=[1.0], **settings)
 
 

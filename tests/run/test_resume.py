@@ -265,39 +265,40 @@ def test_each_field_is_harmless_or_refused_by_its_name():
             assert lines == [], name
         else:
             (line,) = lines
-            assert line.startswith(f"{name} = {present['config'][name]!r}: the run has {old!r}")
+            assert line.startswith(f"{name} = {present['config'][name]!r}, but the run has {old!r}")
 
 
 WARM = {"lr_scheduler_type": "constant_with_warmup"}
 DIFFERENCES = [
-    ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, the run has 2"]),
-    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts, or their order, differ from the run's"]),
-    ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], the run has ['vowels']"]),
+    ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, but the run has 2"]),
+    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts or their order differ from the run's"]),
+    ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], but the run has ['vowels']"]),
     ({}, {"shape": (2, 4)},
-        ["policy: its params differ from the run's: params['w'] float32[2, 4] for float32[2, 3]"]),
+        ["policy: its params differ from the run's: params['w'] float32[2, 4] instead of float32[2, 3]"]),
     ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
-    ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, the run has None"]),
+    ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, but the run has None"]),
     ({"functions": {"advantage_fn": functools.partial(run, beta=1)}},
         {"functions": {"advantage_fn": functools.partial(run, beta=2)}},
-        ["advantage_fn: test_resume.run, the run has test_resume.run; its source or what it is bound to has"
-        " changed"]),
+        ["advantage_fn: test_resume.run, but the run has test_resume.run; its source or its bound"
+        " arguments have changed"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1, momentum=0.9)},
-        ["optimizer: its state differs from the run's: opt_state[0].trace['w'] float32[2, 3] for (none)"]),
-    ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], the run has [1]"]),
+        ["optimizer: its state differs from the run's: opt_state[0].trace['w'] float32[2, 3] instead of (none)"]),
+    ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], but the run has [1]"]),
     ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)}, ["policy: the frozen base model differs from the run's"]),
-    ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)}, ["policy: rms_norm_eps = 1e-05, the run has 1e-06"]),
+    ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)},
+        ["policy: rms_norm_eps = 1e-05, but the run has 1e-06"]),
     ({"model": shaped()}, {"model": shaped(dtype="bfloat16", remat=True)}, []),
-    ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3: the run has -1, and is at step 4 already"]),
+    ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3, but the run has -1 and is already at step 4"]),
     (WARM | {"warmup_steps": 3}, WARM | {"warmup_steps": 3, "max_steps": 20, "steps": 20}, []),
     (WARM | {"warmup_steps": 0.1}, WARM | {"warmup_steps": 0.1, "max_steps": 20, "steps": 20},
-        ["max_steps = 20: the run has -1, and the learning rate of every step depends on the number of steps"
-        " (lr_scheduler_type = 'constant_with_warmup'); one that is constant from the start does not"]),
+        ["max_steps = 20, but the run has -1; the learning rates depend on the number of steps unless they are"
+        " constant from the first step on (lr_scheduler_type = 'constant_with_warmup')"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
     ({"per_device_train_batch_size": 32}, {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4},
         "rollout_batch_size": 8}, []),
-    ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16: the run has 8"]),
+    ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16, but the run has 8"]),
     ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
-    ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise': the run has 'none'"]),
+    ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise', but the run has 'none'"]),
 ]  # fmt: skip
 
 
@@ -308,22 +309,22 @@ def test_differences(saved, present, lines):
 
 
 BEST = {"metric_for_best_model": "eval/vowels", "eval_steps": 500, "eval_ids": ((8,), (9,))}
-COMPARED = "and metric_for_best_model = 'eval/vowels' compares all evaluations of the run"
+COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of the run to be comparable"
 
 
 ANSWERS_AND_BEST = [
-    ({"tools": [look()]}, {"tools": [look()]}, []), ({"tools": [look()]}, {}, ["tools: none, the run has look"]),
+    ({"tools": [look()]}, {"tools": [look()]}, []), ({"tools": [look()]}, {}, ["tools: none, but the run has look"]),
     ({"tools": [look()], "token_ids": [[5, 6], [7]]}, {"tools": [look(int)], "token_ids": [[5, 6], [7, 8]]},
         ["tools: the schema of look differs from the run's"]),
     ({"environments": {"a": Game}}, {"environments": {"a": Game, "b": Game}},
-        ["environment_factory: a: Game, b: Game, the run has a: Game"]),
-    ({"environments": Game}, {"environments": maze()}, ["environment_factory: Maze, the run has Game",
-        "environments: Maze.go, the run has none"]),
+        ["environment_factory: a: Game, b: Game, but the run has a: Game"]),
+    ({"environments": Game}, {"environments": maze()}, ["environment_factory: Maze, but the run has Game",
+        "environments: Maze.go, but the run has none"]),
     ({"environments": maze()}, {"environments": maze(int)},
         ["environments: the schema of Maze.go differs from the run's"]),
-    (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, the run has 2, {COMPARED}"]),
-    (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts differ from the run's, {COMPARED}"]),
-    (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5: the run has 1.0, {COMPARED}"]),
+    (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, but the run has 2{COMPARED}"]),
+    (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts differ from the run's{COMPARED}"]),
+    (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5, but the run has 1.0{COMPARED}"]),
     (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
     ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),
 ]  # fmt: skip
@@ -373,10 +374,10 @@ def test_other_columns_of_the_same_prompts_are_a_warning():
     saved = about(rows=rows("4", np.float32(5)))
     warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
     for changed in (rows("4", 6.0), rows(5.0, "4"), rows("4", [5.0])):
-        with pytest.warns(UserWarning, match="prompts are the run's, and other values are in answer: rewards that"):
+        with pytest.warns(UserWarning, match="but the values of answer differ. Rewards that"):
             warn_of_changes(saved, about(rows=changed))
     evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
-    with pytest.warns(UserWarning, match="eval_dataset: its prompts are the run's, and other values are in answer"):
+    with pytest.warns(UserWarning, match="eval_dataset: the prompts match the run's, but the values of answer differ"):
         warn_of_changes(evaluated(1), evaluated(2))
 
 
@@ -386,8 +387,8 @@ def test_other_versions_devices_and_weight_decay_are_a_warning():
     for part, name, before in (("versions", "jax", "0.1"), ("machine", "cores", 99), ("machine", "device", "TPU v4")):
         saved = about()
         saved[part][name] = before
-        with pytest.warns(UserWarning, match=rf"\({name} {before} → .*\): from here on its numbers may differ"):
+        with pytest.warns(UserWarning, match=rf"\({name} {before} → .*\): results may differ"):
             warn_of_changes(saved, about())
     for name, value in (("mesh", {"data": 2}), ("gradient_checkpointing", False)):
-        with pytest.warns(UserWarning, match=rf"conditions \({name} None → .*\): from here on its numbers may differ"):
+        with pytest.warns(UserWarning, match=rf"setup \({name} None → .*\): results may differ"):
             warn_of_changes(about(), about(**{name: value}))

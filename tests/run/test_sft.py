@@ -198,13 +198,13 @@ def test_it_learns_evaluates_and_keeps_its_best(learned):
     assert not (run_dir / "completions.jsonl").exists()
     assert json.loads((run_dir / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
     for changed, message in (
-        ({"completion_only_loss": False}, "completion_only_loss = False: the run has None"),
-        ({"seed": 0}, "dataset: its 6 prompts, or their order, differ from the run's"),
+        ({"completion_only_loss": False}, "completion_only_loss = False, but the run has None"),
+        ({"seed": 0}, "dataset: its 6 prompts or their order differ from the run's"),
     ):
         rows = [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}] if "seed" in changed else ROWS
         with pytest.raises(ValueError, match=message):
             sft(policy, rows, dataclasses.replace(config, **changed), eval_dataset=ROWS[:3], run_dir=run_dir)
-    with pytest.raises(ValueError, match="config: a GRPOConfig, the run has a SFTConfig"):
+    with pytest.raises(ValueError, match="config: a GRPOConfig, but the run has a SFTConfig"):
         train(policy, ROWS, lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=run_dir)
 
 

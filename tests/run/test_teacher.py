@@ -118,7 +118,7 @@ def test_a_run_resumes_with_its_teacher_and_with_no_other(tmp_path):
     other = TEACHER.replace(params={"logits": TEACHER.params["logits"] + 1})
     for teacher, settings, complaint in (
         (other, {}, "teacher: its params differ from the run's"),
-        (Engine(), {"distillation_mode": "sampled_token"}, "teacher: 'scorer', the run has 'policy'"),
+        (Engine(), {"distillation_mode": "sampled_token"}, "teacher: 'scorer', but the run has 'policy'"),
     ):
         with pytest.raises(ValueError, match=complaint):
             run(dataclasses.replace(CONFIG, **settings), run_dir=tmp_path, teacher=teacher)
