@@ -1,6 +1,6 @@
-"""The dry run: load and tokenize, sample one group, call each reward function, make one update, and report doubts.
+"""Dry runs: tokenize the data, sample one group, call each reward function, run one update, and report problems.
 
-Memory is XLA's analysis of the largest programs, compiled for the sizes of the run.
+Memory is taken from XLA's analysis of the largest programs, compiled for the full size of the run.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from grpo_jax.watch.monitor import Phases
 from grpo_jax.watch.summary import describe_run, short_number
 
 SLOW_REWARD = 10.0
-"""Seconds per iteration that a reward function may take before it is called slow."""
+"""Seconds per iteration above which a reward function is reported as slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """The findings of a dry run.
+    """Results of a dry run.
 
     Attributes:
-      sizes: the sizes of the run, in words.
-      memory: bytes of the training state, of the caller's policy, and of each program with its arguments, results and
-        temporaries.
-      seconds: of each phase, with compilation.
-      suspicious: what looks wrong, a sentence each; empty if nothing does.
-      rows: the sampled group, as in `completions.jsonl`.
-      metrics: of the rollout and of the update.
+      sizes: description of the run's sizes.
+      memory: bytes of the training state, of the caller's policy, and of each program (arguments, results and
+        temporaries).
+      seconds: duration of each phase, including compilation.
+      suspicious: likely problems, one sentence each; empty if none were found.
+      rows: the sampled group, in the format of `completions.jsonl`.
+      metrics: metrics of the rollout and the update.
     """
 
     sizes: str
@@ -58,9 +58,9 @@ class DryRun:
     def __str__(self) -> str:
         held = " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size)
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
-        doubts = ["suspicious:", *(f"  - {line}" for line in self.suspicious)]
+        problems = ["suspicious:", *(f"  - {line}" for line in self.suspicious)]
         lines = ["dry run: one group of completions, one update, nothing written", self.sizes, f"memory: {held}"]
-        lines += [f"time, compilation included: {seconds}", *(doubts if self.suspicious else ["nothing suspicious"])]
+        lines += [f"time, including compilation: {seconds}", *(problems if self.suspicious else ["nothing suspicious"])]
         return "\n".join(lines)
 
 
@@ -73,34 +73,34 @@ def rehearse(
     donate: bool = False,
     **arguments: Any,
 ) -> DryRun:
-    """Run every phase of `train` once, on one group of completions, and print the findings. Nothing is written.
+    """Run each phase of `train` once on a single group of completions and print a report. No files are written.
 
     Args:
       policy: as in `train`.
       dataset: as in `train`.
       reward_fns: as in `train`; each is called once.
       config: as in `train`.
-      donate: hold what `train(..., donate=True)` would hold, and leave `policy` empty as it does.
+      donate: whether to take the params of `policy`, as `train(..., donate=True)` does. The memory is reported for it.
       arguments: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`, `advantage_fn`, `surrogate` and
-        `teacher` of `train`.
+        `teacher`, as in `train`.
 
     Returns:
-      A `DryRun`: sizes, memory, seconds of each phase, and what looks suspicious.
+      A `DryRun` with sizes, memory, duration of each phase, and likely problems.
 
     Raises:
-      ValueError: anything wrong with the arguments, as from `train`.
+      ValueError: if an argument is invalid, as in `train`.
 
     Example:
-      >>> found = rehearse(policy, rows, reward, GRPOConfig(max_steps=30))  # doctest: +SKIP
+      >>> report = rehearse(policy, rows, reward, GRPOConfig(max_steps=30))  # doctest: +SKIP
       dry run: one group of completions, one update, nothing written
       ...
-      >>> found.suspicious  # doctest: +SKIP
-      ('all advantages are 0: such a group teaches nothing',)
+      >>> report.suspicious  # doctest: +SKIP
+      ('all advantages are 0, so the group has no training signal',)
     """
     phase = Phases()
     with phase("load and tokenize"):
         run = prepare(policy, dataset, reward_fns, config, **arguments)
-    config = run.config  # with the mesh and the dtype that the devices have decided
+    config = run.config  # mesh and compute dtype are resolved for the devices
     with phase("state"):
         state = jax.block_until_ready(committed(new_state(run, donate=donate)))
         run.policy.empty()
@@ -113,10 +113,10 @@ def rehearse(
         state_bytes=_bytes(state),
         device=jax.devices()[0].device_kind,
     )
-    # One group: refills would hide that all its rewards are equal.
+    # Dynamic sampling would replace a group with equal rewards and so hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
-    # With `skip`, equal rewards would leave out the backward pass.
+    # With `skip`, the backward pass would not run for equal rewards.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
     of_group = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(of_group, state, LocalRollouts(of_group, count=1), phase=phase)
@@ -137,8 +137,8 @@ def rehearse(
     most = sum(held.values()) + max(programs.values(), default=0)
     if limit is not None and most > limit:
         suspicious.append(
-            f"up to {most / 1e9:.1f} GB may be needed and the device has {limit / 1e9:.1f} GB: make "
-            "per_device_train_batch_size or max_completion_length smaller, or use compute_dtype='bfloat16'"
+            f"up to {most / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
+            " per_device_train_batch_size or max_completion_length, or use compute_dtype='bfloat16'"
         )
     report = DryRun(sizes, held | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
     print(report)
@@ -150,7 +150,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Return the bytes of the largest programs with their arguments, by XLA's analysis."""
+    """Return the memory in bytes of the largest programs, including their arguments, from XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     memory = {}
@@ -163,64 +163,64 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
 
 
 def _doubts_of_data(run: Run) -> Iterator[str]:
-    """Yield a sentence for each doubt about data and settings."""
+    """Yield a sentence for each likely problem in the data and the settings."""
     data, config, sizes = run.data, run.config, run.sizes
     if dropped := len(data.dropped):
         total, most = len(data.rows) + dropped, config.max_prompt_length
-        yield f"{dropped} of {total} prompts are dropped, being longer than max_prompt_length = {most}"
+        yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {most}"
     copies = sum(n - 1 for n in collections.Counter(tuple(ids) for ids in data.token_ids).values())
     if copies:
         yield f"{copies} of {len(data.rows)} rows repeat the prompt of another row"
     if sizes.prompts > len(data.rows):
-        yield f"an iteration takes {sizes.prompts} prompts and the dataset has {len(data.rows)}: it wraps around"
+        yield f"an iteration uses {sizes.prompts} prompts, but the dataset has only {len(data.rows)}; prompts repeat"
 
 
 def _doubts_of_group(
     run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
 ) -> Iterator[str]:
-    """Yield a sentence for each doubt about completions, rewards and the update."""
+    """Yield a sentence for each likely problem in the completions, the rewards and the update."""
     config, g = run.config, len(rows)
     if not any(row["ended"] for row in rows):
         yield (
-            f"all {g} completions were cut off at max_completion_length = {config.max_completion_length} tokens, none"
-            f" drew an EOS ({', '.join(map(str, run.policy.eos_token_ids))}): raise it, or check the EOS and the"
-            " template"
+            f"all {g} completions were truncated at max_completion_length = {config.max_completion_length} tokens and"
+            f" none contains an EOS token ({', '.join(map(str, run.policy.eos_token_ids))}); increase the limit, or"
+            " check the EOS token and the chat template"
         )
     elif rollout["completions/max_length"] <= 1:
-        yield f"all {g} completions are empty: they end with their first token"
+        yield f"all {g} completions are empty; their first token ends them"
     if len({str(row["completion"]) for row in rows}) == 1:
-        yield f"all {g} completions are the same: {rows[0]['completion']!r:.80}; raise temperature"
+        yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
     yield from _doubts_of_rewards(run, rollout, rows)
     if not np.any(batch.advantages) and run.teaching is None:
-        yield "all advantages are 0: such a group teaches nothing"
+        yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
-        yield "no token is trained, though the rewards differ: mask_truncated_completions leaves all completions out"
+        yield "no token is trained although the rewards differ; mask_truncated_completions masks all completions"
     elif metrics["grad_norm"] == 0:
-        yield "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile"
+        yield "the gradient is 0 although the rewards differ; check masks, clipping and top_entropy_quantile"
     if run.sampler is not None:
         yield from filter(None, [engine_fault(rollout.get, config)])
     elif metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
         yield (
-            f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats: the model"
-            " does not compute the same with and without a cache"
+            f"the trainer's log-probs differ from the sampler's by up to {metrics['sampler_gap']:.2g} nats; check that"
+            " the model computes the same logits with and without a cache"
         )
 
 
 def _doubts_of_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each reward function with equal scores, or that fails or is slow."""
+    """Yield a sentence for each reward function that returns equal rewards, fails or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:
         scores = np.array([row["rewards"][name] for row in rows], float)
         scored = scores[~np.isnan(scores)]
         if not scored.size:
-            yield f"reward function {name!r} scored none of the {g} completions"
+            yield f"reward function {name!r} returned no reward for any of the {g} completions"
         elif np.ptp(scored) == 0:
             yield f"reward function {name!r} gave all {scored.size} completions the same reward, {scored[0]:g}"
         seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts
         if seconds > SLOW_REWARD:
             yield (
-                f"reward function {name!r} would take about {seconds:.0f} s of each iteration: make it async, or give"
-                " it workers with isolated; rollout_ahead=True samples the next completions meanwhile"
+                f"reward function {name!r} would take about {seconds:.0f} s per iteration; make it async or run it in"
+                " worker processes with `isolated`. rollout_ahead=True samples the next completions in the meantime"
             )
         if rollout.get(f"rewards/{name}/errors"):
             yield f"reward function {name!r} failed on {rollout[f'rewards/{name}/errors']:.0f} of {g} completions"

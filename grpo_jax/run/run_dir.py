@@ -1,4 +1,4 @@
-"""A run directory: its lock, a check that all processes share it, and the files of its policy without params."""
+"""Run directories: the lock, a check that all processes share the directory, and the policy's files without params."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if sys.platform != "win32":
 
 
 POLICY = "policy"
-"""Folder of a run directory with config.json, generation_config.json and the tokenizer of its policy."""
+"""Subdirectory of a run directory with the policy's config.json, generation_config.json and tokenizer."""
 
 
 def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write the files with which `grpo-jax chat`, `evaluate` and `export` make a policy of a checkpoint's params.
+    """Write the files that `grpo-jax chat`, `evaluate` and `export` need in addition to a checkpoint's params.
 
-    A `run.yaml` names the model already. Nothing is written for the caller's own model, adapters or vision towers.
+    Nothing is written if a `run.yaml` specifies the model, nor for custom models, adapters or vision towers.
     """
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
@@ -46,9 +46,9 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
 
 
 def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise a `ValueError` in all processes unless each of them can write to the run directory of process 0.
+    """Raise ValueError in all processes unless each of them can write to the run directory of process 0.
 
-    The processes write each checkpoint together; in separate directories they would wait for each other forever.
+    All processes write each checkpoint together; with separate directories they would deadlock.
     """
     if jax.process_count() == 1:
         return
@@ -56,18 +56,18 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
     if index == 0 and run_dir is not None:
         fault = _write_fault(token)
-    expected, failed = gather_objects([run_dir is not None, fault])[0]  # now the token of process 0 exists
+    expected, failed = gather_objects([run_dir is not None, fault])[0]  # after this, the token of process 0 exists
     if index > 0 and not failed:
         if (run_dir is not None) != expected or (expected and not _appears(token)):
             fault = (
-                f"run_dir = {str(run_dir)!r}: process {index} does not find what process 0 has written to its run_dir."
-                " All processes write the checkpoints together: give each of them the same directory, on a file system"
-                " that they share"
+                f"run_dir = {str(run_dir)!r}: process {index} does not find the file that process 0 wrote to its"
+                " run_dir. All processes write checkpoints together; pass each of them the same directory on a shared"
+                " file system"
             )
         elif run_dir is not None:
-            own = token.with_name(f"{token.name}-{index}")
-            fault = _write_fault(own)
-            own.unlink(missing_ok=True)
+            local = token.with_name(f"{token.name}-{index}")
+            fault = _write_fault(local)
+            local.unlink(missing_ok=True)
     fault = next(filter(None, gather_objects(fault)), "")
     if index == 0 and run_dir is not None:
         token.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _write_fault(path: Path) -> str:
-    """Create an empty file, and return "" or the error."""
+    """Create an empty file. Return the error message, or "" on success."""
     try:
         with reject_unwritable(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _write_fault(path: Path) -> str:
 
 
 def _appears(path: Path, seconds: float = 10) -> bool:
-    """Whether a file of another process exists, or appears soon on a network file system."""
+    """Wait for a file of another process, which a network file system may delay. Return whether it exists."""
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -96,10 +96,10 @@ def _appears(path: Path, seconds: float = 10) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Make a run directory and hold its lock (`flock` on `.lock`, which the kernel frees when the process ends).
+    """Create a run directory and hold its lock (`flock` on `.lock`, released by the kernel when the process ends).
 
-    On Windows and on file systems without locks, nothing is held. Raises a `ValueError` for a directory that is not
-    writable, and a `RuntimeError` if another run holds the lock, with its process and machine.
+    Windows and file systems without locks are not protected. Raises ValueError if the directory is not writable, and
+    RuntimeError, with the process and the host of the other run, if the lock is taken.
     """
     if run_dir is None:
         yield
@@ -116,12 +116,12 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
                     file.seek(0)
                     holder = file.read().strip() or "by another process"
                     raise RuntimeError(
-                        f"run_dir = {str(run_dir)!r} is in use {holder}: wait for that run to end or end it, or give"
-                        " this one a directory of its own"
+                        f"run_dir = {str(run_dir)!r} is in use {holder}. Wait for that run to finish, stop it, or use a"
+                        " different run_dir"
                     ) from None
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise
-        # The file stays at the end: a third process could lock a new one while a second waits for this.
+        # Never delete the file: a third process could then lock a new file while a second waits for this one.
         file.truncate(0)
         file.write(f"by process {os.getpid()} on {socket.gethostname()}")
         file.flush()

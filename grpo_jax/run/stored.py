@@ -1,4 +1,4 @@
-"""Reading of one checkpoint: its arrays by their shapes, its params alone, and errors of files that cannot be read."""
+"""Helpers that read a single checkpoint: abstract arrays, params only, and errors of unreadable files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grpo_jax.types import Batch, Completions, Params, Prompts
 _Result = TypeVar("_Result")
 
 Shapes = dict[str, Any] | list[Any] | None
-"""JSON of a tree of arrays: field → `Shapes`, or shape and dtype."""
+"""JSON description of a tree of arrays: a dict from field to `Shapes`, or a list of shape and dtype."""
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Return the step and the params of one checkpoint, to evaluate, to chat or to export.
+    """Return the step and the params of one checkpoint, for evaluation, chat or export.
 
-    `like` are the params that the run began with; the arrays get their shapes, dtypes and devices. A `step` of None
-    reads the newest checkpoint. Raises a `ValueError` if it does not exist or belongs to another model.
+    `like` are the params that the run started from; the result has the same shapes, dtypes and devices. If `step` is
+    None, the newest checkpoint is read. Raises ValueError if it does not exist or belongs to a different model.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -37,22 +37,22 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     chosen = max(steps, default=None) if step is None else step
     if chosen is None or chosen not in steps:
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"; its checkpoints are {', '.join(map(str, steps))}" if steps else "; is it the right directory?"
+        there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
         raise ValueError(f"run_dir = {str(run_dir)!r} holds {missing}{there}")
     wanted = {"params": jax.tree.map(as_target, like)}
     found, reason = tried(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
     if found is None:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); is it the same model"
-            " as in the run?"
+            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); check that the model"
+            " is the one that the run trained"
         )
     return chosen, found["params"]
 
 
 def tried(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Return a result and "", or None and the error, for files that may be torn or foreign."""
+    """Call `read`, whose files may be truncated or invalid. Return its result and "", or None and the error."""
     with warnings.catch_warnings():
-        # Orbax leaves the other parts of a load that fails to the garbage collector.
+        # After a failed load, orbax leaves coroutines that were never awaited to the garbage collector.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
         try:
             return read(), ""
@@ -63,19 +63,19 @@ def tried(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 
 def tried_by_all(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Return as `tried` does: a result if every process has one, else None and the first error."""
-    found, own = tried(read)
-    reason = next(filter(None, gather_objects(own)), "")
+    """Call `tried` in all processes. If any of them fails, all return None and the first error."""
+    found, error = tried(read)
+    reason = next(filter(None, gather_objects(error)), "")
     return (None, reason) if reason else (found, "")
 
 
 def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and sharding of an array."""
+    """Return the shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | None) -> Shapes:
-    """Return shapes and dtypes of a tree as JSON."""
+    """Return the shapes and dtypes of a tree as JSON."""
     if tree is None:
         return None
     if isinstance(tree, Batch | Completions | Prompts):
@@ -84,7 +84,7 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
-    """Return the abstract arrays of a `kind` with these shapes."""
+    """Build a `kind` of abstract arrays from the result of `shapes_of`."""
     if shapes is None:
         return None
     if isinstance(shapes, dict):

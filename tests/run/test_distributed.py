@@ -42,16 +42,22 @@ def test_flags_are_handed_on_and_none_begins_nothing(line, told, begun):
     assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in begun), "a loss shows within a minute"
 
 
-ALL = "coordinator, num_processes and process_id are given together, or none of them"
+ALL = "set all of coordinator, num_processes and process_id, or none of them"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--num-processes 2", f"coordinator and process_id are missing: {ALL}"),
-        ("--coordinator host0 --num-processes 2 --process-id 0", "coordinator is 'host0': write host:port, such as"),
-        ("--coordinator host0:1 --num-processes 2 --process-id 2", "process_id is 2: of 2 processes it is 0 to 1"),
-        ("--distributed auto --process-id 2", "--distributed auto detects --coordinator, --num-processes and"),
+        ("--num-processes 2", f"coordinator and process_id are missing; {ALL}"),
+        (
+            "--coordinator host0 --num-processes 2 --process-id 0",
+            "coordinator must be host:port, such as host0:8476; got 'host0'",
+        ),
+        (
+            "--coordinator host0:1 --num-processes 2 --process-id 2",
+            "process_id must be from 0 to 1 with 2 processes; got 2",
+        ),
+        ("--distributed auto --process-id 2", "--distributed auto excludes --coordinator, --num-processes and"),
     ],
 )
 def test_flags_that_cannot_be(line, message, begun):
@@ -65,7 +71,7 @@ def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", nothing_found)
-    with pytest.raises(SystemExit, match=r"no cluster was found \(Slurm, TPU pod, .*Give coordinator, num_processes"):
+    with pytest.raises(SystemExit, match=r"no cluster was detected \(Slurm, TPU pod, .*Set coordinator, num_processes"):
         start("--distributed auto")
     with pytest.raises(SystemExit, match=r"^coordinator_address should be defined"):
         start("--coordinator host0:1 --num-processes 2 --process-id 0")
@@ -108,4 +114,4 @@ def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
     assert lines[0].startswith("Traceback")
     assert lines[-2] == "RuntimeError: Gloo all-reduce failed: Connection reset by peer"
     assert "another process was lost" in lines[-1]
-    assert "Start all again with the same run_dir" in lines[-1]
+    assert "Restart all processes with the same run_dir" in lines[-1]

@@ -82,15 +82,17 @@ def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_
         hub.broken = True
         with pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"):
             publisher.saved(1, params, last=3)
-        with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*it is in .*hub\. Call train again"):
+        with pytest.raises(
+            OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train again"
+        ):
             publisher.end(moved(params))
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="push_to_hub = True: the policy is written before it is pushed; give run_dir"):
+    with pytest.raises(ValueError, match="push_to_hub = True needs a run_dir"):
         check_push(tiny_policy(), None)
-    with pytest.raises(ValueError, match="push_to_hub = True: the policy has a model of your own"):
+    with pytest.raises(ValueError, match="push_to_hub = True: the policy has a custom model"):
         check_push(tiny_policy().replace(model=object()), tmp_path)
     with serving(monkeypatch) as hub:
         config = dataclasses.replace(CONFIG, hub_model_id="other/sums", max_steps=1, max_completion_length=4)
@@ -193,13 +195,15 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
     policy = tiny_policy()
     with serving(monkeypatch) as hub:
         for name in ("a/b/c", "sums!", "", "-sums", "a--b"):
-            with pytest.raises(ValueError, match=f"repo_id is '{name}': give a name like owner/model"):
+            with pytest.raises(ValueError, match=f"repo_id must be a name like owner/model; got '{name}'"):
                 push_to_hub(policy, name)
-        with pytest.raises(FileNotFoundError, match=r"run_dir = '.*nowhere': metrics\.jsonl is missing; give"):
+        with pytest.raises(FileNotFoundError, match=r"run_dir = '.*nowhere': metrics\.jsonl is missing; pass"):
             push_to_hub(policy, "me/sums", run_dir=run_dir / "nowhere")
-        with pytest.raises(ValueError, match="policy has a model of your own, which cannot be written as a checkpoint"):
+        with pytest.raises(ValueError, match="policy has a custom model, which cannot be written as a checkpoint"):
             push_to_hub(policy.replace(model=object()), "me/sums")
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-        with pytest.raises(PermissionError, match="logged in to the hub: call `hf auth login`, or set HF_TOKEN"):
+        with pytest.raises(
+            PermissionError, match="logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"
+        ):
             push_to_hub(policy, "me/sums", run_dir=run_dir)
         assert hub.requests == []

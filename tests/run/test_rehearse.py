@@ -88,17 +88,17 @@ def test_what_looks_wrong_is_said(monkeypatch):
         report = rehearse(tiny_policy(), rows, [same, same, nothing, fails], config)
     # Whether a tiny policy draws an EOS as its first and only token is chance; here it does not.
     assert report.suspicious == (
-        "1 of 5 prompts are dropped, being longer than max_prompt_length = 2",
+        "1 of 5 prompts are dropped because they are longer than max_prompt_length = 2",
         "1 of 4 rows repeat the prompt of another row",
-        "an iteration takes 6 prompts and the dataset has 4: it wraps around",
-        "all 4 completions were cut off at max_completion_length = 1 tokens, none drew an EOS (1): raise it, or check "
-        "the EOS and the template",
+        "an iteration uses 6 prompts, but the dataset has only 4; prompts repeat",
+        "all 4 completions were truncated at max_completion_length = 1 tokens and none contains an EOS token (1); "
+        "increase the limit, or check the EOS token and the chat template",
         "reward function 'same' gave all 4 completions the same reward, 0.5",
         "reward function 'same_2' gave all 4 completions the same reward, 0.5",
-        "reward function 'nothing' scored none of the 4 completions",
-        "reward function 'fails' scored none of the 4 completions",
+        "reward function 'nothing' returned no reward for any of the 4 completions",
+        "reward function 'fails' returned no reward for any of the 4 completions",
         "reward function 'fails' failed on 4 of 4 completions",
-        "all advantages are 0: such a group teaches nothing",
+        "all advantages are 0, so the group has no training signal",
     )
     assert sum(trained)
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
@@ -124,13 +124,13 @@ def test_numbers_that_look_wrong(monkeypatch):
     row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
     assert list(_doubts_of_group(seen["run"], batch, rollout | slow, rows, metrics)) == [
-        "all 4 completions are empty: they end with their first token",
-        "all 4 completions are the same: ''; raise temperature",
-        "reward function 'lambda' would take about 40 s of each iteration: make it async, or give it workers with "
-        "isolated; rollout_ahead=True samples the next completions meanwhile",
-        "the gradient is 0, though the rewards differ: look at masks, clips and top_entropy_quantile",
-        "the trainer's log-probs differ from the sampler's by up to 0.1 nats: the model does not compute the same with "
-        "and without a cache",
+        "all 4 completions are empty; their first token ends them",
+        "all 4 completions are identical: ''; increase temperature",
+        "reward function 'lambda' would take about 40 s per iteration; make it async or run it in worker processes "
+        "with `isolated`. rollout_ahead=True samples the next completions in the meantime",
+        "the gradient is 0 although the rewards differ; check masks, clipping and top_entropy_quantile",
+        "the trainer's log-probs differ from the sampler's by up to 0.1 nats; check that the model computes the "
+        "same logits with and without a cache",
     ]
     engine = dataclasses.replace(seen["run"], sampler=print)
     *_, last = _doubts_of_group(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)

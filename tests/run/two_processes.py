@@ -115,7 +115,7 @@ def main():
     try:
         play(arguments.run_dir / f"own-{jax.process_index()}")
     except ValueError as error:
-        CALLS["refused"] = "does not find what process 0 has written" in str(error)
+        CALLS["refused"] = "does not find the file that process 0 wrote" in str(error)
     for _ in range(2):  # called again, the run is complete
         state = play(arguments.run_dir / "turns")
     whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
