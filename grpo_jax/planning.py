@@ -1,7 +1,7 @@
-"""Memory and FLOPs of a run before there are weights or devices, by the compiler of the devices.
+"""Estimates of a run's memory and FLOPs from the compiler, without weights or devices.
 
-The programs are lowered for abstract arrays, so no weight is read. For devices that are not here (`models.devices`), a
-process of its own compiles them.
+The programs are lowered for abstract arrays, so no weights are read. For devices that are not available on this machine
+(`models.devices`), they are compiled in a separate process.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Plan:
 
     Attributes:
       device: kind of the devices.
-      devices: how many the mesh has.
-      memory: bytes of one device; None if unknown.
-      held: bytes on each device that stay during the whole run, by part: "base" (frozen, under adapters), "params",
-        "master params", "optimizer", "reference", "old params", "initial params", and "policy" (the caller's params,
-        unless they are donated).
-      programs: the largest program of each phase: "rollout", a burst of the decode; "reference"; "update", one packed
-        sequence.
+      devices: number of devices in the mesh.
+      memory: memory of one device in bytes; None if unknown.
+      held: bytes per device that are in use during the whole run, keyed by part: "base" (frozen base model of
+        adapters), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
+        (the caller's params, unless donated).
+      programs: largest program of each phase: "rollout" (one burst of decoding), "reference", and "update" (one packed
+        sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
-      note: what the plan does not count.
+      note: memory that the plan does not include; empty if it is complete.
     """
 
     device: str
@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes on each device at the peak of the run."""
+        """Peak memory of the run per device, in bytes."""
         return max(program.peak for program in self.programs.values())
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak stays within the memory of a device; None if that is unknown."""
+        """Whether the peak fits in the memory of a device; None if the memory is unknown."""
         return None if self.memory is None else self.peak <= self.memory
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class Plan:
         size = functools.partial(short_number, unit="B")
         lines = [
             f"{self.devices} × {self.device}, activations {'recomputed' if self.recomputes else 'kept'}",
-            "held on each device: " + " · ".join(f"{name} {size(x)}" for name, x in self.held.items()),
-            row("program", "arguments", "temporaries", "results", "peak", "FLOP a call", "compiled"),
+            "held per device: " + " · ".join(f"{name} {size(x)}" for name, x in self.held.items()),
+            row("program", "arguments", "temporaries", "results", "peak", "FLOPs/call", "compiled"),
         ]
         for name, x in self.programs.items():
             flops = "?" if math.isnan(x.flops) else short_number(x.flops, "")
@@ -95,11 +95,11 @@ class Plan:
         for name, x in self.programs.items():
             if x.collectives:
                 sent = " · ".join(f"{kind} {size(n)}" for kind, n in x.collectives.items())
-                lines.append(f"between devices, {name}: {sent}")
+                lines.append(f"collectives, {name}: {sent}")
             if x.kernels:
                 lines.append(f"kernels, {name}: " + " · ".join(f"{kind} × {n}" for kind, n in x.kernels.items()))
         if self.memory is not None:
-            lines.append(f"{'fits' if self.fits else 'does not fit'} in {size(self.memory)} a device")
+            lines.append(f"{'fits' if self.fits else 'does not fit'} in {size(self.memory)} per device")
         return "\n".join([self.note, *lines] if self.note else lines)
 
 
@@ -111,24 +111,24 @@ def programs(
     devices: Sequence[jax.Device],
     param_dtype: str = "float32",
 ) -> dict[str, jax.stages.Lowered]:
-    """Lower the largest program of each phase that `train` or `sft` would run on some devices.
+    """Lower the largest program of each phase that `train` or `sft` would run on the given devices.
 
-    The devices may be absent (`models.devices`, `jax.experimental.topologies`): `compile()` then returns that machine's
-    program, with its memory (`memory_analysis`) and its kernels (`as_text`). No weight is read.
+    The devices may be abstract (`models.devices`, `jax.experimental.topologies`). `compile()` then returns the program
+    for that hardware, with its memory (`memory_analysis`) and its kernels (`as_text`). No weights are read.
 
     Args:
-      model: name of a model on the hub, a directory, a config.json, or its content.
-      config: of `train` or of `sft`; its mesh takes the first devices, as many as it needs.
-      prompt_length: P, tokens that prompts are padded to; not used by `sft`, whose examples have `max_length` tokens.
-      devices: of one platform.
-      param_dtype: "float32" or "bfloat16", of the loaded params.
+      model: name of a model on the Hub, path of a directory or config.json, or the content of a config.json.
+      config: config of `train` or `sft`. Its mesh uses as many of the first devices as it needs.
+      prompt_length: P, length of padded prompts in tokens. Not used for `sft`, whose examples have `max_length` tokens.
+      devices: devices of one platform.
+      param_dtype: dtype of the loaded params, "float32" or "bfloat16".
 
     Returns:
-      "rollout", a burst of the decode (not of `sft`); "update", one packed sequence; with `beta` also "reference". All
-      for completions that are T long.
+      A dict from phase to lowered program: "update" (one packed sequence), for `train` also "rollout" (one burst of
+      decoding), and with `beta` also "reference". All completions have the full length T.
 
     Raises:
-      ValueError: a model or settings that make no sense, or too few devices.
+      ValueError: if the model or the settings are invalid, or if there are too few devices.
 
     Example:
       >>> from grpo_jax import GRPOConfig
@@ -153,25 +153,25 @@ def plan(
     quantize: str | None = None,
     donate: bool = False,
 ) -> Plan:
-    """Compile a run's programs and return the memory and FLOPs that they take.
+    """Compile a run's programs and report the memory and FLOPs that they need.
 
     Args:
-      model: as in `planning.programs`.
-      config: of `train` or of `sft`.
-      prompt_length: P, tokens.
-      device: "H100", "H100-8", "v5e-8", … (`models.devices`), by a compiler that needs no hardware; None: the devices
-        of this machine.
-      memory: bytes of one device, by which the plan says whether the run fits; None: the device's own.
-      param_dtype: "float32" or "bfloat16".
-      lora: rank of adapters, or `rank` and `targets`; None trains all params.
-      quantize: of the base under adapters: "nf4", "int8" or None.
-      donate: as in `train`, which then does not hold the caller's params. `grpo-jax train` donates.
+      model: model, as in `planning.programs`.
+      config: config of `train` or `sft`.
+      prompt_length: P, length of padded prompts in tokens.
+      device: name of a device type that is compiled for without hardware, such as "H100", "H100-8" or "v5e-8"
+        (`models.devices`). If None, the devices of this machine are used.
+      memory: memory of one device in bytes, used to decide whether the run fits. If None, the device's memory is used.
+      param_dtype: dtype of the loaded params, "float32" or "bfloat16".
+      lora: rank of adapters, or a dict with `rank` and `targets`. If None, all params are trained.
+      quantize: quantization of the base model of adapters: "nf4", "int8" or None.
+      donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
 
     Returns:
-      A `Plan`, whose text is a table.
+      A `Plan`, which prints as a table.
 
     Raises:
-      ValueError: a model or settings that make no sense, too few devices, or a compiler that is not installed.
+      ValueError: if the model or settings are invalid, devices are too few, or the device's compiler is not installed.
 
     Example:
       >>> from grpo_jax import GRPOConfig
@@ -186,17 +186,17 @@ def plan(
     if device is None:
         if needed > jax.device_count():
             raise ValueError(
-                f"config.mesh = {config.mesh} takes {needed} devices and {jax.device_count()} are here: name others"
-                " with device, such as 'H100-8' or 'v5e-8'"
+                f"config.mesh = {config.mesh} needs {needed} devices, but only {jax.device_count()} are available; set"
+                " device to plan for other hardware, such as 'H100-8' or 'v5e-8'"
             )
         memory = memory_of(jax.devices()[0]) if memory is None else memory
         run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory)
         return run.plan(jax.devices()[0].device_kind, donate=donate)
     target = Target.read(device)
     if needed > target.count:
-        raise ValueError(f"device is {device!r}, and config.mesh = {config.mesh} takes {needed} of them")
+        raise ValueError(f"config.mesh = {config.mesh} needs {needed} devices; got device = {device!r}")
     if target.missing:
-        raise ValueError(f"device is {device!r}: its compiler is not installed; pip install {target.missing}")
+        raise ValueError(f"device = {device!r}: the compiler is not installed; run pip install {target.missing}")
     request: dict[str, Any] = {
         "device": device,
         "model": raw,
@@ -222,7 +222,7 @@ def plan(
 
 
 def answer(request: str) -> str:
-    """Return a plan for absent devices, in a process that compiles for them; request and plan are JSON."""
+    """Compute a plan for abstract devices from a JSON request and return it as JSON; called in a separate process."""
     fields = json.loads(request)
     target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
     memory = target.memory if fields["memory"] is None else fields["memory"]
@@ -232,23 +232,23 @@ def answer(request: str) -> str:
 
 
 def _last_error(stderr: str) -> str:
-    """Return the line of a traceback that names the error; a compiler's message has many more lines."""
+    """Return the line of a traceback with the exception. Messages of compilers may be much longer."""
     lines = stderr.strip().splitlines() or ["no message on standard error"]
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
 
 def _check(raw: Json, config: Config, loading: Loading) -> None:
-    """Raise a `ValueError` for a model or settings that `train` would refuse on the devices of the mesh."""
+    """Raise ValueError if `train` would reject the model or the settings on the devices of the mesh."""
     raise_all("this plan", list(config.device_problems(math.prod((config.mesh or {}).values()))))
     loading.check(raw)
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """A run of `train` or `sft` by the shapes of its arrays, each with its sharding on the mesh.
+    """An abstract run of `train` or `sft`: shapes and shardings of its arrays, without values.
 
-    `memory` is in bytes of a device, None if unknown; `base` are the frozen params under adapters; `batch` is an
-    update's; `rollout` is the largest call of the decode, None for `sft`.
+    `memory` is the memory of a device in bytes, None if unknown. `base` holds the frozen params of the base model of
+    adapters, `batch` the batch of an update. `rollout` is the largest call of the decoder, None for `sft`.
     """
 
     run: BaseRun
@@ -269,7 +269,7 @@ class AbstractRun:
         loading: Loading,
         memory: float | None = None,
     ) -> AbstractRun:
-        """Derive the run of a config.json and a config on the first of some devices."""
+        """Derive the run from the content of a config.json and a config, on the first of the given devices."""
         _check(raw, config, loading)
         mesh = make_mesh(config.mesh or {}, devices)
         on = list(mesh.devices.flat)
@@ -290,21 +290,21 @@ class AbstractRun:
         return {phase: lower_call(call) for phase, call in found.items() if call is not None}
 
     def plan(self, device: str, *, donate: bool) -> Plan:
-        """Compile the programs; `device` is the name of their kind."""
+        """Compile the programs and build the plan. `device` is the device kind that it reports."""
         config, held, costs = self.run.config, self.held(donate=donate), dict[str, ProgramCost]()
         own = device_bytes((self.state.params, self.base), self.mesh)
         for phase, lowered in self.lowered().items():
             cost = compile_program(lowered, own)
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         note = (
-            f"distillation_coef = {config.distillation_coef}: the teacher's params and forward passes are not counted"
+            f"distillation_coef = {config.distillation_coef}: the teacher's params and forward passes are not included"
         )
         recomputes = bool(config.gradient_checkpointing)
         note = note if config.distillation_coef else ""
         return Plan(device, self.mesh.size, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:
-        """Return the bytes that stay on each device, by part."""
+        """Return the bytes per device that are in use during the whole run, as a dict from part to size."""
         state = self.state
         parts = {
             "base": self.base,
@@ -319,19 +319,19 @@ class AbstractRun:
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.mesh))}
 
     def added(self, phase: str, cost: ProgramCost) -> int:
-        """Return the bytes that a phase adds on each device to those that stay."""
+        """Return the bytes per device that a phase needs in addition to `held`."""
         if phase == "reference":
             return cost.temporaries
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
-        # The decode is given rounded copies of some params, which stay.
+        # Decoding reads rounded copies of some params, while the params themselves remain in memory.
         own = device_bytes((self.state.params, self.base), self.mesh)
         kept, given = (_shard_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
         return max(given, cost.arguments - own + kept) + cost.temporaries
 
 
 def _shard_bytes(tree: Params) -> int:
-    """Return the bytes of some shapes on each device, by their own shardings."""
+    """Return the bytes per device of abstract arrays, according to their shardings."""
     shapes = [(x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x) for x in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in shapes)
 
@@ -340,7 +340,7 @@ def _grpo_run(
     policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, prompt_length: int | None, memory: float | None
 ) -> tuple[BaseRun, functools.partial[object] | None]:
     if prompt_length is None:
-        raise ValueError("prompt_length is missing: give the tokens that prompts are padded to.")
+        raise ValueError("prompt_length is missing; pass the length in tokens that prompts are padded to.")
     rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
     run = decide_checkpointing(derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh), memory)
     return run, rollout_call(run, policy.params)
@@ -348,7 +348,7 @@ def _grpo_run(
 
 def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh, *_: object) -> tuple[BaseRun, None]:
     if config.max_length is None:
-        raise ValueError("max_length = None: give the tokens of the longest example, by which the run is planned.")
+        raise ValueError("max_length must be set to plan a run; use the length of the longest example in tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     context = policy.model.config.max_position_embeddings
     return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context), None

@@ -126,12 +126,14 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(monkeypat
 @pytest.mark.quick
 def test_devices_that_are_not_here_are_named_or_refused(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
-    with pytest.raises(ValueError, match=r"takes 16 devices and 8 are here: name others with device, such as 'H100-8'"):
+    with pytest.raises(
+        ValueError, match=r"needs 16 devices, but only 8 are available; set device to plan for .*'H100-8'"
+    ):
         plan(MODEL, config_of(mesh={"fsdp": 16}, per_device_train_batch_size=8), prompt_length=8)
-    with pytest.raises(ValueError, match=r"device is 'v5e-4', and config.mesh = .* takes 8 of them"):
+    with pytest.raises(ValueError, match=r"config.mesh = .* needs 8 devices; got device = 'v5e-4'"):
         plan(MODEL, config_of(mesh={"fsdp": 8}), prompt_length=8, device="v5e-4")
     monkeypatch.setattr(Target, "missing", "libtpu")
-    with pytest.raises(ValueError, match="device is 'v5e': its compiler is not installed; pip install libtpu"):
+    with pytest.raises(ValueError, match="device = 'v5e': the compiler is not installed; run pip install libtpu"):
         plan(MODEL, config_of(), prompt_length=8, device="v5e")
 
 
@@ -144,7 +146,7 @@ def test_another_process_answers_with_the_same_plan(monkeypatch):
     config = config_of(distillation_coef=0.5)
     found = plan(MODEL, config, prompt_length=8, device="H100", donate=True)
     assert (found.device, found.memory) == ("H100", 80e9)
-    assert str(found).startswith("distillation_coef = 0.5: the teacher's params and forward passes are not counted")
+    assert str(found).startswith("distillation_coef = 0.5: the teacher's params and forward passes are not included")
     here = plan(MODEL, config, prompt_length=8, memory=80e9, donate=True)
     timeless = lambda plan: {phase: cost._replace(seconds=0.0) for phase, cost in plan.programs.items()}
     assert timeless(found) == timeless(here)

@@ -1,4 +1,4 @@
-"""Hashes of the caller's functions and of frozen arrays, by which a resumed run detects changes."""
+"""Hashes of the caller's functions and of frozen arrays, used to detect changes when a run is resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(tree: Params) -> str:
-    """Return a hash of the first numbers of every array."""
+    """Return a hash of the first elements of every array."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
@@ -34,7 +34,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
-    """Return argument of `train` → name → hash of the source, for the functions that decide the rewards."""
+    """Hash the sources of all functions that affect rewards, as a dict from argument of `train` to name to hash."""
     names = reward_names(reward_fns)
     found = {"reward_fns": {name: sources_of(fn) for name, fn in zip(names, reward_fns, strict=True)}}
     if interaction is not None:
@@ -49,7 +49,7 @@ def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | No
 def source_of(function: Callable[..., object]) -> dict[str, str | None]:
     """Return the name of a function and the hash of its source without comments (None if the source is unavailable).
 
-    Bound arguments of a partial and fields of a dataclass are hashed by their reprs; closures and globals are not.
+    The hash includes the reprs of a partial's arguments and a dataclass's fields, but not closures or globals.
     """
     bound = ""
     while isinstance(function, functools.partial):
@@ -58,7 +58,7 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
         bound, function = bound + (repr(function) if dataclasses.is_dataclass(function) else ""), type(function)
     try:
         source = inspect.getsource(function)
-        with contextlib.suppress(SyntaxError):  # a lambda in the middle of a line
+        with contextlib.suppress(SyntaxError):  # source of a lambda inside an expression
             source = ast.unparse(ast.parse(textwrap.dedent(source)))
         bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # addresses differ between processes
         found = hashlib.sha256((source + bound).encode()).hexdigest()
@@ -68,10 +68,10 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 
 
 def sources_of(function: Any, seen: set[int] | None = None) -> str:
-    """Return a hash of the source of a reward function, tool or environment, and of the functions that it uses.
+    """Hash the source of a reward function, tool or environment, including the functions that it uses.
 
-    These are found in a partial, in attributes, in the closure and among the globals of its module. Values and base
-    classes are not hashed. Functions of this package are hashed by name and settings: versions change their source.
+    Follows functions in partials, attributes, closures and globals of the same module. Values and base classes are not
+    hashed. Functions of this package are hashed by name and settings, as their source changes between versions.
     """
     seen = set() if seen is None else seen
     seen.add(id(function))
@@ -85,7 +85,7 @@ def sources_of(function: Any, seen: set[int] | None = None) -> str:
     elif hasattr(function, "__code__"):
         used = [*map(function.__globals__.get, _names_in(function.__code__))]
         used = [one for one in used if getattr(one, "__module__", None) == function.__module__]
-        with contextlib.suppress(ValueError):  # a variable without a value
+        with contextlib.suppress(ValueError):  # empty closure cell
             used += [cell.cell_contents for cell in function.__closure__ or ()]
     elif isinstance(kind, type) and not shipped:
         used += vars(kind).values()
@@ -99,11 +99,11 @@ def sources_of(function: Any, seen: set[int] | None = None) -> str:
 
 
 def _names_in(code: types.CodeType) -> list[str]:
-    """Return the names of the globals and attributes that some code reads, in the order of the code."""
+    """Return the names of the globals and attributes that a code object uses, in code order."""
     inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_in(one)]
     return [*code.co_names, *inner]
 
 
 def _is_shipped(kind: Any) -> bool:
-    """Whether a function or class is one of this package."""
+    """Return whether a function or class is defined in this package."""
     return str(kind.__module__).partition(".")[0] == __name__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache in the user's cache directory, so that the next run compiles nothing again."""
+"""Setup of JAX's persistent compilation cache in the user's cache directory, so that later runs reuse programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 
 MOST_BYTES = 2 * 2**30
-"""Limit of the cache; JAX deletes the programs that were not used for longest."""
+"""Maximum size of the cache; JAX evicts the least recently used programs."""
 
 
 def user_cache() -> Path:
-    """Return this package's directory in the user's cache, by XDG_CACHE_HOME or the platform's convention."""
+    """Return this package's cache directory, from XDG_CACHE_HOME or the platform's convention."""
     if home := os.environ.get("XDG_CACHE_HOME"):
         return Path(home) / "grpo_jax"
     if sys.platform == "darwin":
@@ -27,11 +27,11 @@ def user_cache() -> Path:
 
 
 def keep_programs() -> Path | None:
-    """Let JAX store the programs that it compiles from here on, and return the directory; None if it stores none there.
+    """Enable JAX's persistent compilation cache and return its directory, or None if this cache is not used.
 
-    A CPU's programs use the instructions of its processor, whose hash names the directory, since machines may share a
-    home. JAX's own settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`) take precedence. Several
-    processes store nothing: on GPUs, a process that compiles would wait for one that has found its program.
+    Programs for CPUs depend on the instruction set, and machines may share a home directory, so the directory is named
+    after a hash of the instruction set. JAX's settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`)
+    take precedence. Multi-process runs do not use it: on GPUs, a compiling process would wait for one that had a hit.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")
@@ -41,7 +41,7 @@ def keep_programs() -> Path | None:
         return None
     if not _setting("jax_enable_compilation_cache") or jax.process_count() > 1 or not _prepared(directory):
         return None
-    # Faster compilations are many, and each file makes a look-up slower.
+    # Skip the many programs that compile faster: each file in the cache slows down look-ups.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
@@ -50,12 +50,12 @@ def keep_programs() -> Path | None:
 
 
 def _setting(name: str) -> object:
-    """Return a setting of JAX; type checkers do not know their names."""
+    """Return a JAX setting. `getattr` avoids errors of type checkers, which lack the names."""
     return getattr(jax.config, name)
 
 
 def _processor() -> str:
-    """Return a name for processors with the same instructions."""
+    """Return a hash of the processor's instruction set."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     able = sorted({line for line in lines if line.startswith(("flags", "Features"))})
@@ -64,20 +64,20 @@ def _processor() -> str:
 
 
 def _prepared(directory: Path) -> bool:
-    """Whether programs can be stored there; removes those that a killed process has left incomplete.
+    """Create the cache directory, delete incomplete programs of killed processes, and return whether it is writable.
 
-    JAX writes a program and then its time of use. A program without a time may be cut off: JAX would fail to read it,
-    and would then write no further programs.
+    JAX writes a program and then a file with its access time. A program without this file may be truncated. JAX would
+    fail to read it and then stop writing programs.
     """
-    from filelock import FileLock, Timeout  # it comes with transformers
+    from filelock import FileLock, Timeout  # a dependency of transformers
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / ".lockfile", timeout=10):  # JAX's own
+        with FileLock(directory / ".lockfile", timeout=10):  # the lock that JAX uses
             for program in directory.glob("*-cache"):
                 if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
                     with contextlib.suppress(FileNotFoundError):
                         program.unlink()
-    except (OSError, Timeout, NotImplementedError):  # NotImplementedError: a file system without locks
+    except (OSError, Timeout, NotImplementedError):  # NotImplementedError: no file locks
         return False
     return os.access(directory, os.W_OK)
