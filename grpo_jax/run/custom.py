@@ -1,4 +1,4 @@
-"""The caller's `advantage_fn` and `surrogate`, checked by tracing them on shapes before a run starts."""
+"""Validation of custom `advantage_fn` and `surrogate` functions, by tracing them on shapes before a run starts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
 Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct | None]
-"""The arrays of an `AdvantageFn`'s keywords, or their shapes."""
+"""Keyword arguments of an `AdvantageFn`, as arrays or as their shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedAdvantageFn:
-    """An `AdvantageFn`, the config and the keywords it takes, and whether it returns [B, G, T]."""
+    """A validated `AdvantageFn`, with the config, the keywords that it takes, and whether it returns [B, G, T]."""
 
     function: AdvantageFn
     config: GRPOConfig
@@ -36,20 +36,20 @@ class CheckedAdvantageFn:
 
     @functools.cached_property
     def program(self) -> Callable[..., jax.Array]:
-        """The compiled function of rewards, mask and the context that it takes."""
+        """The compiled function of rewards, mask and selected context."""
         bound = {"config": self.config} if "config" in self.keywords else {}
         return jax.jit(lambda rewards, mask, context: self.function(rewards, mask, **(context | bound)))
 
     def select(self, context: Context) -> Context:
-        """The part of a context that the function takes."""
+        """Return the entries of a context that the function takes."""
         return {name: value for name, value in context.items() if name in self.keywords}
 
     def __call__(
         self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
     ) -> np.ndarray:
-        """Return the advantages [B, G] or [B, G, T] float32 of a batch on the host, 0 where nothing is trained.
+        """Compute the advantages of a batch on the host, [B, G] or [B, G, T] float32, 0 for tokens not trained on.
 
-        `counted` is [B] bool, False for groups that only fill the batch, whose `rewards.values` are NaN.
+        `counted` is [B] bool, False for padding groups, whose `rewards.values` are NaN.
         """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
@@ -72,22 +72,22 @@ class CheckedAdvantageFn:
 
 
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
-    """Trace a caller's function on the shapes of a batch with K = `functions`; None passes.
+    """Trace an advantage function on the shapes of a batch with K = `functions`. None is returned unchanged.
 
-    Raises a `ValueError` if it is not a function, fails (as with an unknown keyword), or does not return floats [B, G]
-    or [B, G, T].
+    Raises ValueError if it is not a function, raises an error (for example for an unknown keyword), or does not return
+    floats of shape [B, G] or [B, G, T].
     """
     if function is None:
         return None
     if config.turn_credit != "episode":
         raise ValueError(
-            f"advantage_fn: turn_credit = {config.turn_credit!r} makes the advantages; leave one of the two out (an"
-            " advantage_fn can pass its token_rewards and turns to maths.credit.turn_advantages)"
+            f"advantage_fn and turn_credit={config.turn_credit!r} both compute the advantages; use only one. An"
+            " advantage_fn can call maths.credit.turn_advantages with its token_rewards and turns"
         )
     if not callable(function):
-        raise ValueError(f"advantage_fn is {show(function)}: give a function of rewards and mask, or None")
+        raise ValueError(f"advantage_fn must be a function of rewards and mask, or None; got {show(function)}")
     name, g, t = function_name(function), config.num_generations, config.max_completion_length
-    b = g + 1  # not G, so that a function that confuses the axes fails
+    b = g + 1  # differs from G, so that a function that swaps the axes fails
     context = _context_shapes(b, g, t, functions, reference=config.beta > 0)
     known, named = {*context, "config"}, arguments_of(function).keys()
     checked = CheckedAdvantageFn(function, config, frozenset(known if takes_everything(function) else known & named))
@@ -98,14 +98,14 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     except Exception as error:
         keywords = ", ".join([*context, "config"])
         raise ValueError(
-            f"advantage_fn {name!r} fails on {given}: {one_line(error)}; its keywords may be {keywords}"
+            f"advantage_fn {name!r} failed on {given} with {one_line(error)}. It can take the keywords {keywords}"
         ) from error
     _check_result(found, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, given)
     return dataclasses.replace(checked, per_token=found.ndim == 3)
 
 
 def _context_shapes(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
-    """The shapes of the arrays that `CheckedAdvantageFn` passes."""
+    """Return the shapes of the arrays that `CheckedAdvantageFn` passes as context."""
     shape, per_token = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((b, g, t), np.float32)
     return {
         "weights": shape((functions,), np.float32),
@@ -122,13 +122,13 @@ def _context_shapes(b: int, g: int, t: int, functions: int, *, reference: bool) 
 
 
 def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
-    """Raise a `ValueError` unless a caller's surrogate is hashable and returns [..., T] floats; None passes."""
+    """Raise ValueError unless `surrogate` is None, or is hashable and returns floats of shape [..., T]."""
     if surrogate is None:
         return
     if not callable(surrogate):
         raise ValueError(
-            f"surrogate is {show(surrogate)}: give a function of Tokens and LossSettings, or None; the name of one that"
-            " is in the package is loss_type"
+            f"surrogate must be a function of Tokens and LossSettings, or None; got {show(surrogate)}. Set loss_type to"
+            " select a built-in surrogate by name"
         )
     name, shape, settings = function_name(surrogate), (2, 3, 5), loss_settings(config, surrogate)
 
@@ -137,17 +137,17 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
         return surrogate(Tokens(x, x, x, x, jnp.ones(shape, bool), x[..., 0]), settings)
 
     try:
-        hash(surrogate)  # it is a static argument of compiled programs: a function, or an object of a frozen dataclass
+        hash(surrogate)  # must be hashable because it is a static argument of compiled programs
         found = jax.eval_shape(of_zeros)
     except Exception as error:
-        raise ValueError(f"surrogate {name!r} fails on tokens [..., T] = {shape}: {one_line(error)}") from error
-    _check_result(found, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of that shape {shape}")
+        raise ValueError(f"surrogate {name!r} failed on tokens [..., T] = {shape} with {one_line(error)}") from error
+    _check_result(found, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of shape {shape}")
 
 
 def _check_result(found: object, what: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
-    """Raise a `ValueError` unless a result is an array of floats of one of these shapes."""
-    wanted = " or ".join(f"{axes} = {shape}" for axes, shape in shapes.items())
+    """Raise ValueError unless a result is a float array of one of the given shapes."""
+    wanted = f"must return a float array {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
     if not isinstance(found, jax.ShapeDtypeStruct):
-        raise ValueError(f"{what} returns {show(found)} for {given}: return an array {wanted}")
+        raise ValueError(f"{what} {wanted} for {given}; got {show(found)}")
     if found.shape not in shapes.values() or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ValueError(f"{what} returns {found.dtype.name} {found.shape} for {given}: return floats {wanted}")
+        raise ValueError(f"{what} {wanted} for {given}; got {found.dtype.name} {found.shape}")

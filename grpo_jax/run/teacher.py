@@ -1,8 +1,8 @@
-"""The teacher of a run: checks of the argument, and the log-probs that it adds to a batch.
+"""The teacher of a run: validation of the argument, and the teacher's log-probs in a batch.
 
-| teacher | `distillation_mode` | what is learned from |
+| teacher | `distillation_mode` | distillation target |
 |---|---|---|
-| policy | "full_logits" | its whole distributions, computed in the update |
+| policy | "full_logits" | distributions over the whole vocabulary, computed in the update |
 | policy, scorer | "sampled_token" | log-probs of the sampled tokens, computed before the update |
 | scorer | "topk_logits" | log-probs of k tokens at each position, computed before the update |
 """
@@ -28,14 +28,13 @@ from grpo_jax.update.teaching import Teacher
 
 
 class Scorer(Protocol):
-    """A teacher that returns log-probs, such as an engine with another model; `engines.vllm_scorer` makes one.
+    """A teacher that returns log-probs, such as an inference engine. `engines.vllm_scorer` returns one.
 
-    `score` receives prompts [B, P] and completions [B, G, T] as NumPy arrays. It returns the log-prob of each token,
-    given its prompt and the tokens before it, at the run's temperature: a `TeacherLogProbs`, or only the array of its
-    `log_probs`.
+    `score` receives prompts [B, P] and completions [B, G, T] as NumPy arrays. It returns the log-prob of each token
+    given its prompt and the previous tokens, at the run's temperature, as `TeacherLogProbs` or an array of log-probs.
 
-    An optional attribute `tokenizer` must have the policy's vocabulary. An optional method `check(config)` is called
-    before anything is sampled; it raises a `ValueError` for settings that the teacher does not support.
+    Two attributes are optional. `tokenizer` must have the policy's vocabulary. The method `check(config)` is called
+    before sampling, and raises ValueError for settings that the teacher does not support.
     """
 
     def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs | np.ndarray: ...
@@ -43,7 +42,7 @@ class Scorer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Teaching:
-    """A checked teacher: a model with its params and the updater that scores by it, or a scorer."""
+    """A validated teacher: either a scorer, or a model with params and the updater that computes its log-probs."""
 
     teacher: Teacher | None = None
     updater: Updater | None = None
@@ -51,15 +50,15 @@ class Teaching:
 
     @property
     def identity(self) -> Json:
-        """Description stored in checkpoints, which a resumed run must match."""
+        """Description that checkpoints store and a resumed run must match."""
         if self.teacher is None:
             return {"kind": "scorer", "scorer": type(self.scorer).__name__}
         return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
 
     def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
-        """Add the teacher's log-probs to a batch on the host, unless the update computes its distributions.
+        """Add the teacher's log-probs to a batch on the host. With "full_logits", the batch is returned unchanged.
 
-        T of `completions` may be longer than the batch's.
+        T of `completions` may be larger than the batch's T.
         """
         if config.distillation_mode == "full_logits":
             return batch
@@ -77,15 +76,15 @@ class Teaching:
 
 
 def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool) -> None:
-    """Raise a `ValueError` if the teacher cannot be used, contradicts the config, or is missing."""
+    """Raise ValueError if the teacher is invalid, missing, or incompatible with the config."""
     if teacher is None:
         if config.distillation_coef > 0:
-            raise ValueError(f"distillation_coef = {config.distillation_coef}: there is no teacher; pass one to train")
+            raise ValueError(f"distillation_coef={config.distillation_coef} needs a teacher; pass teacher to train")
         return
     if not isinstance(teacher, Policy) and not callable(getattr(teacher, "score", None)):
         raise ValueError(
-            f"teacher is {show(teacher)}: give a Policy, or an object with score(prompts, completions)"
-            " (run.teacher.Scorer)"
+            "teacher must be a Policy, or an object with the method score(prompts, completions)"
+            f" (run.teacher.Scorer); got {show(teacher)}"
         )
     raise_all("teacher", list(_contradictions(isinstance(teacher, Policy), config, has_rewards=has_rewards)))
     check_same_tokenizer(policy.tokenizer, getattr(teacher, "tokenizer", policy.tokenizer))
@@ -96,61 +95,61 @@ def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_re
 
 
 def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
-    """Yield an error line for each setting that contradicts the teacher."""
+    """Yield an error message for each setting that is incompatible with the teacher."""
     if config.distillation_coef == 0:
-        yield "distillation_coef = 0.0: the teacher would have no effect; set it above 0, or leave teacher out"
+        yield "distillation_coef must be positive with a teacher; got 0.0. Set it, or omit teacher"
     if not is_policy and config.distillation_mode == "full_logits":
         yield (
-            "distillation_mode = 'full_logits': a scorer returns log-probs of a few tokens only; use 'sampled_token',"
-            " or 'topk_logits' with distillation_topk"
+            "distillation_mode='full_logits' needs a Policy as the teacher, because a scorer returns log-probs of a few"
+            " tokens only. Use 'sampled_token', or 'topk_logits' with distillation_topk"
         )
     if is_policy and config.distillation_mode == "topk_logits":
         yield (
-            "distillation_mode = 'topk_logits': a teacher that is a model gives its whole distribution at the same"
-            " cost; use 'full_logits'"
+            "distillation_mode='topk_logits' needs a scorer. Use 'full_logits', which has the same cost if the teacher"
+            " is a Policy"
         )
     if config.distillation_mode == "sampled_token" and config.distillation_divergence != "reverse_kl":
         yield (
-            f"distillation_divergence = {config.distillation_divergence!r}: sampled tokens give the reverse KL only;"
-            " use 'reverse_kl', or another distillation_mode"
+            "distillation_mode='sampled_token' supports only distillation_divergence='reverse_kl'; got"
+            f" {config.distillation_divergence!r}. Use 'reverse_kl' or a different distillation_mode"
         )
     if config.distillation_alpha != 0.5 and config.distillation_divergence != "jsd":
         yield (
-            f"distillation_alpha = {config.distillation_alpha}: only distillation_divergence = 'jsd' has this weight;"
-            " leave it at 0.5"
+            f"distillation_alpha={config.distillation_alpha} has an effect only with distillation_divergence='jsd';"
+            " use 'jsd', or leave distillation_alpha at 0.5"
         )
     if not is_policy and jax.process_count() > 1:
-        yield "a scorer serves one process, and this run has several; give a Policy"
+        yield "a scorer supports a single process only, but this run has several; use a Policy as the teacher"
     if config.dynamic_sampling and not has_rewards:
-        yield "dynamic_sampling = True: groups are chosen by rewards; give a reward function, or use False"
+        yield "dynamic_sampling=True needs rewards to select groups; pass a reward function or use False"
 
 
 def check_same_tokenizer(ours: object, theirs: object) -> None:
-    """Raise a `ValueError` unless both tokenizers give the same ids to the same tokens."""
+    """Raise ValueError unless both tokenizers assign the same ids to the same tokens."""
     if ours is theirs or ours is None or theirs is None:
         return
     one, other = (getattr(tokenizer, "get_vocab", None) for tokenizer in (ours, theirs))
     if one is None or other is None:
-        raise ValueError("teacher.tokenizer has no get_vocab(), which is compared with the policy's tokenizer")
+        raise ValueError("the tokenizers of teacher and policy cannot be compared: both must have get_vocab()")
     one, other = one(), other()
     different = sorted(token for token in {*one, *other} if one.get(token) != other.get(token))
     if different:
         examples = some([f"{token!r} ({one.get(token)}, {other.get(token)})" for token in different], 3)
         raise ValueError(
-            f"teacher.tokenizer differs from the policy's: {len(different)} tokens have other ids (policy, teacher):"
-            f" {examples}. A teacher scores the policy's tokens: give one of the same family"
+            f"teacher.tokenizer must have the policy's vocabulary, but {len(different)} tokens have different ids"
+            f" (policy, teacher): {examples}. Use a teacher from the same model family"
         )
 
 
 def make_teaching(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Teaching:
-    """The teacher of a run: a scorer, or a placed `Policy` with the updater that scores by it."""
+    """Build the `Teaching` of a run from a scorer or a `Policy`, whose params are on the run's devices."""
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return Teaching(scorer=teacher)
 
 
 def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
-    """Validate the result of a scorer; values where the mask is False become 0."""
+    """Validate the result of a scorer, and set values to 0 where the mask is False."""
     scores = TeacherLogProbs._make(scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
     log_probs = _read_array(scores.log_probs, "log_probs", mask)
     if config.distillation_topk is None:
@@ -161,15 +160,15 @@ def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config:
 
 
 def _read_array(given: object, name: str, mask: np.ndarray) -> np.ndarray:
-    """One array of a scorer's result as int32 ids, or as float32 log-probs of at most 0."""
+    """Validate one array of a scorer's result. Returns int32 ids, or float32 log-probs clipped to at most 0."""
     x = np.asarray(given)
     if x.shape != mask.shape:
-        raise ValueError(f"teacher.score returned {name} of the shape {x.shape}: make it {list(mask.shape)}")
+        raise ValueError(f"teacher.score must return {name} of shape {mask.shape}; got {x.shape}")
     seen = x[mask]
     if name == "top_ids":
         if x.dtype.kind not in "iu" or (seen < 0).any():
-            raise ValueError(f"teacher.score returned {name} that are not token ids, {x.dtype}: give integers ≥ 0")
+            raise ValueError(f"teacher.score must return {name} as integers ≥ 0; got {show(x)} ({x.dtype})")
         return np.where(mask, x, 0).astype(np.int32)
     if not np.isfinite(seen).all() or (seen > ROUNDING).any():
-        raise ValueError(f"teacher.score returned {name} that are not all finite and ≤ 0: give natural logarithms")
+        raise ValueError(f"teacher.score must return {name} that are finite and ≤ 0 (natural logarithms)")
     return np.where(mask, np.minimum(x, 0), 0).astype(np.float32)

@@ -103,19 +103,19 @@ class Unhashable:
 
 
 UNFIT = [
-    ({"advantage_fn": "grpo"}, "advantage_fn is 'grpo': give a function of rewards and mask, or None"),
+    ({"advantage_fn": "grpo"}, "advantage_fn must be a function of rewards and mask, or None; got 'grpo'"),
     ({"advantage_fn": lambda rewards, mask: rewards},
-        r"advantage_fn 'lambda' returns float32 \(5, 4, 1\) for rewards \[B, G, K\] = \(5, 4, 1\) and mask"
-        r" \[B, G, T\] = \(5, 4, 8\): return floats \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"),
+        r"advantage_fn 'lambda' must return a float array \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\) for rewards"
+        r" \[B, G, K\] = \(5, 4, 1\) and mask \[B, G, T\] = \(5, 4, 8\); got float32 \(5, 4, 1\)"),
     ({"advantage_fn": lambda rewards, mask, lenghts: 0},
-        "fails on rewards .*missing 1 required .* 'lenghts'; its keywords may be weights, lengths, "),
+        "failed on rewards .*missing 1 required .* 'lenghts'. It can take the keywords weights, lengths, "),
     ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
-        r"advantage_fn 'lambda' fails on rewards .* \(5, 4, 8\): \w+Error: "),
-    ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' returns None for .*: return an array \[B, G\]"),
-    ({"surrogate": "cispo"}, "surrogate is 'cispo': give a function .*; the name of one .* is loss_type"),
-    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"returns float32 \(\) .* floats \[..., T\]"),
-    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' fails on tokens .*: TypeError"),
-    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' fails on tokens .*unhashable type: 'Unhashable'"),
+        r"advantage_fn 'lambda' failed on rewards .* \(5, 4, 8\) with \w+Error: "),
+    ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' must return a float array \[B, G\] .*; got None"),
+    ({"surrogate": "cispo"}, "surrogate must be a function .*; got 'cispo'. Set loss_type"),
+    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"a float array \[..., T\] .*; got float32 \(\)"),
+    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' failed on tokens .* with TypeError"),
+    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' failed on tokens .*unhashable type: 'Unhashable'"),
 ]  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
     with pytest.raises(ValueError, match="need a sampler with an argument `answers`"):
         train(POLICY, ROWS, [], sampler=lambda **arguments: None, **how)
-    with pytest.raises(ValueError, match="advantage_fn: turn_credit = 'to_go' makes the advantages; leave one"):
+    with pytest.raises(ValueError, match="advantage_fn and turn_credit='to_go' both compute the advantages"):
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
