@@ -1,4 +1,4 @@
-"""Memory of a run's largest programs on a device; decides whether activations are recomputed."""
+"""Memory estimates of a run's largest programs, and the default of `gradient_checkpointing` based on them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from grpo_jax.update.programs import update_bytes, update_calls
 from grpo_jax.update.state import TrainState
 
 FILLED = 0.7
-"""Share of a device's memory that the estimate may reach; the rest is for other temporaries of a program."""
+"""Fraction of a device's memory that the estimate may use. The rest is for temporaries that it does not include."""
 
 COMPILED = 0.9
-"""Share of a device's memory that the compiler's count may reach; the rest is for fragmentation."""
+"""Fraction of a device's memory that the compiler's figure may use. The rest is for fragmentation."""
 
 
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
-    """Decide `gradient_checkpointing` by the bytes of a device's memory, if the config leaves it open.
+    """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
 
-    Activations are kept if they fit next to the state and the caller's params. `peak_bytes` counts everything that a
-    traced forward pass keeps; a compiler keeps less. If this estimate does not fit, the update is compiled, and the
-    compiler's count decides. The process with the least memory decides for all.
+    Activations are kept if they fit in memory together with the state and the caller's params. `peak_bytes` is an upper
+    estimate, since it includes everything that a traced forward pass keeps. If it does not fit, the update is compiled
+    to compare the compiler's figure. With several processes, the smallest memory determines the choice for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -57,13 +57,13 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def peak_bytes(run: Run) -> int:
-    """Estimate of the bytes that a device holds during an update, without compilation."""
+    """Estimate the peak memory of an update per device, in bytes, without compiling it."""
     held, state, batch = _held(run)
     return held + update_bytes(run.updater, state, batch)
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Bytes that a device holds during an update, by the compiler's count."""
+    """Return the peak memory of an update per device, in bytes, as reported by the compiler."""
     held, state, batch = _held(run)
     arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
@@ -71,16 +71,16 @@ def compiled_peak_bytes(run: Run) -> int:
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
-    """Bytes that an update adds on a device to the state, by the `cost` of its largest program.
+    """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program.
 
-    The program of one part of a minibatch takes the sum of earlier parts' gradients as an argument.
+    For a minibatch in several parts, this includes the sum of the previous parts' gradients, which is an argument.
     """
     params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
-    """Shapes of the state at step 0 and of a minibatch; without a mesh only the params have shardings."""
+    """Return the shapes of the initial state and of a minibatch. Without a mesh, only the params have shardings."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -94,7 +94,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 
 
 def _held(run: Run) -> tuple[int, TrainState, Batch]:
-    """Bytes that stay on a device between programs, and the shapes of the state and of a minibatch."""
+    """Return the bytes that stay allocated per device between programs, and the shapes of the state and a minibatch."""
     state, batch = abstract_arrays(run)
     held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
     if run.teaching is not None:
@@ -103,7 +103,7 @@ def _held(run: Run) -> tuple[int, TrainState, Batch]:
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """The call of a rollout's largest decode; None for a model without a cache, or if an engine samples."""
+    """Return the call of a rollout's largest decode program; None without a KV cache, or if an engine samples."""
     config = run.config
     if run.sampler is not None:
         return None
@@ -115,6 +115,6 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
         num_generations=config.num_generations,
         max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
         batch_size=config.rollout_batch_size,
-        # Without `stop`, which needs a tokenizer and adds no large array.
+        # `stop` is omitted: it needs a tokenizer and does not add a large array.
         settings=decode_settings(sampling_of(config), run.policy.eos_token_ids, run.policy.pad_token_id),
     )

@@ -1,4 +1,4 @@
-"""A policy on the devices of a run: its mesh, compute dtype, attention and recomputation."""
+"""Placement of a policy on the devices of a run: mesh, compute dtype, attention and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
-    """The mesh of the config, or else of the policy's params; and the config with its sizes."""
+    """Return the mesh of the config, or else of the policy's params, and the config with the mesh's axis sizes."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
     if not set(mesh.axis_names) <= set(AXES):
-        raise ValueError(f"policy is on a mesh with the axes {mesh.axis_names}: they have to be of {', '.join(AXES)}")
+        raise ValueError(f"the axes of the policy's mesh must be among {', '.join(AXES)}; got {mesh.axis_names}")
     axes = dict(mesh.shape) if config.mesh is None else config.mesh
     if (shape := shape_of(policy)) is not None:
         channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)
@@ -39,12 +39,12 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
 
 
 def shape_of(policy: Policy) -> TransformerConfig | None:
-    """The shape of a policy's decoder; None for a model from outside this package."""
+    """Return the `TransformerConfig` of a policy's decoder; None for a custom model."""
     return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
 
 
 def vocab_size(model: Model, params: Params) -> int:
-    """V, the last axis of the model's logits."""
+    """Return V, the size of the last axis of the model's logits."""
     if is_cached(model):
         return int(model.config.vocab_size)
 
@@ -57,9 +57,9 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """The model with the config's compute dtype and recomputation, and the attention for these devices.
+    """Set a model's compute dtype and activation checkpointing from the config, and its attention for the devices.
 
-    A model from outside this package is returned unchanged.
+    A custom model is returned unchanged.
     """
     if not isinstance(model, Transformer | LoraModel):
         return model
@@ -67,25 +67,25 @@ def with_settings(
         model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
-        # On a mesh, layers would wait for a number from another device.
+        # Not on a mesh, where layers would wait for a value from a different device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
         float32_sums=has_fast_float32_sums(devices) if model.config.float32_sums is None else model.config.float32_sums,
-        # The TPU compiler takes a second or more for each unrolled layer.
+        # On TPU, compilation takes at least a second per unrolled layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
-    """The policy with its params and a frozen base on a mesh, by `sharding.TABLE`; unchanged without a mesh."""
+    """Place a policy's params and frozen base model on a mesh, according to `sharding.TABLE`. No-op without a mesh."""
     model = policy.model if mesh is None else with_shape(policy.model, mesh=mesh if mesh.size > 1 else None)
     frozen = not jax.tree_util.all_leaves([model])
     return policy.replace(model=place(model, mesh) if frozen else model, params=place(policy.params, mesh))
 
 
 def with_shape(model: Model, **changes: Any) -> Model:
-    """The model with changed fields of its `TransformerConfig`; a model from outside this package is unchanged."""
+    """Return a model with changed fields of its `TransformerConfig`. A custom model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))

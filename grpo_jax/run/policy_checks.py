@@ -1,4 +1,4 @@
-"""Checks of a policy and of tokenized rows, shared by `train`, `sft`, `evaluate` and `chat`: errors and warnings."""
+"""Validation of a policy and of tokenized rows, shared by `train`, `sft`, `evaluate` and `chat`."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from grpo_jax.types import Json, Messages, Params, Row
 
 
 def check_is_policy(policy: object) -> None:
-    """Raise a `ValueError` for an object of another type."""
+    """Raise ValueError unless `policy` is a `Policy`."""
     if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be what from_pretrained returns, a Policy; got {type(policy).__name__}.")
+        raise ValueError(f"policy must be a Policy; got {type(policy).__name__}. Load one with from_pretrained.")
 
 
 def check_policy(policy: Policy, ends: TurnEnds = BY_EOS, *, trained: bool = True) -> None:
-    """Raise a `ValueError` unless the policy can be sampled from, and `trained`."""
+    """Raise ValueError unless the policy can be sampled from and, if `trained`, updated."""
     check_is_policy(policy)
     if trained and is_quantized(policy.params):
         raise ValueError(
-            "policy.params are quantized, and quantized weights cannot be trained: give the policy adapters by"
-            " `add_lora(policy, key)`, or load it without `quantize`."
+            "policy.params are quantized, and quantized weights cannot be trained. Add adapters with"
+            " `add_lora(policy, key)`, or load the policy without `quantize`."
         )
     policy.check_model()
     policy.check_tokenizer()
     if not (policy.eos_token_ids or ends.stop or ends.stop_token_ids):
         raise ValueError(
-            "policy has no EOS token, so no completion would end: give eos_token_id in generation_config.json, "
-            "config.json or the tokenizer, or policy.replace(generation_config={'eos_token_id': ...}); or stop."
+            "policy has no EOS token, so completions would never end. Set eos_token_id in generation_config.json, "
+            "config.json or the tokenizer, use policy.replace(generation_config={'eos_token_id': ...}), or set stop."
         )
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), list(policy.eos_token_ids)
     if eos is not None and eos not in ids:
         warnings.warn(
-            f"policy.tokenizer ends a text with {policy.tokenizer.eos_token!r} ({eos}), and completions end with"
-            f" policy.eos_token_ids = {ids} only. To let it end them too, {_with_eos(policy, eos)}",
+            f"the tokenizer's EOS token {policy.tokenizer.eos_token!r} ({eos}) is not in policy.eos_token_ids = {ids},"
+            f" so it does not end completions. To end completions with it, use {_with_eos(policy, eos)}",
             stacklevel=2,
         )
 
 
 def _with_eos(policy: Policy, token: int) -> str:
-    """The call that adds a token to the EOS ids."""
+    """Return the code of a call that adds a token to the EOS ids."""
     return f"policy.replace(generation_config={{'eos_token_id': {[token, *policy.eos_token_ids]}}})"
 
 
 def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
-    """Raise a `ValueError` for stop texts and ids that the policy's tokenizer or model does not have."""
+    """Raise ValueError if the policy's tokenizer or model does not support the stop strings or stop ids."""
     if policy.tokenizer is not None:  # `check_policy` reports its absence
         ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
 def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0) -> None:
-    """Raise a `ValueError` for tokens outside the model's vocabulary, and for lengths beyond its positions."""
+    """Raise ValueError for token ids outside the model's vocabulary, or lengths that exceed its context length."""
     largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
     if shape is None:
         return
     if largest >= shape.vocab_size:
         raise ValueError(
-            f"policy.tokenizer gives the token id {largest}, and the model has a vocabulary of {shape.vocab_size}: "
-            "they do not belong together."
+            f"policy.tokenizer returned the token id {largest}, but the model's vocabulary size is {shape.vocab_size}."
+            " Use the tokenizer of the model's checkpoint."
         )
     if max_completion_length:
         longest, positions = max(map(len, data.token_ids)), shape.max_position_embeddings
@@ -77,7 +77,7 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
 def warn_of_tokens(
     data: EncodedPrompts, policy: Policy, argument: str, *, ends: TurnEnds = BY_EOS, template_kwargs: Json | None = None
 ) -> None:
-    """Warn of repeated special tokens, turns without an end, and tool calls with None as an argument."""
+    """Warn about duplicate special tokens, turns without an end token, and tool calls with None as an argument."""
     for line in (
         *_special_twice(data, policy, argument),
         *_empty_arguments(data.rows, argument),
@@ -87,39 +87,39 @@ def warn_of_tokens(
 
 
 def _messages_in(row: Row) -> Messages:
-    """The messages of a row; [] for a row of text or tokens."""
+    """Return the messages of a row; [] if its prompt is a string or token ids."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
     return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
 
 
 def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
-    """Yield a warning if the tokenizer adds a special token to texts that already have it."""
+    """Yield a warning if the tokenizer adds a special token to strings that already contain it."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     examples = data.masks is not None  # an example ends with one EOS
     texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
     ended = [ids for ids in texts if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
     twice = [ids for ids in texts if bos is not None and list(ids[:2]) == [bos, bos]]
-    end = "end with an EOS twice" if examples else "end with an EOS before the completion begins"
-    for said, found in (("begin with the BOS twice", twice), (end, ended)):
+    end = "end with two EOS tokens" if examples else "end with an EOS token before the completion"
+    for what, found in (("start with two BOS tokens", twice), (end, ended)):
         if found:
             yield (
-                f"{argument}: {len(found)} of {len(data.rows)} texts {said}, the first of them"
-                f" {show(policy.tokenizer.decode(found[0]))}: the tokenizer adds special tokens (add_bos_token,"
-                " add_eos_token). Remove them from the texts, or pass messages instead of texts"
+                f"{argument}: {len(found)} of {len(data.rows)} rows {what}, because the tokenizer adds special tokens"
+                f" (add_bos_token, add_eos_token). The first is {show(policy.tokenizer.decode(found[0]))}. Remove the"
+                " special tokens from the strings, or pass messages instead of strings"
             )
 
 
 def _endless(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
 ) -> Iterator[str]:
-    """Yield a warning if no learned token ends a turn, or if the template's closing token does not end completions."""
+    """Yield a warning if no trained token ends a turn, or if the template's closing token does not end completions."""
     stops, token, closing = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
     if _messages_in(data.rows[0]):
         token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
     if token is not None:
         closing = (
             f"the chat template ends a turn with {policy.tokenizer.decode([token])!r} ({token}), which does not end"
-            f" completions (policy.eos_token_ids = {list(policy.eos_token_ids)}): {_with_eos(policy, token)}"
+            f" completions (policy.eos_token_ids = {list(policy.eos_token_ids)}). Use {_with_eos(policy, token)}"
         )
     if data.masks is None:
         if closing and not ends.stop:
@@ -127,10 +127,10 @@ def _endless(
         return
     learned = zip(data.token_ids, data.masks, strict=True)
     if all(stops.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in learned):
-        yield f"{argument}: no learned token ends a turn, so completions will not end: " + (
+        yield f"{argument}: no trained token ends a turn, so the policy does not learn to end completions; " + (
             closing
-            or "end texts with tokenizer.eos_token, or use a chat template that writes an EOS after the assistant's"
-            " turns, inside of its generation tags; where max_length cuts all examples off, raise it"
+            or "append tokenizer.eos_token to strings, or use a chat template that writes an EOS after assistant"
+            " turns, inside the generation tags. If max_length truncates all examples, increase it"
         )
 
 
@@ -147,13 +147,13 @@ def _empty_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
     if found:
         row, name = found[0]
         yield (
-            f"{argument} row {row} has a call of a tool with the argument {name!r} = None ({len(found)} such arguments"
-            " in all): the package datasets fills in arguments of other rows' calls, and the policy reads null. Remove"
-            " them, or store arguments as JSON text, which is decoded for the chat template"
+            f"{argument} row {row} has a tool call with the argument {name!r} = None ({len(found)} such arguments in"
+            " total), which the chat template shows as null. The package datasets adds None for arguments of other"
+            " rows' calls. Remove these arguments, or store arguments as JSON strings, which are decoded"
         )
 
 
 def _arguments(call: Json) -> Json:
-    """The arguments of a tool call by name; {} if they are not an object."""
+    """Return the arguments of a tool call as a dict; {} if they are not a JSON object."""
     arguments = (call.get("function") or call).get("arguments")
     return arguments if isinstance(arguments, Mapping) else {}

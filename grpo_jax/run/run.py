@@ -1,4 +1,4 @@
-"""A run, which `train` and `sft` derive from their checked arguments, and its first state."""
+"""Settings and objects of a run, which `train` and `sft` build from validated arguments; and its initial state."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ if TYPE_CHECKING:  # optional capabilities
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The part of a run that `train` and `sft` share. It is constant.
+    """The constant part of a run, with the fields that `train` and `sft` share.
 
-    `policy.params` are the initial ones, and empty once a `TrainState` has them. All batches have P = `prompt_length`,
-    so that each program is compiled once. `mesh` is None for one device, and `schedule` for the caller's optimizer.
-
-    The fields with a default are for `train` only: `reward_fns` include the rewards of environments, `interaction` has
-    the tools and environments of several turns, `sampler` is an engine, and `advantage_fn` is the caller's function.
+    `policy.params` are the initial params, and are released once a `TrainState` holds them. All batches have
+    P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, `schedule` is
+    None for a custom optimizer. Fields with a default are for `train` only: `reward_fns` include the rewards of
+    environments, `interaction` holds tools and environments of multi-turn completions, and `sampler` is an engine.
     """
 
     policy: Policy
@@ -59,16 +58,16 @@ class BaseRun:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """B and G of an update's batch."""
+        """Shape (B, G) of the batch of an update."""
         return self.sizes.prompts_per_update, self.config.num_generations
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether the policy that sampled is needed after the first update of an iteration."""
+        """Whether the params of the sampling policy are needed after the first update of an iteration."""
         return self.sizes.updates > 1
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """A minibatch of zeros with the fields that an update reads; under `eval_shape`, their shapes."""
+        """Return a minibatch of zeros with the fields that an update reads. Use `eval_shape` to get only shapes."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
         return Batch(
             prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
@@ -81,37 +80,37 @@ class BaseRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(BaseRun):
-    """A run of `train`, whose batches are sampled and scored."""
+    """A run of `train`, which samples its batches."""
 
     config: GRPOConfig
     eval_data: EncodedPrompts | None = None
 
     @property
     def samples_in_background(self) -> bool:
-        """Whether an engine samples the next completions during the rewards and the updates (`EngineRollouts`).
+        """Whether an engine samples the next completions during rewards and updates (`EngineRollouts`).
 
-        False with several processes, because their threads would issue collectives in different orders.
+        False with several processes, because their threads would run collectives in different orders.
         """
         follows = callable(getattr(self.sampler, "follow", None))
         return self.config.rollout_ahead and follows and jax.process_count() == 1
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether the policy that sampled is needed after the first update: by its ratios, or by an engine."""
+        """Whether the sampling policy's params are needed after the first update, for its ratios or for an engine."""
         return self.sizes.updates > 1 or self.samples_in_background
 
     def rows_at(self, cursor: int, count: int) -> list[int]:
-        """Row indices of the `count` prompts from number `cursor` on, in the order of the shuffled epochs."""
+        """Return the row indices of `count` prompts of the shuffled epochs, starting at position `cursor`."""
         config, num_rows = self.config, len(self.data.rows)
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
         return [row for _, row in entries]
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
-        """The `trainer_state` of reward functions after `step` optimizer steps and `cursor` sampled prompts."""
+        """Return the `trainer_state` for reward functions after `step` optimizer steps and `cursor` sampled prompts."""
         return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """A minibatch of zeros, as in `BaseRun`."""
+        """Return a minibatch of zeros, as in `BaseRun`."""
         batch, config = super().zero_batch(state), self.config
         log_probs = batch.sampling_log_probs
         per_token = config.turn_credit == "to_go" if self.advantage_fn is None else self.advantage_fn.per_token
@@ -132,10 +131,10 @@ class Run(BaseRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches are examples of its dataset; `sizes.prompts` counts blocks of examples.
+    """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` is a number of blocks of examples.
 
-    `eval_data` has the name "" for a single dataset. `num_groups` is the number of prompts in a batch if all examples
-    begin with the same tokens; None if each example has its own prompt.
+    The keys of `eval_data` are dataset names, "" for a single dataset. `num_groups` is the number of prompts per batch
+    if all examples start with the same tokens; None if each example has a separate prompt.
     """
 
     config: SFTConfig
@@ -145,13 +144,13 @@ class SFTRun(BaseRun):
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """B and G of an update's batch."""
+        """Shape (B, G) of the batch of an update."""
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
 
 
 def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
-    """The state at step 0, with only the fields that the config needs. With `donate` it owns the policy's arrays."""
+    """Create the state at step 0, with only the fields that the config needs. `donate` reuses the policy's arrays."""
     config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
     state = create_state(
@@ -163,7 +162,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         keep_initial=config.sync_ref_model,
         mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
         entropy_coef=config.entropy_coef,
-        # The adaptive bonus depends on a measured entropy, and none has been measured yet.
+        # The adaptive bonus depends on a measured entropy, which is not available before the first update.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,
         donate=donate,
     )

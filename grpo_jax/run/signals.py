@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT stop a run after the update in progress, or in the middle of a rollout."""
+"""Handling of SIGTERM and SIGINT, which stop a run after the current update, or during a rollout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 
 class Interrupted(Exception):
-    """A signal arrived during a rollout or an evaluation, which the resumed run repeats."""
+    """Raised when a signal interrupts a rollout or an evaluation. The resumed run repeats it."""
 
 
 class StopSignals:
-    """A context manager that records the first SIGTERM or SIGINT in `received`; a second one has its usual effect.
+    """Context manager that records the first SIGTERM or SIGINT in `received`. A second signal has its default effect.
 
-    Handlers are set only in the main thread, if `enabled`, and not for signals that are ignored or handled outside
-    Python. `alone` is False if other processes would wait for a rollout that this one leaves.
+    Handlers are installed if `enabled`, only in the main thread, and only for signals that are not ignored or handled
+    outside Python. `alone` is False if other processes take part in rollouts, which then must not be interrupted.
     """
 
     def __init__(self, enabled: bool = True, alone: bool = True):
@@ -41,20 +41,20 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self.__exit__()
-        # Not `print`: the signal may have interrupted one, and streams are not reentrant.
+        # `print` is not reentrant: the signal may arrive during another print.
         name = self.received.name
-        os.write(2, f"\n{name}: saving as soon as this update is done; a second signal ends the run at once\n".encode())
+        os.write(2, f"\n{name}: saving after the current update; a second signal ends the run immediately\n".encode())
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` after a signal, unless other processes work on the same arrays."""
+        """Raise `Interrupted` if a signal has arrived, unless other processes take part in the computation."""
         if self.received is not None and self._alone:
             raise Interrupted
 
     def leave(self) -> NoReturn:
-        """Raise `SystemExit` with 128 + the signal's number, so that a supervisor does not see a finished run.
+        """Raise SystemExit with status 128 + signal number, so that a supervisor does not consider the run finished.
 
-        SIGINT in a notebook or at the prompt is a `KeyboardInterrupt`, which ends only the cell.
+        After SIGINT in a notebook or interactive session, raises KeyboardInterrupt instead, which ends only the cell.
         """
-        if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython sets it too
+        if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython also sets `ps1`
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

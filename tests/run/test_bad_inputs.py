@@ -111,11 +111,11 @@ BAD = [
     (dict(reward_fns=lambda of="answer": 0), "if it is a factory, pass its result: lambda(...)"),
     (dict(reward_weights=[0.0]),
         "reward_weights = (0.0,): all rewards are multiplied by 0; use at least one weight"),
-    (dict(policy="Qwen/Qwen3-0.6B"), "policy must be what from_pretrained returns, a Policy; got str."),
+    (dict(policy="Qwen/Qwen3-0.6B"), "policy must be a Policy; got str. Load one with from_pretrained."),
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
     (dict(policy=no_eos),
-        "policy has no EOS token, so no completion would end: give eos_token_id in generation_"),
-    (dict(policy=other_vocabulary), "and the model has a vocabulary of 40: they do not belong together."),
+        "policy has no EOS token, so completions would never end. Set eos_token_id in generation_"),
+    (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer of"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
         "max_completion_length = 400: with prompts of up to 3 tokens this exceeds the 256"),
@@ -197,7 +197,7 @@ def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.eos_token = "!"
     policy = tiny_policy().replace(tokenizer=tokenizer)
-    both = rf"ends a text with '!' \({tokenizer.eos_token_id}\), .*'eos_token_id': \[{tokenizer.eos_token_id}, 1\]"
+    both = rf"EOS token '!' \({tokenizer.eos_token_id}\) is not in .*'eos_token_id': \[{tokenizer.eos_token_id}, 1\]"
     with pytest.warns(UserWarning, match=both):
         prepared(policy=policy)
     prepared(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))

@@ -60,19 +60,17 @@ def test_special_tokens_that_the_tokenizer_adds_to_those_of_the_text():
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
     (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
-    assert line.startswith(
-        "dataset: 2 of 3 texts begin with the BOS twice, the first of them '!!ab': the tokenizer adds"
-    )
+    assert line.startswith("dataset: 2 of 3 rows start with two BOS tokens, because the tokenizer adds special")
     assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # no BOS at all
     template = "!" + OPENING.replace("<think>", "")
     assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
     (line,) = said([{"prompt": "ab"}], tokenizer_with(eos=True))
-    assert line.startswith("dataset: 1 of 1 texts end with an EOS before the completion begins, the first of them 'ab<")
+    assert line.startswith("dataset: 1 of 1 rows end with an EOS token before the completion, because the tokenizer")
     for row in ({"text": "!ab"}, {"prompt": "!a", "completion": "b"}):
         (line,) = said([row], tokenizer)
-        assert line.startswith("dataset: 1 of 1 texts begin with the BOS twice, the first of them '!!ab<eos>': ")
+        assert line.startswith("dataset: 1 of 1 rows start with two BOS tokens, because")
         (line,) = said([row], tokenizer_with(eos=True))
-        assert line.startswith("dataset: 1 of 1 texts end with an EOS twice, the first of them '!ab<eos><eos>': ")
+        assert line.startswith("dataset: 1 of 1 rows end with two EOS tokens, because")
         assert said([row], tokenizer_with()) == []
 
 
@@ -88,7 +86,7 @@ def test_a_template_whose_end_of_turn_ends_no_completion():
     told += " (policy.eos_token_ids = ["
     (line,) = said([{"prompt": talk()}], tokenizer)
     assert line.startswith(
-        f"dataset: {told}{eos}]): policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
+        f"dataset: {told}{eos}]). Use policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
     )
     assert line.endswith(f", or stop_token_ids=[{end}]")
     assert said([{"prompt": "hi"}], tokenizer) == said([{"prompt": talk()}], tokenizer, eos=[end]) == []
@@ -96,10 +94,14 @@ def test_a_template_whose_end_of_turn_ends_no_completion():
         assert said([{"prompt": talk()}], tokenizer, ends=ends) == []
     lesson = [{"messages": [*talk(), {"role": "assistant", "content": "yes"}]}]
     (line,) = said(lesson, tokenizer)
-    assert line.startswith(f"dataset: no learned token ends a turn, so completions will not end: {told}")
+    assert line.startswith(
+        f"dataset: no trained token ends a turn, so the policy does not learn to end completions; {told}"
+    )
     assert said(lesson, tokenizer, eos=[eos, end]) == []
     (line,) = said(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
-    assert line.startswith("dataset: no learned token ends a turn, so completions will not end: end texts with")
+    assert line.startswith(
+        "dataset: no trained token ends a turn, so the policy does not learn to end completions; append"
+    )
 
 
 def called(**arguments):
@@ -117,7 +119,7 @@ def test_arguments_that_datasets_has_filled_in(column):
     rows = [{column: called(x=1)}, {column: called(y="a")}]
     assert said(rows, tokenizer) == []
     (line,) = said(list(datasets.Dataset.from_list(rows)), tokenizer)
-    assert line.startswith("dataset row 0 has a call of a tool with the argument 'y' = None (2 such arguments in all)")
+    assert line.startswith("dataset row 0 has a tool call with the argument 'y' = None (2 such arguments in total)")
     as_text = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "{}"}]}
     assert said([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
 
@@ -149,13 +151,13 @@ def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypa
     """
     policy, tokenizer = tiny_policy(), tokenizer_with()
     tokenizer.add_tokens(["@@"])
-    with pytest.raises(ValueError, match=f"the token id {len(tokenizer) - 1}, and the model has a vocabulary of 258"):
+    with pytest.raises(ValueError, match=f"the token id {len(tokenizer) - 1}, but the model's vocabulary size is 258"):
         used(policy.replace(tokenizer=tokenizer), "a@@")
     with pytest.raises(ValueError, match="256 positions"):
         used(policy, "a" * 300)
     bare = tokenizer_with()
     bare.eos_token = None
-    with pytest.raises(ValueError, match="policy has no EOS token, so no completion would end"):
+    with pytest.raises(ValueError, match="policy has no EOS token, so completions would never end"):
         used(policy.replace(tokenizer=bare, config={**policy.config, "eos_token_id": None}, generation_config={}), "a")
 
     def stop(*_, **__):
@@ -168,5 +170,5 @@ def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypa
         warnings.simplefilter("always")
         used(strange, "!a")
     told = " ".join(str(one.message) for one in caught)
-    assert "ends a text with '<eos>' (1), and completions end with policy.eos_token_ids = [7] only" in told
-    assert "begin with the BOS twice" in told
+    assert "EOS token '<eos>' (1) is not in policy.eos_token_ids = [7]" in told
+    assert "start with two BOS tokens" in told

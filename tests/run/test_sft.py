@@ -237,10 +237,10 @@ def test_an_object_that_only_has_apply_learns():
 
 BAD = [
     ({"config": GRPOConfig()}, "config must be an SFTConfig"),
-    ({"policy": 3}, "policy must be what from_pretrained returns"),
+    ({"policy": 3}, "policy must be a Policy; got int"),
     ({"config": settings(eval_steps=2)}, "eval_steps = 2: needs an evaluation dataset; pass eval_dataset to sft"),
     ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
-    ({"dataset": [{"input_ids": [1, 999]}]}, "gives the token id 999, and the model has a vocabulary of"),
+    ({"dataset": [{"input_ids": [1, 999]}]}, "the token id 999, but the model's vocabulary size is"),
     ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is not"),
 ]  # fmt: skip
 

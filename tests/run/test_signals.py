@@ -32,7 +32,7 @@ def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, c
         with pytest.raises(SystemExit) as left:
             signals.leave()
     assert left.value.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
-    assert f"{number.name}: saving as soon as this update is done" in capfd.readouterr().err
+    assert f"{number.name}: saving after the current update" in capfd.readouterr().err
 
 
 def test_the_second_signal_acts_as_usual():
