@@ -87,7 +87,7 @@ def _read_prompts(
     settings: DecodeSettings,
     turns: bool = False,
 ) -> tuple[Stream, Drawn]:
-    """Prefill prompts and draw first tokens, with one forward pass per prompt. The stream has an empty `cache`."""
+    """Prefill the prompts, once per group, and draw the first tokens. The returned stream does not have a cache yet."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")

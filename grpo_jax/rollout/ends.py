@@ -24,7 +24,7 @@ _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = wea
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
     """Return the cached automaton for stop strings, over the bytes of a tokenizer's tokens except special tokens.
 
-    Raises ValueError if the tokenizer is missing, or a string contains a special token or cannot be tokenized.
+    Raises ValueError if the tokenizer is missing, or a string contains a special token or cannot be formed from tokens.
     """
     if tokenizer is None:
         raise ValueError(f"stop={show(list(strings))} needs a tokenizer; pass tokenizer.")
@@ -41,7 +41,7 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
         try:
             known[key] = make_stops(key, token_bytes(tokenizer))
         except ValueError as error:
-            raise ValueError(f"stop={show(list(key))}: {error}. Use stop_token_ids for single tokens.") from error
+            raise ValueError(f"stop={show(list(key))}: {error}. Pass token ids in stop_token_ids instead.") from error
     return known[key]
 
 
@@ -71,7 +71,7 @@ class TurnEnds(NamedTuple):
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
-        """Raise ValueError for stop strings that cannot be tokenized, and for ids outside the vocabulary."""
+        """Raise ValueError for stop strings that cannot be formed from tokens, and for ids outside the vocabulary."""
         if self.stop:
             stops_of(tokenizer, self.stop)
         unknown = [index for index in self.stop_token_ids if vocab_size is not None and index >= vocab_size]

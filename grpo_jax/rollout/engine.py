@@ -293,7 +293,7 @@ class Engine:
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
-    """Write params for a server: adapters in PEFT's format, or all weights as safetensors. Return whether adapters.
+    """Write adapters in PEFT's format, or all weights as safetensors. Return True if adapters were written.
 
     A tied head is written under both names, because vLLM may hold it as two tensors and reloads only those it finds in
     the files. All processes of a run must call this function together; only the first process writes.

@@ -1,4 +1,4 @@
-"""HTTP client of one server: JSON requests from many threads, repeated after the server has been unavailable."""
+"""A thread-safe HTTP client for JSON requests, which are repeated after the server has been unavailable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOTHING_LEARNED = "This batch was not used for training; restart the run to resu
 
 
 class EngineError(RuntimeError):
-    """An error of an inference server. The message contains the server, the request and a fix."""
+    """An error of an inference server. The message contains the server's URL and suggests a fix."""
 
 
 class Lost(EngineError):

@@ -93,12 +93,12 @@ class VLLM:
         drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=Sampling(top_k=1), stop=[], stops=None)
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
-                f"{self.url} returns log-probs without temperature, top_k, top_p and min_p; start it with"
+                f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start it with"
                 " --logprobs-mode processed_logprobs"
             )
 
     def look_up(self, longest: int) -> None:
-        """Find the model's name on the server. Raises EngineError if it is missing or too short for `longest` tokens.
+        """Find the model on the server. Raises EngineError if it is missing or does not support `longest` tokens.
 
         Later calls, after a restart of the server, require the same model.
         """
@@ -244,7 +244,7 @@ class VLLM:
         except Refused as refused:
             if "already been loaded" in str(refused):
                 return
-            fix = ". Check that the server can access this directory under this path" if "_path" in str(body) else ""
+            fix = ". Check that the server can read the weights under this path" if "_path" in str(body) else ""
             if refused.status in (404, 405):
                 fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the directory of weights')}"
             raise EngineError(f"{refused}{fix}") from refused

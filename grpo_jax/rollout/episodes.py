@@ -4,7 +4,7 @@
 token ids of a turn ──► text ──► tool calls, or respond(text) ──► messages, or text ──► token ids of the observation
 ```
 
-An episode is one completion together with a separate environment. If a tool raises an error, the policy receives it as
+An episode is one completion with a separate environment. If a tool raises an error, the policy receives it as
 the tool's result. If an environment raises an error, the run or the episode ends (`on_environment_error`).
 """
 
@@ -199,7 +199,7 @@ class Episode:
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                fault = "returns rewards, which needs a get_reward method; its value is added to the last turn's reward"
+                fault = "returned a reward, which requires a get_reward method; it is added to the last turn's reward"
                 raise self._failed("respond", fault)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
@@ -216,7 +216,7 @@ class Episode:
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
         """Return the token ids of an observation after the last token `drawn` of a turn.
 
-        If the text is certainly too long, it is not encoded; more than `limit` placeholder ids are returned.
+        A text that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
         """
         if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
             return range(limit + 1)
@@ -290,7 +290,7 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments, and return the rows with the text that `reset` returned appended to their prompts.
+        """Reset all environments. Returns the rows, with the text returned by `reset` appended to the prompts.
 
         Raises ValueError if `reset` returned different strings for the completions of one prompt.
         """

@@ -151,7 +151,8 @@ def generate(
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
         each = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
-        raise ValueError(f"batch_size must hold a group of {num_generations} completions{each}; got {batch_size!r}.")
+        least = f"{shards * num_generations}, a group of completions{each}"
+        raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
     if answers is not None and not is_cached(model):
         kind = type(model).__name__
         raise ValueError(f"model must be a built-in model for completions with several turns; got {kind}.")

@@ -106,7 +106,7 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
         where = f"{where}, {name!r}"
 
     def copy(**arguments: object) -> None:
-        """Replaced."""
+        """Placeholder; replaced below."""
 
     try:
         parameters = inspect.signature(function).parameters

@@ -48,8 +48,8 @@ TOGETHER = 0.5
 idle, but reading one observation costs as much as reading all."""
 
 PATIENCE = 2
-"""Number of bursts after that fraction is reached. With 0, each read would wait for the latest answers; with a large
-value, one long turn would delay all other turns."""
+"""Number of bursts that are decoded after `TOGETHER` is reached. With 0, each read would wait for the latest answers;
+with a large value, one long turn would delay all other turns."""
 
 Promise = Future[Sequence[int] | None]
 
@@ -69,8 +69,8 @@ class Answers(Protocol):
           limit: maximum number of tokens of the observation. With more, the completion is truncated after the turn.
 
         Returns:
-          A future of the observation's token ids, or of None at the end of the completion. None instead of a future if
-          a different process answers.
+          A future whose result is the token ids of the observation, or None at the end of the completion. If a
+          different process answers, None is returned instead of a future.
         """
         ...
 
@@ -139,7 +139,7 @@ class _Turns:
         self.slot += self._record(self.completions, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Record the drawn tokens of completions [B', G'], and return the number of steps that were not empty.
+        """Record the drawn tokens of completions [B', G'], and return the number of steps in which any was drawn.
 
         Requests answers to turns that have just ended, and ends completions without space for more tokens.
         """
@@ -158,7 +158,7 @@ class _Turns:
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for the answers and return the observations, keyed by table row. Completions without one end."""
+        """Wait for the answers and return the observations, keyed by table row. Ends completions that receive none."""
         table, observed = self.table, dict[int, Sequence[int]]()
         local = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
         answers = [(row, wait_for(promise, self.rollout.interrupt)) for row, promise in local]

@@ -114,7 +114,7 @@ def test_max_turn_length_cuts_a_completion_of_one_turn():
     [
         ({"stop": [""]}, r"stop = \[''\]: must be a string or a list of non-empty strings"),
         ({"stop": "a<eos>"}, r"stop must not contain special tokens; got '<eos>' in 'a<eos>'.*stop_token_ids=\[1\]"),
-        ({"stop": ["a", "x"]}, "stop=.*the tokens of this vocabulary cannot form 'x'. Use stop_token_ids"),
+        ({"stop": ["a", "x"]}, "stop=.*the tokens of this vocabulary cannot form 'x'. Pass token ids"),
         ({"stop": ["a"], "tokenizer": None}, "stop=.*needs a tokenizer; pass tokenizer"),
         ({"stop_token_ids": [True]}, r"stop_token_ids = \[True\]: id 0 must be a whole number"),
         ({"stop_token_ids": "7"}, "stop_token_ids = '7': must be a list of token ids"),
