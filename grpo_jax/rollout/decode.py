@@ -115,7 +115,7 @@ def prefill(
     """Prefill the prompts and draw the first token of each completion.
 
     The completions start at `slot`. `turns` is True if completions have several turns. On a mesh, the cached keys and
-    values are sharded by prompts and heads.
+    values are sharded over prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)

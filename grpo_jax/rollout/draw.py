@@ -120,7 +120,7 @@ def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Ar
     """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [], [B] or [B, G].
 
     One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
-    two to three times as fast as a four-dimensional draw. B is its major axis, so that it is sharded by prompts.
+    two to three times as fast as a four-dimensional draw. B is its major axis, so that it is sharded over prompts.
     """
     first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
     first = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)

@@ -157,7 +157,7 @@ class VLLM:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or 0.0,
-            # The defaults of these would come from the model's generation_config.json.
+            # Without these, vLLM would use defaults from the model's generation_config.json.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
