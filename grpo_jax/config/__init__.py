@@ -1,4 +1,4 @@
-"""Settings: `GRPOConfig`, the batch sizes that follow from it, and the validation of its fields."""
+"""Configuration: `GRPOConfig`, the batch sizes derived from it, and the validation of its fields."""
 
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig

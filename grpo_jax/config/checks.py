@@ -1,4 +1,4 @@
-"""Checks of settings against the data, the devices and the model of a run."""
+"""Validation of settings against the data, devices and model of a run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return an error line for each setting that does not fit the run; what is None is unknown and not checked.
+    """Return one error message for each setting that is incompatible with the run. Arguments of None are not checked.
 
-    Rows are counted without dropped long prompts; `num_eval_rows` is None without an evaluation dataset. If the longest
-    prompt is unknown, `max_prompt_length` is used. A dense model has 0 experts.
+    `num_rows` excludes rows whose prompts were dropped for their length. `num_eval_rows` is None without an evaluation
+    dataset. If `longest_prompt` is None, `max_prompt_length` is used. `num_experts` is 0 for dense models.
     """
     problems = list(config.device_problems(num_devices))
     if num_rows < 1:
-        problems.append("dataset: there are 0 rows to train on; check the rows, and max_prompt_length if it drops them")
+        problems.append("dataset: no rows to train on; check the dataset, and whether max_prompt_length drops all rows")
     if num_reward_fns < 1:
         problems.append("reward_fns: the list is empty; pass at least one function")
     elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
         functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
         problems.append(
-            f"{shown(config, 'reward_weights')}: {len(config.reward_weights)} weights for {functions};"
+            f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
             " pass one weight per function, or None for 1.0 each"
         )
     problems += _eval_problems(config, num_eval_rows)
@@ -46,32 +46,32 @@ def run_problems(
 
 
 def position_problems(longest_prompt: int, max_completion_length: int, context_length: int) -> Iterator[str]:
-    """Yield the error line if prompts and completions need more positions than the model has."""
+    """Yield an error message if prompts and completions need more positions than the model has."""
     left = context_length - longest_prompt
     if max_completion_length > left:
         fix = (
             f"use {left} or less, or shorter prompts"
             if left > 0
-            else "the prompts alone fill them: shorten the prompts, drop long ones (max_prompt_length with"
-            ' on_long_prompt="drop"), or use another model'
+            else "the prompts leave no room for completions: shorten them, drop long ones (max_prompt_length with"
+            ' on_long_prompt="drop"), or use a model with a longer context'
         )
         yield (
-            f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens this"
+            f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
             f" exceeds the {context_length} positions of the model; {fix}"
         )
 
 
 def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
-    """Yield the error lines of an evaluation dataset and its batch size."""
+    """Yield error messages about the evaluation dataset and the evaluation batch size."""
     if num_rows is None:
         yield from missing_evaluation(config, "train")
         return
     if num_rows < 1:
-        yield "eval_dataset: there are 0 rows to evaluate on; pass rows, or leave the argument out"
+        yield "eval_dataset: no rows to evaluate on; pass a non-empty dataset, or omit the argument"
     batch, group = config.per_device_eval_batch_size, config.eval_generations
     if batch % group:
         yield (
-            f"{shown(config, 'per_device_eval_batch_size')}: is not a multiple of the group size, {group}"
+            f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
             f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
         )
 
@@ -85,13 +85,13 @@ def sft_problems(
     context_length: int | None,
     num_experts: int | None,
 ) -> list[str]:
-    """Return an error line for each setting that does not fit the SFT run; arguments as in `run_problems`."""
+    """Return one error message for each setting that is incompatible with the SFT run, as in `run_problems`."""
     problems = list(config.device_problems(num_devices))
     if not has_eval_data:
         problems += missing_evaluation(config, "sft")
     if context_length is not None and longest > context_length:
         problems.append(
-            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, and the model has"
+            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, but the model has only"
             f" {context_length} positions; use max_length={context_length} or less"
         )
     problems += router_problems(config, num_experts)
@@ -99,7 +99,7 @@ def sft_problems(
 
 
 def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
-    """Yield the error line of a setting that needs the `eval_dataset` of `train` or `sft` (`function`)."""
+    """Yield an error message if a setting needs the argument `eval_dataset` of `function` ("train" or "sft")."""
     missing = f"needs an evaluation dataset; pass eval_dataset to {function}"
     if config.eval_steps is not None:
         yield f"{shown(config, 'eval_steps')}: {missing}"
@@ -108,6 +108,6 @@ def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
 
 
 def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:
-    """Yield the error line of a router loss for a dense model."""
+    """Yield an error message if a router loss is set for a dense model."""
     if config.router_aux_loss_coef and num_experts == 0:
-        yield f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts; leave it at None"
+        yield f"{shown(config, 'router_aux_loss_coef')}: the model is not a mixture of experts; set it to None"

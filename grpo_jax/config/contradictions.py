@@ -1,4 +1,4 @@
-"""Fields of a config that contradict each other."""
+"""Conflicts between config fields."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 from grpo_jax.config.settings import Settings, shown
 
-_CAP = "in cispo it is the cap of the ratio itself, not 1 + ε_high"
+_CAP = "in cispo this is the cap of the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
-# The fields that a test reads (the message starts with the first one), the test, and the fix.
+# Fields that the condition reads (the message starts with the first one), the condition, and the rest of the message.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] = (
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
-        f"{_CAP}; if it is unset, every gradient is scaled down to epsilon; set it {_PAPER}",
+        f"{_CAP}; None would scale every gradient down to epsilon; set a value {_PAPER}",
     ),
     (
         "epsilon_high loss_type",
@@ -25,27 +25,27 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
-        "sapo and vespo weight ratios smoothly and do not clip; leave it at None",
+        "sapo and vespo weight ratios smoothly and do not clip; set it to None",
     ),
     (
         "delta loss_type",
         lambda c: c.loss_type in ("cispo", "sapo", "vespo") and c.delta is not None,
-        "cispo, sapo and vespo do not use it; leave it at None",
+        "cispo, sapo and vespo do not use it; set it to None",
     ),
     (
         "scale_rewards advantage_estimator",
         lambda c: c.advantage_estimator != "grpo" and c.scale_rewards != "none",
-        'applies to advantage_estimator = "grpo" only, since other estimators have their own scale; use "none"',
+        'only supported with advantage_estimator = "grpo"; use "none"',
     ),
     (
         "multi_objective_aggregation advantage_estimator",
         lambda c: c.advantage_estimator != "grpo" and c.multi_objective_aggregation != "sum_then_normalize",
-        'applies to advantage_estimator = "grpo" only; use "sum_then_normalize"',
+        'only supported with advantage_estimator = "grpo"; use "sum_then_normalize"',
     ),
     (
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
-        'advantage_estimator = "opo" weights whole completions by length; use another, or turn_credit="episode"',
+        'advantage_estimator = "opo" weights whole completions by length; change it, or use turn_credit="episode"',
     ),
     (
         "importance_sampling_level loss_type",
@@ -77,48 +77,48 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0,
-        "needs a reference, which a run with beta = 0 does not keep; set beta above 0, or sync_ref_model=False",
+        "a run with beta = 0 does not have a reference; set beta above 0, or sync_ref_model=False",
     ),
     (
         "distillation_coef top_k top_p min_p",
         lambda c: c.distillation_coef > 0 and bool(c.top_k or c.top_p < 1 or c.min_p),
-        "with top_k, top_p or min_p the divergence from the teacher is infinite; sample from the whole distribution"
+        "with top_k, top_p or min_p, the divergence from the teacher is infinite; sample from the full distribution"
         " (top_k=0, top_p=1.0, min_p=None)",
     ),
     (
         "distillation_topk distillation_mode",
         lambda c: (c.distillation_topk is None) == (c.distillation_mode == "topk_logits"),
-        'requires distillation_mode = "topk_logits", which requires it in turn; set both or neither',
+        'must be set if and only if distillation_mode = "topk_logits"; set both or neither',
     ),
     (
         "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max",
         lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
-        "with use_adaptive_entropy it must lie between entropy_coef_min and entropy_coef_max; change one of the three",
+        "with use_adaptive_entropy, must be between entropy_coef_min and entropy_coef_max; change one of them",
     ),
     (
         "reward_weights",
         lambda c: c.reward_weights is not None and len(c.reward_weights) > 0 and not any(c.reward_weights),
-        "all rewards are multiplied by 0; use at least one weight that is not 0",
+        "all weights are 0; use at least one nonzero weight",
     ),
     (
         "max_steps",
         lambda c: c.max_steps == 0,
-        "there is nothing to train; use a number of optimizer steps, or -1 to train for num_train_epochs",
+        "the run would not train; use at least 1 optimizer step, or -1 to train for num_train_epochs",
     ),
     (
         "warmup_steps",
         lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
-        "must be an integer, or a fraction of all steps below 1",
+        "must be an integer number of steps, or a fraction of all steps below 1",
     ),
     (
         "warmup_steps max_steps",
         lambda c: 0 < c.max_steps < c.warmup_steps,
-        "the run ends before the warm-up; use fewer warmup_steps or more max_steps",
+        "the run ends before the warm-up does; decrease warmup_steps or increase max_steps",
     ),
     (
         "warmup_steps lr_scheduler_type",
         lambda c: c.lr_scheduler_type == "constant" and c.warmup_steps > 0,
-        'a constant schedule does not warm up; use lr_scheduler_type="constant_with_warmup"',
+        'a constant schedule has no warm-up; use lr_scheduler_type="constant_with_warmup"',
     ),
     (
         "metric_for_best_model save_steps eval_steps",
@@ -127,28 +127,28 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
             and (c.metric_for_best_model or "").startswith("eval/")
             and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
         ),
-        "is not measured at every checkpoint; make save_steps a multiple of eval_steps",
+        "not evaluated at every checkpoint; set save_steps to a multiple of eval_steps",
     ),
     (
         "load_best_model_at_end metric_for_best_model",
         lambda c: c.load_best_model_at_end and c.metric_for_best_model is None,
-        'needs metric_for_best_model, such as "eval/<function>" or "reward", in SFT "eval/loss"',
+        'needs metric_for_best_model; set it, for example to "eval/<function>" or "reward" (SFT: "eval/loss")',
     ),
     (
         "load_best_model_at_end save_steps",
         lambda c: c.load_best_model_at_end and c.save_steps is None,
-        "the only checkpoint is the one at the end (checkpoints of save_minutes do not count); set save_steps",
+        "there is only one checkpoint, at the end (save_minutes checkpoints are not compared); set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",
         lambda c: c.temperature_eval == 0 and c.num_generations_eval not in (None, 1),
-        "greedy completions of one prompt (temperature_eval = 0) are identical; use 1 or None",
+        "greedy completions (temperature_eval = 0) of the same prompt are identical; use 1 or None",
     ),
 )
 
 
 def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
-    """Yield an error line for each contradiction between fields that are not in `wrong`."""
+    """Yield an error message for each conflict between fields that are not in `wrong`."""
     right = SimpleNamespace()
     vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
     for names, holds, fix in _CONTRADICTIONS:

@@ -1,7 +1,7 @@
-"""Conversion and validation of config fields by their annotations.
+"""Conversion and validation of config fields based on their annotations.
 
 An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of these, or `Annotated[...,
-reader]` with a function that reads the value.
+reader]`, where `reader` is a function that converts and validates the value.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ _Default = TypeVar("_Default")
 
 @dataclasses.dataclass(frozen=True)
 class In:
-    """Bounds of a number, written as an interval such as `"(0, 1]"`, and advice for values outside."""
+    """Bounds of a number, an interval such as `"(0, 1]"`, and advice for values outside of it."""
 
     interval: str
     fix: str
 
     def fault(self, value: float) -> str:
-        """Return an error for a value outside the interval, otherwise ""."""
+        """Return an error message for a value outside the interval, otherwise ""."""
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
         if (low < value or (with_low and value == low)) and (value < high or (with_high and value == high)):
@@ -35,32 +35,32 @@ class In:
         return f"must be {' and '.join(bounds)}; {self.fix}"
 
 
-Count = Annotated[int, In("[1, inf)", "use a whole number from 1 up")]
-Positive = Annotated[float, In("(0, inf)", "use a number above 0")]
-NotNegative = Annotated[float, In("[0, inf)", "use 0 or a number above it")]
-# The names of `maths.surrogates.LOSS_TYPES`, which is not imported, since it needs jax.
+Count = Annotated[int, In("[1, inf)", "use a positive integer")]
+Positive = Annotated[float, In("(0, inf)", "use a positive number")]
+NotNegative = Annotated[float, In("[0, inf)", "use 0 or a positive number")]
+# Keys of `maths.surrogates.LOSS_TYPES`, repeated here because importing that module would import jax.
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
-"""How a setting may change when a run resumes. "free": the params do not depend on it. "rounding": it splits the same
-batches differently, which changes rounding only. "length": the total number of steps is compared instead. "to none": it
-may change to "none", which would have given the same steps so far."""
+"""How a setting may change when a run resumes. "free": freely, since the params do not depend on it. "rounding":
+freely, since it only splits batches differently, which affects rounding. "length": if the total number of steps is
+unchanged. "to none": only to "none", which would not have changed the previous steps."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """Return a dataclass field that may change on resume as `resume` says; None, as in plain fields: not at all."""
+    """Return a dataclass field with the given rule for changes on resume (see `Resume`); None allows no change."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
 def unknown_field(name: str, known: set[str], foreign: dict[str, str]) -> str:
-    """Return the error line of an unknown field; `foreign` maps names of other libraries to advice."""
+    """Return the error message for an unknown field. `foreign` maps names in other libraries to advice."""
     close = nearest(name, known)
     fix = foreign.get(name) or (f"did you mean {close}?" if close else "leave it out")
     return f"{name}: no such field; {fix}"
 
 
 def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
-    """Return a phrase with the nearest smaller and larger valid sizes."""
+    """Format the nearest smaller and larger valid sizes for an error message."""
     below = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
     above = next((size for size in range(value + 1, 100 * value + 1000) if fits(size)), None)
     sizes = [str(size) for size in (below, above) if size is not None]
@@ -68,11 +68,11 @@ def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
 
 
 Read = tuple[object, str]
-"""A value as a plain Python type, and "" or an error; with an error the value is unchanged."""
+"""The value converted to a built-in type, and "" or an error message. If there is an error, the value is unchanged."""
 
 
 def read(kind: object, value: object) -> Read:
-    """Return a value as the plain type of an annotation, and "" or an error."""
+    """Convert a value to the built-in type of an annotation, and return it with "" or an error message."""
     if get_origin(kind) in (Union, UnionType):
         options = get_args(kind)
         results: list[Read] = [(None, "")] if value is None and NoneType in options else []
@@ -92,19 +92,19 @@ def read(kind: object, value: object) -> Read:
 
 
 def _read_name(names: tuple[str, ...], value: object) -> Read:
-    """Return the name of a variant, or an error that lists the nearest and all names."""
+    """Validate the name of a variant. The error message lists all names and suggests the closest one."""
     if isinstance(value, str) and value in names:
         return value, ""
     close = nearest(str(value).lower(), names, cutoff=0.5)
-    hint = f'did you mean "{close}"? ' if close else ""
-    return value, hint + f"must be {' or '.join(repr(name) for name in names)}".replace("'", '"')
+    hint = f"; did you mean '{close}'?" if close else ""
+    return value, f"must be {' or '.join(map(repr, names))}{hint}".replace("'", '"')
 
 
 def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
-    """Return a number, which may be a NumPy scalar, as a Python int or float."""
-    noun = "whole number" if whole else "number"
+    """Convert a number, which may be a NumPy scalar, to a Python int or float."""
+    noun, article = ("integer", "an integer") if whole else ("number", "a number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value, f"must be a {noun}, not {type(value).__name__}"
+        return value, f"must be {article}, not {type(value).__name__}"
     try:
         number = float(value)
     except OverflowError:
@@ -115,7 +115,7 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
     if not whole:
         return number, fault
     if not isinstance(value, numbers.Integral):
-        return value, f"must be a {noun}, not float" + (f": write {number:.0f}" if number == int(number) else "")
+        return value, "must be an integer, not float" + (f"; use {number:.0f}" if number == int(number) else "")
     if not fault and number > 2**31 - 1 and (bounds is None or "inf" in bounds.interval):  # steps are counted in int32
         return value, "must be at most 2147483647"
     return int(value), fault
@@ -128,20 +128,20 @@ NO_FLOAT16 = (
 
 
 def read_dtype(value: object) -> Read:
-    """Return the name of a compute dtype."""
+    """Validate the name of a compute dtype."""
     if str(value) in ("float16", "fp16", "half"):
         return value, NO_FLOAT16
     return read(Literal["auto", "float32", "bfloat16"], value)
 
 
 def read_scale(value: object) -> Read:
-    """Return the name of a scale of advantages; True and False stand for "group" and "none"."""
+    """Convert `scale_rewards` to a name; True and False mean "group" and "none"."""
     name = value if not isinstance(value, bool) else "group" if value else "none"
     return read(Literal["group", "batch", "none"], name)
 
 
 def read_weights(value: object) -> Read:
-    """Return reward weights as a tuple of floats."""
+    """Convert reward weights to a tuple of floats."""
     if value is None:
         return None, ""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
@@ -152,7 +152,7 @@ def read_weights(value: object) -> Read:
 
 
 def read_stop(value: object) -> Read:
-    """Return stop strings as a tuple; None if there are none."""
+    """Convert stop strings to a tuple, or to None if there are none."""
     listed = (value,) if isinstance(value, str) else value
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
@@ -162,7 +162,7 @@ def read_stop(value: object) -> Read:
 
 
 def read_token_ids(value: object) -> Read:
-    """Return token ids as a tuple; None if there are none."""
+    """Convert token ids to a tuple, or to None if there are none."""
     listed = (value,) if isinstance(value, int) else value
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
@@ -174,7 +174,7 @@ def read_token_ids(value: object) -> Read:
 
 
 def read_keywords(value: object) -> Read:
-    """Return a copy of a dict that JSON can hold."""
+    """Return a copy of a JSON-serializable dict."""
     if value is None:
         return None, ""
     fault = "must be a dict of JSON values, or None"
@@ -187,19 +187,19 @@ def read_keywords(value: object) -> Read:
 
 
 def read_mesh(value: object) -> Read:
-    """Return mesh axes and their sizes."""
+    """Validate mesh axes and their sizes."""
     if value is None:
         return None, ""
     names = {"data", "fsdp", "tensor"}
     if not isinstance(value, dict) or not value or not names.issuperset(value):
-        return value, 'must be a dict with numbers of devices for "data", "fsdp" and "tensor", or None'
+        return value, 'must be a dict with the number of devices for any of "data", "fsdp" and "tensor", or None'
     results = {name: read(Count, size) for name, size in value.items()}
     faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
     return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
 
 
 def read_trackers(value: object) -> Read:
-    """Return names of trackers: "none", "all" or one as text, several as a tuple."""
+    """Validate tracker names. Returns "none", "all" or a single name as a string, several names as a tuple."""
     names = ("tensorboard", "wandb", "trackio")
     listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)
     if listed in ((), (None,), ("none",)):

@@ -15,7 +15,7 @@ class SFTConfig(Settings):
     """Settings of an SFT run, validated by the constructor. Fields shared with GRPO are in `Settings`.
 
     Raises:
-      ValueError: with one line per error: the field, its value, and the fix.
+      ValueError: if fields are invalid. The message has one line per error with the field, its value, and the fix.
 
     Example:
       >>> config = SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2)
@@ -28,35 +28,36 @@ class SFTConfig(Settings):
     """
 
     # Data.
-    max_length: Annotated[int, In("[2, inf)", "the first token is not learned: use 2 or more")] | None = 1024
-    """Tokens of an example. Longer ones are truncated, and examples without a token to learn are dropped."""
+    max_length: Annotated[int, In("[2, inf)", "the first token is not predicted; use 2 or more")] | None = 1024
+    """Tokens per example; longer examples are truncated. Examples without target tokens are dropped."""
     packing: bool = False
-    """Pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples. Examples do
-    not attend to each other, and are stored without padding either way."""
+    """Whether to pack examples into blocks of `max_length` tokens. Batch sizes are then numbers of blocks instead of
+    examples. In both cases, examples do not attend to each other and are stored without padding."""
     packing_strategy: Literal["bfd"] = "bfd"
-    """Best fit decreasing. TRL's other strategies, which split examples, are not supported."""
+    """Packing strategy: best-fit decreasing. TRL's other strategies split examples and are not supported."""
     completion_only_loss: bool | None = None
-    """Learn only the `completion` of rows with a `prompt` (for token ids: where `completion_mask` is 1); None: True for
-    such rows."""
+    """Whether to train only on the `completion` of rows with a `prompt` (for token ids: where `completion_mask` is 1).
+    None means True for such rows."""
     assistant_only_loss: bool = False
-    """Learn only the assistant's messages, given by generation tags, growing conversations or `assistant_masks`."""
+    """Whether to train only on assistant messages, located with generation tags, template prefixes or
+    `assistant_masks`."""
     dataset_text_field: str = "text"
-    """Column of rows that are plain text."""
+    """Column that contains the text of rows without a prompt or messages."""
     shuffle_dataset: bool = False
-    """Shuffle the rows once, before they are packed."""
+    """Whether to shuffle the rows once, before packing."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """Order of the examples or blocks: shuffled in every epoch, or as in the dataset."""
+    """Order of the examples or blocks: shuffled in each epoch, or in dataset order."""
 
     # The loss.
     loss_type: Literal["nll", "dft"] = "nll"
-    """−log p of each token, or −log p times sg(p) (Dynamic Fine-Tuning, arXiv 2508.05629); the mean over the tokens of
-    an update."""
+    """Loss per token: −log p, or −sg(p)·log p (Dynamic Fine-Tuning, arXiv 2508.05629), averaged over the tokens of an
+    update."""
     learning_rate: NotNegative = 2e-5
-    """Peak of the schedule, for AdamW."""
+    """Peak learning rate of AdamW."""
     gradient_checkpointing: bool = setting(True, resume="rounding")
-    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    """Whether to recompute activations in the backward pass, which saves memory but is about a fifth slower."""
 
-    # Values of GRPO's settings, for code that handles both kinds of run.
+    # Constants for GRPO settings, so that shared code can handle both configs.
     num_generations: ClassVar = 1
     num_iterations: ClassVar = 1
     temperature: ClassVar = 1.0
@@ -80,18 +81,18 @@ class SFTConfig(Settings):
     eval_temperature: ClassVar = 1.0
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        """Yield the error lines of fields that contradict each other."""
+        """Yield error messages about conflicting fields."""
         yield from contradictions(self, wrong)
         if self.packing and self.max_length is None and "max_length" not in wrong:
-            yield "max_length = None: packing fills blocks of max_length tokens; give a number, or packing=False"
+            yield "max_length = None: packing=True needs a block length; set max_length, or packing=False"
 
     @property
     def max_completion_length(self) -> int:
-        """T of a batch's arrays. The first token of an example, which is not predicted, is its prompt."""
+        """T of batch arrays. The first token of an example serves as its prompt and is not predicted."""
         return (self.max_length or 2) - 1
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Return the batch sizes in examples, or blocks with `packing`."""
+        """Compute the batch sizes, in examples, or in blocks with `packing`."""
         micro = self.per_device_train_batch_size * self.data_shards(num_devices)
         count = micro * self.gradient_accumulation_steps
         return Sizes(
@@ -107,9 +108,9 @@ class SFTConfig(Settings):
 
 
 Config = GRPOConfig | SFTConfig
-"""The settings of either kind of run."""
+"""Config of a GRPO or an SFT run."""
 
 
 def config_class(values: Mapping[str, object]) -> type[GRPOConfig] | type[SFTConfig]:
-    """Return the class of a config from its `to_dict`."""
+    """Return the config class that produced the `to_dict` result `values`."""
     return SFTConfig if "completion_only_loss" in values else GRPOConfig

@@ -54,9 +54,9 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "surrogate": ("ppo", "surrogate = 'ppo': is not a reference; use module:name or file.py:name"),
         "prompt": ("{question", "prompt='{question': expected '}' before end of string"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping of rank, alpha, targets, dropout"),
-        "param_dtype": ("float8", 'param_dtype = \'float8\': did you mean "float32"? must be "float32" or "bfloat16"'),
+        "param_dtype": ("float8", 'param_dtype = \'float8\': must be "float32" or "bfloat16"'),
         "run_dir": (7, "run_dir = 7: must be a string"),
-        "quantize": ("int4", 'quantize = \'int4\': did you mean "int8"? must be "nf4" or "int8"'),
+        "quantize": ("int4", 'quantize = \'int4\': must be "nf4" or "int8"'),
     }
     path = write_run(
         folder,
@@ -69,7 +69,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
     lines = str(caught.value).split("\n  ")[1:]
     for begin in (
         *(begin for _, begin in wrong.values()),
-        "max_steps = 'many': must be a whole number, not str",
+        "max_steps = 'many': must be an integer, not str",
         "rewards[0] = 'judging.py:eraly': judging.py does not define eraly; did you mean early?",
         "rewards[1] = 'nubmer_reward': unknown reward function; did you mean number_reward?",
     ):

@@ -16,7 +16,7 @@ from grpo_jax.config.settings import Sizes
 
 pytestmark = pytest.mark.quick
 
-WHOLE = "must be a whole number, not"
+WHOLE = "must be an integer, not"
 INF, NAN = float("inf"), float("nan")
 
 # Settings, and the beginning of the one error line.
@@ -24,71 +24,71 @@ BAD = [
     # Numbers out of range, one for each kind of bound.
     (dict(sampler_correction="token_truncate", sampler_correction_max=None),
      "sampler_correction = 'token_truncate': needs a bound; set sampler_correction_max"),
-    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer, or a fraction of all steps below 1"),
+    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer number of steps, or a fraction of all"),
     (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one completion has no"),
-    (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a whole number from 1 up"),
+    (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a positive integer"),
     (dict(max_steps=10**20), f"max_steps = {10**20}: must be at most 2147483647"),
     (dict(top_p=1.5), "top_p = 1.5: must be above 0 and at most 1; use 1.0 to keep every token"),
     (dict(seed=2**32), "seed = 4294967296: must be at least 0 and at most 4294967295"),
-    (dict(epsilon=0), "epsilon = 0: must be above 0; use a number above 0"),
+    (dict(epsilon=0), "epsilon = 0: must be above 0; use a positive number"),
     (dict(adam_beta1=1.0), "adam_beta1 = 1.0: must be at least 0 and below 1; 0.9 is usual"),
     (dict(pad_to_multiple_of=0),
-     'pad_to_multiple_of = 0: must be at least 1; use a whole number from 1 up; or must be "a'),
+     'pad_to_multiple_of = 0: must be at least 1; use a positive integer; or must be "a'),
     # Wrong types, and numbers that are not finite.
     (dict(num_generations=True), f"num_generations = True: {WHOLE} bool"),
-    (dict(num_generations=8.0), f"num_generations = 8.0: {WHOLE} float: write 8"),
+    (dict(num_generations=8.0), f"num_generations = 8.0: {WHOLE} float; use 8"),
     (dict(learning_rate="1e-6"), "learning_rate = '1e-6': must be a number, not str"),
     (dict(beta=1j), "beta = 1j: must be a number, not complex"),
     (dict(beta=NAN), "beta = nan: must be a finite number"),
     (dict(learning_rate=10**400), f"learning_rate = 1{'0' * 99}…: must be a finite number"),
     (dict(sync_ref_model=1), "sync_ref_model = 1: must be True or False"),
     (dict(reward_weights=[NAN, True]), "reward_weights = [nan, True]: weight 0 must be a finite number; weight 1"),
-    (dict(reward_weights=[0, 0.0]), "reward_weights = (0.0, 0.0): all rewards are multiplied by 0"),
+    (dict(reward_weights=[0, 0.0]), "reward_weights = (0.0, 0.0): all weights are 0"),
     (dict(chat_template_kwargs={"p": INF}), "chat_template_kwargs = {'p': inf}: must be a dict of JSON values, or"),
-    (dict(mesh={"model": 2}), 'mesh = {\'model\': 2}: must be a dict with numbers of devices for "data", "fsdp"'),
+    (dict(mesh={"model": 2}), 'mesh = {\'model\': 2}: must be a dict with the number of devices for any of'),
     (dict(stop=["a", ""]), "stop = ['a', '']: must be a string or a list of non-empty strings, or None"),
     (dict(stop_token_ids=[3, -1]), "stop_token_ids = [3, -1]: id 1 must be at least 0; token ids start at 0"),
     (dict(report_to=["wandb", "all"]), "report_to = ['wandb', 'all']: must be \"tensorboard\", \"wandb\""),
     # Names of variants.
-    (dict(loss_type="GRPO"), 'loss_type = \'GRPO\': did you mean "grpo"? must be "grpo" or "bnpo"'),
-    (dict(kl_estimator=3), 'kl_estimator = 3: did you mean "k3"? must be "k1" or "k2" or "k3"'),
-    (dict(scale_rewards="grop"), 'scale_rewards = \'grop\': did you mean "group"? must be "group" or "batch"'),
+    (dict(loss_type="GRPO"), 'loss_type = \'GRPO\': must be "grpo" or "bnpo"'),
+    (dict(kl_estimator=3), 'kl_estimator = 3: must be "k1" or "k2" or "k3"; did you mean "k3"?'),
+    (dict(scale_rewards="grop"), 'scale_rewards = \'grop\': must be "group" or "batch"'),
     (dict(compute_dtype="float16"), "compute_dtype = 'float16': gradients below 6e-8 are 0 in float16"),
     # Fields that contradict each other.
-    (dict(loss_type="cispo"), "epsilon_high = None: in cispo it is the cap of the ratio itself, not 1 + ε_high; if it"),
-    (dict(loss_type="cispo", epsilon_high=0.28), "epsilon_high = 0.28: in cispo it is the cap of the ratio itself"),
+    (dict(loss_type="cispo"), "epsilon_high = None: in cispo this is the cap of the ratio itself, not 1 + ε_high"),
+    (dict(loss_type="cispo", epsilon_high=0.28), "epsilon_high = 0.28: in cispo this is the cap of the ratio itself"),
     (dict(loss_type="cispo", epsilon_high=5.0, delta=2.0), "delta = 2.0: cispo, sapo and vespo do not"),
     (dict(loss_type="vespo", epsilon_high=0.28), "epsilon_high = 0.28: sapo and vespo weight ratios smoothly"),
     (dict(loss_type="luspo"), "importance_sampling_level = 'token': loss_type = \"luspo\" weights whole completions"),
-    (dict(advantage_estimator="maxrl"), "scale_rewards = 'group': applies to advantage_estimator = \"grpo\" only"),
+    (dict(advantage_estimator="maxrl"), "scale_rewards = 'group': only supported with advantage_estimator = \"grpo\""),
     (dict(advantage_estimator="rloo", scale_rewards="none", multi_objective_aggregation="normalize_then_sum"),
-     "multi_objective_aggregation = 'normalize_then_sum': applies to advantage_estimator = \"grpo\" only"),
+     "multi_objective_aggregation = 'normalize_then_sum': only supported with advantage_estimator = \"grpo\""),
     (dict(turn_credit="to_go", advantage_estimator="opo", scale_rewards="none"),
      "turn_credit = 'to_go': advantage_estimator = \"opo\" weights whole completions by length"),
     (dict(sampler_correction_min=3.0), "sampler_correction_min = 3.0: must be below sampler_correction_max"),
     (dict(distillation_coef=1.0, top_p=0.9), "distillation_coef = 1.0: with top_k, top_p or min_p"),
-    (dict(distillation_topk=20), 'distillation_topk = 20: requires distillation_mode = "topk_logits"'),
+    (dict(distillation_topk=20), 'distillation_topk = 20: must be set if and only if distillation_mode = "topk'),
     (dict(rollout_batch_size=7), "rollout_batch_size = 7: must hold a group of num_generations completions"),
-    (dict(sync_ref_model=True), "sync_ref_model = True: needs a reference, which a run with beta = 0"),
+    (dict(sync_ref_model=True), "sync_ref_model = True: a run with beta = 0 does not have a reference"),
     (dict(use_adaptive_entropy=True, entropy_coef=0.5, entropy_coef_max=0.1),
-     "entropy_coef = 0.5: with use_adaptive_entropy it must lie between entropy_coef_min and entropy_coef_max"),
-    (dict(max_steps=0), "max_steps = 0: there is nothing to train; use a number of optimizer steps, or -1"),
-    (dict(max_steps=10, warmup_steps=20), "warmup_steps = 20.0: the run ends before the warm-up; use fewer"),
-    (dict(lr_scheduler_type="constant", warmup_steps=0.1), "warmup_steps = 0.1: a constant schedule does not"),
-    (dict(temperature_eval=0, num_generations_eval=4), "num_generations_eval = 4: greedy completions of one prompt"),
+     "entropy_coef = 0.5: with use_adaptive_entropy, must be between entropy_coef_min and entropy_coef_max"),
+    (dict(max_steps=0), "max_steps = 0: the run would not train; use at least 1 optimizer step, or -1"),
+    (dict(max_steps=10, warmup_steps=20), "warmup_steps = 20.0: the run ends before the warm-up does; decrease"),
+    (dict(lr_scheduler_type="constant", warmup_steps=0.1), "warmup_steps = 0.1: a constant schedule has no"),
+    (dict(temperature_eval=0, num_generations_eval=4), "num_generations_eval = 4: greedy completions (temperature"),
     (dict(metric_for_best_model="eval/right", eval_steps=3, save_steps=4),
-     "metric_for_best_model = 'eval/right': is not measured at every checkpoint; make save_steps a multiple of"),
+     "metric_for_best_model = 'eval/right': not evaluated at every checkpoint; set save_steps to a multiple of"),
     (dict(load_best_model_at_end=True), "load_best_model_at_end = True: needs metric_for_best_model"),
     (dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),
-     "load_best_model_at_end = True: the only checkpoint is the one at the end"),
+     "load_best_model_at_end = True: there is only one checkpoint, at the end"),
     # Batches that don't divide.
     (dict(num_generations=16),
-     "per_device_train_batch_size = 8: with gradient_accumulation_steps = 1 there are 8 completions per device and"
-     " update, which are not whole groups of num_generations = 16; nearest valid value: 16"),
+     "per_device_train_batch_size = 8: with gradient_accumulation_steps = 1, the 8 completions per device and"
+     " update cannot be split into groups of num_generations = 16; nearest valid value: 16"),
     (dict(gradient_accumulation_steps=2, steps_per_generation=3),
-     "steps_per_generation = 3: is not a multiple of gradient_accumulation_steps = 2; nearest valid values: 2 and 4"),
-    (dict(generation_batch_size=20), "generation_batch_size = 20: does not split into minibatches of 8 completions"),
-    (dict(generation_batch_size=16, steps_per_generation=2), "generation_batch_size = 16: steps_per_generation = 2"),
+     "steps_per_generation = 3: must be a multiple of gradient_accumulation_steps = 2; nearest valid values: 2 and 4"),
+    (dict(generation_batch_size=20), "generation_batch_size = 20: cannot be split into minibatches of 8 completions"),
+    (dict(generation_batch_size=16, steps_per_generation=2), "generation_batch_size = 16: conflicts with steps_per"),
     # Names that no field has.
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(max_new_tokens=4), "max_new_tokens: no such field; use max_completion_length"),
@@ -128,9 +128,9 @@ def test_all_errors_are_reported_at_once_and_each_field_once():
 
 
 def test_how_a_config_is_made_and_changed():
-    with pytest.raises(ValueError, match=r"takes its fields by keyword; for a dict use GRPOConfig.from_dict\(...\)"):
+    with pytest.raises(ValueError, match=r"takes keyword arguments only; for a dict use GRPOConfig.from_dict\(...\)"):
         GRPOConfig({"beta": 0.1})
-    with pytest.raises(ValueError, match=r"from_dict takes a dict of fields, not \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"from_dict: values must be a dict of fields; got \[1, 2\]"):
         GRPOConfig.from_dict([1, 2])
     with pytest.raises(ValueError, match="beta = -1"):
         dataclasses.replace(GRPOConfig(), beta=-1)
@@ -286,12 +286,12 @@ def test_values_that_follow_from_fields():
 
 RUN = dict(num_devices=1, num_rows=10, num_reward_fns=2)
 BAD_RUNS = [
-    ({}, dict(num_rows=0), "dataset: there are 0 rows to train on; check the rows, and max_prompt_length"),
+    ({}, dict(num_rows=0), "dataset: no rows to train on; check the dataset, and whether max_prompt_length"),
     ({}, dict(num_reward_fns=0), "reward_fns: the list is empty; pass at least one function"),
-    ({}, dict(num_eval_rows=0), "eval_dataset: there are 0 rows to evaluate on; pass rows, or leave the argument out"),
+    ({}, dict(num_eval_rows=0), "eval_dataset: no rows to evaluate on; pass a non-empty dataset"),
     (dict(metric_for_best_model="eval/a", save_steps=None), {}, "metric_for_best_model = 'eval/a': needs an"),
     (dict(router_aux_loss_coef=0.01), dict(num_experts=0), "router_aux_loss_coef = 0.01: the model is not a mixture"),
-    (dict(mesh={"data": 2, "tensor": 2}), dict(num_devices=8), "mesh = {'data': 2, 'tensor': 2}: 2 × 2 devices, but"),
+    (dict(mesh={"data": 2, "tensor": 2}), dict(num_devices=8), "mesh = {'data': 2, 'tensor': 2}: specifies 2 × 2"),
 ]  # fmt: skip
 
 

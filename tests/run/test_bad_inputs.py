@@ -110,7 +110,7 @@ BAD = [
     (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only parameters"),
     (dict(reward_fns=lambda of="answer": 0), "if it is a factory, pass its result: lambda(...)"),
     (dict(reward_weights=[0.0]),
-        "reward_weights = (0.0,): all rewards are multiplied by 0; use at least one weight"),
+        "reward_weights = (0.0,): all weights are 0; use at least one nonzero weight"),
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be a Policy; got str. Load one with from_pretrained."),
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
     (dict(policy=no_eos),
@@ -118,18 +118,18 @@ BAD = [
     (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer of"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
-        "max_completion_length = 400: with prompts of up to 3 tokens this exceeds the 256"),
+        "max_completion_length = 400: with prompts of up to 3 tokens, this exceeds the 256"),
     (dict(mesh={"data": 2, "tensor": 3}),
         "tensor = 3 does not divide the model's 4 heads and 32 MLP channels; 1, 2, 4 do"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16; 1, 2, 4, 8 do"),
     (dict(mesh={"data": 4}, generation_batch_size=12),
-        "generation_batch_size = 12: does not split into minibatches of 8 completions (per_device_train"),
+        "generation_batch_size = 12: cannot be split into minibatches of 8 completions (per_device_train"),
     (dict(eval_steps=2), "eval_steps = 2: needs an evaluation dataset; pass eval_dataset to train"),
     (dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
         "needs the argument 'answer', which is not a column of eval_dataset (columns: no"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
-        "per_device_eval_batch_size = 8: is not a multiple of the group size, 3"),
-    (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts alone fill them"),
+        "per_device_eval_batch_size = 8: must be a multiple of the group size 3"),
+    (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts leave no room for completions"),
 ]  # fmt: skip
 
 FILES = [
@@ -187,7 +187,7 @@ def test_all_faults_of_a_run_are_listed_at_once():
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
     starts += [
-        "reward_weights = (1.0, 1.0, 1.0): 3 weights for 2 reward functions; pass one",
+        "reward_weights = (1.0, 1.0, 1.0): got 3 weights for 2 reward functions; pass one",
         "max_completion_length = 400",
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts

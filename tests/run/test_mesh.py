@@ -96,8 +96,8 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
         (lambda: make_mesh({"data": 4, "tensor": 4}), r"4 × 1 × 4 devices are needed, and there are 8"),
         (
             lambda: run(tiny_policy(), {"data": 8}, rollout_batch_size=28),
-            r"rollout_batch_size = 28: does not hold a group of num_generations = 4 on each of the 8 devices that"
-            r" prompts are split over; use 32 or more, or None",
+            r"rollout_batch_size = 28: must hold a group of num_generations = 4 for each of the 8 devices that"
+            r" prompts are sharded over; use 32 or more, or None",
         ),
         (
             lambda: generate(model, placed, prompts, jax.random.key(0), **few),
