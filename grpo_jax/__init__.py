@@ -1,7 +1,7 @@
 """GRPO (Group Relative Policy Optimization) as pure functions in JAX and Flax.
 
-The public names are imported from their modules on first use, so that `import grpo_jax` does not import jax and the
-command line is fast. transformers, orbax and matplotlib are imported by the functions that need them.
+Public names are imported from their modules on first use. Therefore, `import grpo_jax` does not import jax and the
+command line starts quickly. transformers, orbax and matplotlib are imported by the functions that need them.
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ __all__ = [
     "train", "train_step", "zero_signal_groups",
 ]  # fmt: skip
 
-# The imports above for use at run time; a test compares the two.
+# Modules of the public names, for lazy imports. A test checks that they match the imports above.
 _NAMES_OF = {
     "config.config": "GRPOConfig",
     "config.sft": "SFTConfig",
@@ -86,19 +86,19 @@ def _trl_names() -> Mapping[str, str]:
     return hints
 
 
-# Error messages of `config` quote the table of TRL's fields in `compat`, which `config` may not import.
+# `config` uses the TRL field table of `compat` in error messages but must not import it, so it is registered here.
 foreign_names.append(_trl_names)
 
-if not TYPE_CHECKING:  # for a type checker, a module with `__getattr__` has every name
+if not TYPE_CHECKING:  # type checkers would accept any name from a module with `__getattr__`
 
     def __getattr__(name: str) -> object:
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
             setattr(sys.modules[__name__], name, value)
             return value
-        if name == "__version__":  # stated only in pyproject.toml
+        if name == "__version__":  # defined in pyproject.toml
             return importlib.metadata.version(__name__)
-        # Sub-packages, so that they need no import of their own.
+        # Subpackages are available without an explicit import.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

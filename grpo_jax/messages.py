@@ -1,4 +1,4 @@
-"""Parts of error messages: shortened values and lists, the nearest known name, several errors in one."""
+"""Helpers for error messages: shortened values and lists, suggestions for misspelled names, combined errors."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 foreign_names: list[Callable[[], Mapping[str, str]]] = []
-"""Functions that return another library's names with advice, registered by the package and called for unknown names."""
+"""Functions that return names of other libraries with advice for their users; called for unknown names."""
 
 
 def show(value: object, limit: int = 100) -> str:
-    """Return the repr of a value, shortened to `limit` characters."""
+    """Return the repr of a value, truncated to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
 def one_line(error: BaseException, limit: int | None = 200) -> str:
-    """Return the type and the first line of an error, shortened for a message."""
+    """Return the type and the first line of an exception, truncated to `limit` characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
-    """Return the first few items of a list and the number of the rest, such as "a, b and 1 more"."""
+    """Join the first `most` items and the number of remaining items, as in "a, b and 1 more"."""
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is nearest to a mistyped one; None if none is near."""
+    """Return the known name that is most similar to a misspelled one, or None if none is similar."""
     found = difflib.get_close_matches(str(name)[:100], sorted(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def raise_all(what: str, problems: Sequence[str]) -> None:
-    """Raise one `ValueError` with a line for each problem; nothing if there is none.
+    """Raise one ValueError with a line for each problem. Does nothing if there are no problems.
 
-    A problem that is itself a message of this function is split into its lines, each with its heading.
+    If a problem is itself a message of this function, it is split into its lines, each prefixed with its heading.
 
     Example:
       >>> raise_all("this run", ["the template has 2 errors:\\n  a\\n  b", "c"])
@@ -59,21 +59,21 @@ def raise_all(what: str, problems: Sequence[str]) -> None:
 
 
 def _flat(problem: str) -> list[str]:
-    """Return the lines of a problem that may be a message of `raise_all`, each after its heading."""
+    """Split a problem that is a message of `raise_all` into lines with its heading; return others as a single line."""
     heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
     return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 
 
 def problems_of(error: BaseException) -> list[str]:
-    """Return the lines of an error that may come from `raise_all`, without its heading."""
+    """Return the problems listed in an error from `raise_all`, or the message of any other error."""
     return str(error).split("\n  ")[1:] or [str(error)]
 
 
 class Faults(list[Exception]):
-    """Errors of several checks, which are raised together."""
+    """A list of the errors of several checks, which are raised together."""
 
     def of(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
-        """Return the result of a check; if it raises, keep the error and return None."""
+        """Call a check and return its result. If it raises ValueError or OSError, store the error and return None."""
         try:
             return function(*args)
         except (ValueError, OSError) as error:
@@ -81,17 +81,17 @@ class Faults(list[Exception]):
             return None
 
     def raise_together(self, what: str, problems: Sequence[str] = ()) -> None:
-        """Raise a single error unchanged, and several as one `ValueError` with a line for each."""
+        """Raise a single error unchanged, or combine several into one ValueError with a line for each."""
         if len(self) == 1 and not problems:
             raise self[0]
         raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])
 
 
 def import_extra(module: str, package: str) -> ModuleType:
-    """Import a module of an optional dependency, or raise a `ValueError` with the command that installs it."""
+    """Import a module of an optional dependency. Raises ValueError with the install command if the import fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{package} is needed and cannot be imported ({type(error).__name__}: {error}): pip install {package}"
+            f"{package} is required but cannot be imported ({type(error).__name__}: {error}); pip install {package}"
         ) from error

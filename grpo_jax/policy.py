@@ -1,4 +1,4 @@
-"""A policy: a model with its params, tokenizer and files."""
+"""Policies: models with their params, tokenizer and checkpoint files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
 
 
 class Donated(dict[str, Any]):
-    """The params of a policy after `train(..., donate=True)` has taken them; any use raises a `ValueError`."""
+    """Placeholder for the params of a policy that were donated to `train`. Any use raises ValueError."""
 
     def refuse(self, *_: Any) -> Any:
-        """Raise the error."""
+        """Raise ValueError with instructions to restore the params."""
         raise ValueError(
-            "policy is empty: train(..., donate=True) took its params, and changed them in place. Use"
-            " policy.replace(params=state.params) with the state that train returned, or load the policy again."
+            "policy has no params because they were donated to train(..., donate=True), which updates them in place."
+            " Use policy.replace(params=state.params) with the state that train returned, or load the policy again."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
@@ -38,19 +38,19 @@ jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """A language model with everything that goes into its checkpoint.
+    """A language model with all data of its checkpoint.
 
     Attributes:
-      model: a `Transformer`, whose `config` is the shape of the decoder; or any `types.Model`.
-      params: its parameters, a nested dict of arrays; `Donated` once `train(..., donate=True)` has taken them.
-      tokenizer: of transformers; None if the checkpoint has none.
-      config: content of config.json, unchanged.
-      generation_config: content of generation_config.json; {} if there is none.
-      files: the tokenizer's files, name to bytes, unchanged; written unless `tokenizer` was replaced or changed.
-      extra_tensors: tensors of the checkpoint outside the language model, such as a vision tower, by name;
-        memory-mapped, and written unchanged.
-      stacked_experts: whether the checkpoint stores the experts of a layer in one tensor of each kind.
-      loaded_tokenizer: `hub.policy.state_of` the tokenizer that `files` belong to; None without one.
+      model: a `Transformer` or any other `types.Model`.
+      params: parameters of the model, a nested dict of arrays; `Donated` after `train(..., donate=True)`.
+      tokenizer: tokenizer from transformers; None if the checkpoint has none.
+      config: content of config.json.
+      generation_config: content of generation_config.json; {} if the file does not exist.
+      files: tokenizer files, a dict from name to bytes; saved unchanged unless `tokenizer` was replaced or modified.
+      extra_tensors: tensors of the checkpoint that are not part of the language model, such as a vision tower, keyed by
+        name. They are memory-mapped and saved unchanged.
+      stacked_experts: whether the checkpoint stores each kind of expert weight of a layer as one stacked tensor.
+      loaded_tokenizer: `hub.policy.state_of` the tokenizer when it was loaded, to detect changes; None if not loaded.
     """
 
     model: Any
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion, from generation_config.json, else config.json, else the tokenizer."""
+        """Token ids that end a completion, from the first of generation_config.json, config.json and tokenizer."""
         for ids in self._values_of("eos_token_id"):
             if ids is not None and ids != []:
                 return (ids,) if isinstance(ids, int) else tuple(ids)
@@ -82,30 +82,30 @@ class Policy:
 
     @property
     def pad_token_id(self) -> int:
-        """The id to pad with, from the same places as `eos_token_ids`; else the first EOS, else 0."""
+        """Token id used for padding, from the same sources as `eos_token_ids`, else the first EOS id, else 0."""
         for token in self._values_of("pad_token_id"):
             if token is not None and token >= 0:
                 return token
         return (*self.eos_token_ids, 0)[0]
 
     def _values_of(self, name: str) -> list[Any]:
-        """Return the values of a setting in the files and then in the tokenizer; None where it is missing."""
+        """Return a setting's values in the config files and the tokenizer, in order of precedence; None if missing."""
         files = (self.generation_config, self.config, self.config.get("text_config") or {})
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
     def empty(self) -> None:
-        """Release the params, which a training state has taken."""
+        """Release the params after they were moved to a training state."""
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:
-        """Raise a `ValueError` without a tokenizer."""
+        """Raise ValueError if there is no tokenizer."""
         if self.tokenizer is None:
             raise ValueError(
-                "policy has no tokenizer: its checkpoint has no tokenizer files. Set policy.replace(tokenizer=...)."
+                "policy has no tokenizer: its checkpoint has no tokenizer files. Use policy.replace(tokenizer=...)."
             )
 
     def check_model(self) -> None:
-        """Raise a `ValueError` unless the model has the `apply` of `types.Model`, by tracing a user's own model."""
+        """Raise ValueError unless the model implements `types.Model`. Custom models are checked by tracing `apply`."""
         model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
         if is_cached(model):
             return
@@ -117,10 +117,10 @@ class Policy:
             raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]; {MODEL_CALL}.")
 
     def check_held(self) -> None:
-        """Raise a `ValueError` if a run has taken the params, also by another policy with the same arrays."""
+        """Raise ValueError if the params were donated to a run, directly or via another policy with the same arrays."""
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
             Donated().refuse()
 
     def replace(self, **changes: Any) -> Policy:
-        """Return a policy with some other fields, as in `policy.replace(params=state.params)`."""
+        """Return a copy with the given fields replaced, as in `policy.replace(params=state.params)`."""
         return dataclasses.replace(self, **changes)

@@ -1,6 +1,6 @@
-"""The axes, and the frozen pytrees and protocols that the package shares.
+"""Axis names, and the pytrees and protocols that are shared by all modules.
 
-Axis letters, used in every docstring of this package:
+Axis letters used in all docstrings of this package:
 
 | letter | meaning |
 |---|---|
@@ -12,8 +12,8 @@ Axis letters, used in every docstring of this package:
 | V | vocabulary |
 | D | model width |
 
-The group is an axis: prompts are `[B, P]`, everything about completions is `[B, G, ...]`. A reduction over axis 1 is a
-reduction over a group and cannot mix prompts. Tokens are right-padded with lengths, so a position is its index.
+Groups are an array axis: prompts have shape `[B, P]`, per-completion arrays `[B, G, ...]`. A reduction over axis 1 is a
+reduction over a group and cannot mix prompts. Tokens are right-padded, so the index of a token is its position.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 Params = Any
-"""A pytree of arrays: nested dicts for the models of this package."""
+"""A pytree of arrays. For the models of this package, it is a nested dict."""
 
 Json = Mapping[str, Any]
 """A JSON object, such as the content of a config.json."""
 
 Row = dict[str, Any]
-"""A row of a dataset: its columns by name, among them `prompt`."""
+"""A row of a dataset: a dict from column to value, with the column `prompt`."""
 
 Message = dict[str, Any]
-"""A message of a conversation: its `role`, its `content`, and the `tool_calls` of an assistant's."""
+"""A message of a conversation with `role` and `content`. Assistant messages may have `tool_calls`."""
 
 Messages = list[Message]
 """A conversation."""
@@ -56,25 +56,25 @@ class Prompts(flax.struct.PyTreeNode):
 
 
 class Completions(flax.struct.PyTreeNode):
-    """The sampled completions of a batch of prompts.
+    """Sampled completions of a batch of prompts.
 
     ```
     t              0     1     2     3     4
     tokens       "the" "cat"  EOS    0     0
     mask           1     1     1     0     0
     log_probs    -1.2  -0.7  -0.1    0     0     log-prob of tokens[t], given the prompt and tokens[:t]
-    ended = True: the completion ended by itself. One that was cut off at T has ended = False (it was truncated).
+    ended = True: the policy ended the completion. A completion that is truncated at T has ended = False.
     ```
 
     Attributes:
-      tokens: [B, G, T] int32 sampled tokens and, with several turns, the observations in between; then the pad id.
-      mask: [B, G, T] bool; True on sampled tokens: with one turn up to and including the first EOS, with several turns
-        in every turn, but not on observations.
-      log_probs: [B, G, T] float32 under the distribution that the token was sampled from; 0 where `mask` is False.
-      ended: [B, G] bool; False if the completion was cut off at T, from the sampler's own record.
-      present: [B, G, T] bool; True on all tokens of a completion of several turns, observations included. None: `mask`.
-      old_log_probs: [B, G, T] float32 under the policy that sampled, by the trainer's own scorer; 0 where `mask` is
-        False. None: the sampler was the built-in one (one turn or several), and `log_probs` are the old log-probs.
+      tokens: [B, G, T] int32 sampled tokens, followed by the pad id; multi-turn completions also contain observations.
+      mask: [B, G, T] bool; True for sampled tokens up to and including the first EOS. In multi-turn completions, the
+        sampled tokens of all turns are True and observations are False.
+      log_probs: [B, G, T] float32 log-probs under the distribution that was sampled from; 0 where `mask` is False.
+      ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated at T.
+      present: [B, G, T] bool; True for all tokens of a multi-turn completion, including observations. If None, `mask`.
+      old_log_probs: [B, G, T] float32 log-probs under the sampling policy, recomputed by the trainer; 0 where `mask` is
+        False. None for the built-in sampler, whose `log_probs` are used as the old log-probs.
     """
 
     tokens: jax.Array
@@ -89,9 +89,9 @@ class TeacherLogProbs(NamedTuple):
     """Log-probs from an external teacher (`run.teacher.Scorer`), as NumPy arrays.
 
     Attributes:
-      log_probs: [B, G, T] floats ≤ 0, nats, of the sampled tokens; ignored where the mask is False.
-      top_ids: [B, G, T, k] integers, k different tokens, usually the most probable ones; None for sampled tokens only.
-      top_log_probs: [B, G, T, k] floats ≤ 0, nats, of these tokens.
+      log_probs: [B, G, T] log-probs of the sampled tokens, floats ≤ 0 in nats; ignored where the mask is False.
+      top_ids: [B, G, T, k] ids of k distinct tokens, usually the most probable; None if only sampled tokens are scored.
+      top_log_probs: [B, G, T, k] log-probs of `top_ids`, floats ≤ 0 in nats.
     """
 
     log_probs: np.ndarray
@@ -100,24 +100,24 @@ class TeacherLogProbs(NamedTuple):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """The completions of an iteration, or a minibatch of them: all inputs of a gradient except the params.
+    """The completions of an iteration, or a minibatch of them: all inputs of the gradient except the params.
 
     Attributes:
-      prompts: `Prompts`, tokens [B, P].
+      prompts: prompts with tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
-      mask: [B, G, T] bool; the tokens that count in the loss.
-      advantages: [B, G] float32, or [B, G, T] for an advantage of each token.
-      sampling_log_probs: [B, G, T] float32, `Completions.log_probs`: the old log-probs of the ratio, unless there are
-        `old_log_probs`. If `GRPOConfig.on_policy` (a single update by the policy that sampled), neither is read: the
-        ratio is exp(l − sg(l)). The built-in sampler computes them as it samples (`rollout.draw`), in every turn.
-      ref_log_probs: [B, G, T] float32 under the reference, computed by `run.collect` before the first update
-        (`Updater.score`); None if beta is 0.
-      initial_log_probs: [B, G, T] float32 under the initial policy; None if the reference is that policy.
-      counted: [B] bool, False for a group that only fills the batch (its mask is 0 too); None: all count.
-      old_log_probs: [B, G, T] float32 under the policy that sampled, if an engine samples; None: `sampling_log_probs`.
-      teacher_log_probs: [B, G, T] float32 of the sampled tokens under a teacher; None unless the update reads them.
-      teacher_top_ids: [B, G, T, k] int32 tokens with log-probs of a teacher; None unless the update reads them.
-      teacher_top_log_probs: [B, G, T, k] float32 log-probs of these tokens, nats.
+      mask: [B, G, T] bool; True for tokens that are included in the loss.
+      advantages: [B, G] float32, or [B, G, T] for per-token advantages.
+      sampling_log_probs: [B, G, T] float32 `Completions.log_probs`, computed during sampling (`rollout.draw`). They are
+        the old log-probs of the ratio, unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
+        with samples of the current policy), neither is used and the ratio is exp(l − sg(l)).
+      ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
+        update (`Updater.score`); None if beta is 0.
+      initial_log_probs: [B, G, T] float32 log-probs under the initial policy; None if it is the reference policy.
+      counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
+      old_log_probs: [B, G, T] float32 log-probs under the sampling policy, for engines. If None, `sampling_log_probs`.
+      teacher_log_probs: [B, G, T] float32 teacher log-probs of sampled tokens; None if the update does not use them.
+      teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored; None if the update does not use them.
+      teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs of `teacher_top_ids`, in nats.
     """
 
     prompts: Prompts
@@ -135,20 +135,20 @@ class Batch(flax.struct.PyTreeNode):
 
 
 class Model(Protocol):
-    """The minimal interface of a model: a Flax module, or any object with its `apply`.
+    """The minimal interface of a model: a Flax module, or any object with the same `apply` method.
 
-    `apply({"params": params}, tokens)` takes [B, T] int32 right-padded tokens and returns [B, T, V] float32 logits in
-    which position t sees tokens 0..t only.
+    `apply({"params": params}, tokens)` takes right-padded int32 tokens [B, T] and returns float32 logits [B, T, V]. The
+    logits at position t must depend only on tokens 0..t.
     """
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class CachedModel(Model, Protocol):
-    """A model of this package, which reads a prompt once for all of its completions and decodes with a cache.
+    """A model of this package, which processes a prompt once for all of its completions and decodes with a cache.
 
-    `apply(..., method=name)` runs `prefill`, `hidden`, `unembed` and `unembed_columns` of
-    `models.transformer.Transformer`. For other models, all tokens are read again at every step.
+    `apply(..., method=name)` calls the methods `prefill`, `hidden`, `unembed` and `unembed_columns` of
+    `models.transformer.Transformer`. Other models process the whole sequence again at every step.
     """
 
     @property
@@ -159,14 +159,14 @@ class CachedModel(Model, Protocol):
 
 
 def is_cached(model: Model) -> TypeGuard[CachedModel]:
-    """Return whether a model is a `CachedModel`; adapters and `as_argument` are if their model is."""
+    """Return whether a model is a `CachedModel`. Also works for `LoraModel` and results of `as_argument`."""
     return hasattr(model, "prefill")
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A pytree without leaves around a model without arrays; `jit` compares it by hash and equality."""
+    """A wrapper that makes a model without arrays a static pytree. `jit` compares it by hash and equality."""
 
     model: Any
 
@@ -177,23 +177,23 @@ class _Opaque:
 
 
 MODEL_CALL = (
-    "a model is called as apply({'params': params}, tokens [B, T]), without a dropout key, and returns logits"
-    " [B, T, V]; grpo_jax.from_nnx(module, tokenizer) makes a policy of a flax.nnx module"
+    "a model is called as apply({'params': params}, tokens [B, T]) without a dropout key and must return logits"
+    " [B, T, V]; use grpo_jax.from_nnx(module, tokenizer) to convert a flax.nnx module to a policy"
 )
-"""How messages describe a `Model`."""
+"""Description of the `Model` interface in error messages."""
 
 
 def as_argument(model: Model) -> Any:
-    """Return the model as an argument of a compiled function.
+    """Convert a model to a pytree that can be passed to a compiled function.
 
-    A model that is a pytree (`LoraModel` with its frozen base) passes its arrays as arguments. In a closure they would
-    be constants, with a copy in every compiled function. Any other model becomes static.
+    If the model is a pytree (such as `LoraModel` with its frozen base), its arrays are passed as arguments. As closed-
+    over values, they would be constants and every compiled function would hold a copy. Other models are static.
 
     Args:
-      model: any `Model`.
+      model: model to convert.
 
     Returns:
-      A pytree that has the model's methods.
+      A pytree with the methods of the model.
 
     Example:
       >>> class Bias:
@@ -204,12 +204,12 @@ def as_argument(model: Model) -> Any:
       [2.0]
     """
     if not hasattr(model, "apply"):
-        raise ValueError(f"model is a {type(model).__name__}, which has no `apply`; {MODEL_CALL}.")
+        raise ValueError(f"model must have an `apply` method; got {type(model).__name__}; {MODEL_CALL}.")
     return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that this package calls; types are as wide as there."""
+    """The part of the transformers tokenizer interface that this package uses, with the same types."""
 
     @property
     def bos_token(self) -> str | None: ...
@@ -253,84 +253,84 @@ class Tokenizer(Protocol):
 
 
 Scores = Sequence[float | Sequence[float] | None]
-"""One reward per completion, or the rewards of its turns or tokens; None is "not scored"."""
+"""One entry per completion: its reward, a list of rewards per turn or token, or None for "not scored"."""
 
 
 class RewardFn(Protocol):
-    """A reward function, with TRL's contract.
+    """A reward function with TRL's contract.
 
-    It is called once per batch with keyword arguments: `prompts`, `completions`, `completion_ids`, and every other
-    column of the dataset under its own name, as far as its signature takes them. Each is a list with one entry per
-    completion, in prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays
-    in them are copies, which the function may change; other objects are shared with the dataset.
+    It is called once per batch with the keyword arguments that its signature accepts: `prompts`, `completions`,
+    `completion_ids`, and the other columns of the dataset by name. Each is a list with one entry per completion, in
+    prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays in them are
+    copies that the function may modify; other objects are shared with the dataset.
 
-    It returns one float or None per completion; None means "not scored" and is not a zero. Instead of a float it may
-    return a list with a reward for each turn, or an array with one for each token of the completion: the reward is
-    their sum, and `turn_credit` decides where in the completion they count. It may be `async`. If it cannot score every
-    row, its method `check_rows(rows, argument="the dataset")` raises a ValueError, before a run samples anything.
+    It returns one float or None per completion. None means "not scored", which differs from a reward of 0. Instead of a
+    float, it may return a list of rewards per turn or an array of rewards per token. The reward is then their sum, and
+    `turn_credit` determines which tokens they are credited to. The function may be `async`. If it has a method
+    `check_rows(rows, argument="the dataset")`, this raises ValueError before sampling if a row cannot be scored.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
 
 
 EnvironmentFactory = Callable[[], object]
-"""Makes an `Environment` for one completion: a class, or a function without arguments."""
+"""A class or a function without arguments that returns the `Environment` of one completion."""
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
-"""One factory for all rows, or factories by the value of the column `environment`."""
+"""One factory for all rows, or a dict from values of the column `environment` to factories."""
 
 
 AdvantageFn = Callable[..., jax.Array]
-"""Makes advantages of the rewards of a batch: `f(rewards, mask, **context)`, compiled by `jax.jit`.
+"""A function `f(rewards, mask, **context)` that computes advantages; compiled with `jax.jit`.
 
-`rewards` are [B, G, K] float32; NaN = not scored, and all NaN in a group that only fills the batch
-(`dynamic_sampling`). `mask` [B, G, T] bool has the tokens that count in the loss; T may be less than
-`max_completion_length`. `context` has the keywords that the function names, or all of them for `**context`:
+`rewards` is [B, G, K] float32. NaN means "not scored"; in padding groups (`dynamic_sampling`), all rewards are NaN.
+`mask` is [B, G, T] bool, True for tokens that are included in the loss. T may be less than `max_completion_length`.
+`context` contains the following keywords, limited to those in the signature unless it has `**context`:
 
 | keyword | value |
 |---|---|
 | `weights` | [K] float32, `reward_weights` or ones |
-| `lengths` | [B, G] int32, sampled tokens, counted in the loss or not |
-| `ended` | [B, G] bool, False where a completion was cut off |
-| `tokens` | [B, G, T] int32, sampled and observed |
-| `turns` | [B, G, T] int32, the turn of a sampled token, from 0; −1 on all others |
-| `token_rewards` | [B, G, T, K] float32, each reward at the token that it was given for: `turn_advantages` takes them |
-| `log_probs` | [B, G, T] float32, nats, under the policy that sampled; 0 on tokens that were not sampled |
-| `ref_log_probs` | the same under the reference; None if beta is 0 |
-| `step` | [] int32, optimizer steps done |
-| `key` | a typed PRNG key of this iteration, the same when the run is resumed |
-| `config` | the `GRPOConfig`, not an array |
+| `lengths` | [B, G] int32, number of sampled tokens, whether or not they are included in the loss |
+| `ended` | [B, G] bool, False for truncated completions |
+| `tokens` | [B, G, T] int32, sampled and observed tokens |
+| `turns` | [B, G, T] int32, turn index of each sampled token, starting at 0; −1 for other tokens |
+| `token_rewards` | [B, G, T, K] float32, rewards at the tokens that they belong to, as `turn_advantages` expects them |
+| `log_probs` | [B, G, T] float32 log-probs under the sampling policy, in nats; 0 for tokens that were not sampled |
+| `ref_log_probs` | [B, G, T] float32 log-probs under the reference policy; None if beta is 0 |
+| `step` | [] int32, number of completed optimizer steps |
+| `key` | typed PRNG key of the iteration, unchanged when the run is resumed |
+| `config` | the `GRPOConfig` (not an array) |
 
-It returns [B, G] or [B, G, T] floats, constant in the gradient; they are set to 0 where `mask` is False. It should give
-completions without a score an advantage of 0.
+It returns [B, G] or [B, G, T] floats, which are treated as constants in the gradient and set to 0 where `mask` is
+False. Completions that were not scored should have an advantage of 0.
 """
 
 
 class Environment(Protocol):
-    """Answers the policy during one completion of several turns. Each method is optional and may be `async`.
+    """The environment of one multi-turn completion. Each of these methods is optional and may be `async`.
 
-    Every other public method is a tool, which the policy calls in the format of its chat template and whose docstring
-    describes the arguments. The object keeps its state from call to call.
+    All other public methods are tools, which the policy calls in the format of its chat template. Their docstrings
+    describe the arguments. The object keeps its state between calls.
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Begin with a copy of the dataset's row, and return text to add to the prompt, equal within a group."""
+        """Start with a copy of the dataset row. Return text to append to the prompt; it must be equal in a group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
-        """Return the text that the policy sees after a turn without tool calls; None ends the completion.
+        """Return the observation that follows a turn without tool calls; None ends the completion.
 
-        `(text, reward)` rewards the turn; then `get_reward` is required, whose number is added to the last turn.
+        `(text, reward)` also rewards the turn. `get_reward` is then required; its value is added to the last turn.
         """
         ...
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward of the completion, when it is over; a list: one for each turn; None for "not scored"."""
+        """Return the reward of the finished completion, a list with one reward per turn, or None for "not scored"."""
         ...
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return prompt and completion as right-padded rows [B·G, P+T], and the start of each completion [B·G]."""
+    """Concatenate prompts and completions to right-padded rows [B·G, P+T]; also return the completion starts [B·G]."""
     b, g, t = tokens.shape
     p = prompts.tokens.shape[1]
     position = jnp.arange(p + t)[None]

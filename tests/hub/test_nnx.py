@@ -94,7 +94,7 @@ OTHER = Policy(WithoutBatch(), {})
     ("call", "said"),
     [
         (lambda: from_nnx(WithDropout()), "module must be a flax.nnx.Module; got WithDropout"),
-        (lambda: train_by(Decoder(nnx.Rngs(0))), "model is a Decoder, which has no `apply`; .*grpo_jax.from_nnx"),
+        (lambda: train_by(Decoder(nnx.Rngs(0))), "model must have an `apply` method; got Decoder; .*grpo_jax.from_nnx"),
         (lambda: train_by(WithDropout()), "apply raised .*; a model is called as .*without a dropout key"),
         (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens \[2, 3\]; a model is called as"),
         (lambda: add_lora(OTHER, jax.random.key(0)), "policy must come from from_pretrained or .*; got a WithoutBatch"),

@@ -13,7 +13,7 @@ from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
-EMPTY = r"policy is empty: train\(..., donate=True\) took its params"
+EMPTY = r"policy has no params because they were donated to train\(..., donate=True\)"
 
 
 def fresh():

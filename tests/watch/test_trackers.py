@@ -88,10 +88,10 @@ def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_p
     with pytest.raises(ValueError, match="report_to = 'tensorboard' needs a directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="wandb is needed and cannot be imported"):
+    with pytest.raises(ValueError, match="wandb is required but cannot be imported"):
         trackers.check_trackers(GRPOConfig(report_to=["trackio", "wandb"]), tmp_path)
     assert trackers.check_trackers(GRPOConfig(report_to="all"), tmp_path) == ["tensorboard", "trackio"]
     assert trackers.check_trackers(GRPOConfig(), None) == []
     monkeypatch.setitem(sys.modules, "IPython.display", None)
-    with pytest.raises(ValueError, match="ipython is needed and cannot be imported"):
+    with pytest.raises(ValueError, match="ipython is required but cannot be imported"):
         trackers.live_plot()
