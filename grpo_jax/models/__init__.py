@@ -1,8 +1,8 @@
-"""One Flax decoder by configuration, and the log-probs of completions under it. Pure: jax and flax alone.
+"""A configurable Flax decoder, and the log-probs of completions under it. Depends only on jax and flax.
 
-`transformer` is made of the layers in `block`, `attention`, `recurrent`, `experts`, `layers` and `rope`;
-`config` has the shapes, `context` what layers keep of earlier tokens. `lora` adds adapters, `packing` packs sequences,
-`scoring` computes the log-probs of completions, and `sharding` has the mesh and the table of shardings.
+`transformer` is built from the layers in `block`, `attention`, `recurrent`, `experts`, `layers` and `rope`. `config`
+defines its hyperparameters, and `context` the caches and inputs of layers. `lora` adds adapters, `packing` packs
+sequences, `scoring` computes log-probs of completions, and `sharding` defines the mesh and the sharding of parameters.
 """
 
 from grpo_jax.models.config import TransformerConfig

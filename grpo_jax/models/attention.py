@@ -1,7 +1,7 @@
-"""Attention of completions over their own keys and over a prompt that they share.
+"""Attention of completions over their own tokens and over a shared prompt.
 
-`own` keys belong to the completion itself and are causal. `prefix` keys belong to the prompt and are shared by its G
-completions, so the prompt is computed and stored once:
+`own` keys are the keys of the completion itself, with a causal mask. `prefix` keys are the keys of the prompt. They are
+shared by its G completions, so the prompt is computed and stored only once:
 
 ```
                          prefix (per prompt)        own (per completion)
@@ -10,8 +10,8 @@ completions, so the prompt is computed and stored once:
     slots               │ 0 … lengths[b]-1  │       0 … t      (position = lengths[b] + slot)
 ```
 
-Completions have an axis, [B, G, T], or are the `Segments` of a packed sequence. Without a prefix this is ordinary
-causal attention. Softmax and all sums are float32 whatever the compute dtype.
+Completions are either arrays [B, G, T] or the `Segments` of a packed sequence. Without a prefix, this is ordinary
+causal attention. Softmax and all sums are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ def group_attention(
 ) -> jax.Array:
     """Return the attention of G completions over their own keys and the keys of their prompt.
 
-    One softmax over both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), e = exp(score − max).
+    One softmax covers both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), with e = exp(score − max).
 
     Args:
-      q: [B, H_kv, G, T, R, d]; R query heads share a key head.
-      k: [B, H_kv, G, d, S], the first three axes merged or not. Query t is at slot `index + t` and sees slots
-        start..index+t. Slots form a ring: slot S + 2 is slot 2.
-      v: [B, H_kv, G, S, d], the first three axes merged or not.
-      index: slot of the first query, a number or [B].
-      start: slot in which the completions of each prompt [B], or each completion [B, G], begin. If None, 0.
-      window: number of positions that a query sees, including its own. If None, a query sees all.
-      soft_cap: c in c·tanh(scale·score/c).
-      sinks: [H_kv, R] float32, each head's score of a key without a value.
+      q: queries [B, H_kv, G, T, R, d]. R query heads share a key head. Query t is at slot `index + t` and attends to
+        slots start..index+t.
+      k: keys [B, H_kv, G, d, S]. The first three axes may be merged. Slots form a ring: slot S + 2 is slot 2.
+      v: values [B, H_kv, G, S, d]. The first three axes may be merged.
+      index: slot of the first query, a scalar or [B].
+      start: slot of the first token of each prompt's completions [B], or of each completion [B, G]. If None, 0.
+      window: number of positions that a query attends to, including its own. If None, it attends to all of them.
+      soft_cap: c in c·tanh(scale·score/c). If None, scores are not capped.
+      sinks: [H_kv, R] float32, each head's score for a key without a value.
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
     position = slot = jnp.reshape(index, (-1, 1, 1)) + jnp.arange(t)[None, None]
-    # In the ring, the slot after the query's holds the oldest key.
+    # In a full ring, the slot after the query's contains the oldest key.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
         position = slot - start.reshape(start.shape[0], -1, 1)
@@ -87,9 +87,9 @@ def packed_attention(
 ) -> jax.Array:
     """Return the attention of packed segments, each over its own keys and the keys of its prompt.
 
-    Scores are computed for the keys of the query's block and of as many blocks before it as the longest segment may
-    need. A mask removes the keys of other segments. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and
-    `prefix` has B / A prompts for each sequence. The other arguments are those in `group_attention`.
+    Scores are computed for the keys of the query's block and of the `segments.reach` blocks before it. Keys of other
+    segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix` has B / A prompts
+    for each sequence. See `group_attention` for the other arguments.
     """
     a, h, _, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, 1, n, d))
@@ -98,10 +98,10 @@ def packed_attention(
     size = n // m
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
-        """Return [H, N, R, d], the attention in one sequence: q [H, N, R, d], k and v [H, N, d]."""
+        """Return the attention [H, N, R, d] of one sequence, given q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-            """Return [M, ...]: x in each block and in the `reach` blocks before it."""
+            """Return [M, ...]: for each block, the slice of x for this block and the `reach` blocks before it."""
             before = [(0, 0)] * x.ndim
             before[axis] = (segments.reach * size, 0)
             x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
@@ -123,14 +123,14 @@ def packed_attention(
         return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
     prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
-    if a == 1:  # a batch of gathers is slower on CPUs, even a batch of one
+    if a == 1:  # on CPUs, batched gathers are slower, even with a batch of one
         prefix, segments = jax.tree.map(lambda x: x[0], (prefix, segments))
         return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], prefix, segments)[None, :, None]
     return jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], prefix, segments)[:, :, None]
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return an einsum in float32 at least: sums rounded to bfloat16 would have 8 bits."""
+    """Return an einsum with at least float32 results: bfloat16 sums would have only 8 significant bits."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -147,7 +147,7 @@ def _attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """`group_attention` given the visible own keys [B or 1, G or 1, T, S] and the positions [B or 1, G or 1, T]."""
+    """Compute `group_attention` from a mask of own keys [B or 1, G or 1, T, S] and positions [B or 1, G or 1, T]."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
@@ -195,14 +195,15 @@ def make_tile_mask(
     windows: Iterable[int | None],
     group: int,
 ) -> TileMask:
-    """Return the `TileMask` of completions [B, G, T] or packed sequences [A, 1, N], of the shape `tokens`.
+    """Return the `TileMask` of completions or packed sequences.
 
-    `windows` are the windows of the decoder's layers; `group` is R, the number of query heads that share a key head.
+    `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the windows of the decoder's layers, and `group`
+    is R, the number of query heads that share a key head.
     """
     b, g, t = tokens
     n = g * t
     index = jnp.arange(n)[None]
-    # [b, Bs]: each row of `tokens` has its own prompt, or as a packed sequence its own prompts.
+    # [b, prompts per row]: a row of completions has one prompt; a packed sequence may have several.
     lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
     if segments is None:
         number, prompt, position = index // t, jnp.full((1, 1), NO_SEGMENT - 1), lengths + index % t
@@ -232,17 +233,17 @@ def tiled_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Return `group_attention` of whole completions, or `packed_attention`, computed tile by tile.
+    """Compute `group_attention` of whole completions, or `packed_attention`, tile by tile.
 
-    q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]; for packed sequences [A, H_kv, 1, N, ...]. `mesh`
-    cuts the first two axes, as in `models.sharding`.
+    q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]; for packed sequences [A, H_kv, 1, N, ...]. On a
+    mesh, the first two axes are sharded as in `models.sharding`.
     """
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
     if prefix is not None:
 
         def of_rows(x: jax.Array) -> jax.Array:
-            """Return x [B, H, P, d], for packed sequences as [A, H, B / A · P, d]."""
+            """Return x [B, H, P, d] with the prompts of a packed sequence merged, [A, H, B / A · P, d]."""
             return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
 
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
@@ -251,7 +252,7 @@ def tiled_attention(
     if mesh is None:
         return fused_attention(merged, k, v, tile_mask, kernel, sinks).reshape(q.shape)
 
-    # Each device computes its own part: XLA's partitioner would gather what loops over tiles read.
+    # `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
     first, heads = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
@@ -265,6 +266,6 @@ def tiled_attention(
 
 
 def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
-    """Return the mesh's axes with these names, or None if their devices do not divide the size."""
+    """Return those of the named axes that the mesh has, or None if their number of devices does not divide `size`."""
     names = tuple(name for name in names if name in mesh.shape)
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

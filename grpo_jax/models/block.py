@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention or a recurrent layer, a dense MLP or a mixture of experts, and the norms."""
+"""A decoder layer: attention or a recurrent mixer, a dense MLP or a mixture of experts, and the norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Attention(nn.Module):
-    """Projections, rotary embedding and attention of one layer."""
+    """Attention of one layer, with its projections and rotary embedding."""
 
     config: TransformerConfig
     kind: LayerKind
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         n = t if context.last is None else 1
         h, d = c.heads_of(self.kind)
         q, k, v, gate = self._project(x, context)
-        # Heads before rows: both score products are then plain batched matrix products, without a transpose.
+        # With the head axis before tokens, both attention products are batched matrix products without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
         kept: LayerCache = ()
         if k is None or v is None:
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return rotated queries and keys [B, G, T, heads, d], values and the gate; missing ones are None."""
+        """Return rotated queries and keys [B, G, T, heads, d], values, and the gate; None for what the layer lacks."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         rope, table = c.rope, context.tables[0]
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k, v, gate
 
     def _attend(self, q: jax.Array, keys: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-        """Return the attention of queries [B, H_kv, G, T, R, d] over k (transposed: `keys`) and v."""
+        """Return the attention of queries [B, H_kv, G, T, R, d] over k and v; `keys` is k, transposed."""
         c = self.config
         h, d = c.heads_of(self.kind)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         )
 
     def _write(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:
-        """Return the cache with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] written to it."""
+        """Write keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] to the layer's cache and return it."""
         own_keys, own_values = cast(KeysValues, context.cache)
         (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
         keys, v = keys.reshape((*like, d, t)).astype(own_keys.dtype), v.reshape((*like, t, d)).astype(own_values.dtype)
@@ -136,9 +136,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention, then x + MLP, with norms as `config.norms` says. Params have Hugging Face's names.
+    """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
 
-    With `context.last` [B], the hidden state of that token is computed, and the keys and values of all tokens.
+    Params have Hugging Face's names. If `context.last` [B] is set, the hidden state is computed only for that token,
+    but keys and values for all tokens.
     """
 
     config: TransformerConfig
@@ -188,7 +189,7 @@ class Layer(nn.Module):
         return norm(self.config, "post_feedforward_layernorm_2")(y.reshape(x.shape))
 
     def _per_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
-        """Return norm(W_out (act(W_in x) · layer_input)), given the tokens' embedding for this layer (Gemma 4)."""
+        """Return norm(W_out (act(W_in x) · layer_input)), with the per-layer embedding `layer_input` (Gemma 4)."""
         c = self.config
         gate = ACTIVATIONS[c.activation](linear(c, "per_layer_input_gate", c.layer_input_size)(x))
         y = linear(c, "per_layer_projection", c.hidden_size)(gate * layer_input)
@@ -199,9 +200,9 @@ class Layer(nn.Module):
 def apply_layer(
     layer: Layer, written: tuple[str, ...], variables: Params, x: jax.Array, context: Context
 ) -> tuple[tuple[jax.Array, LayerCache], Params]:
-    """Apply a layer by a function that JAX traces once for all layers of its kind.
+    """Apply a layer. Jitted with the layer as a static argument, so that JAX traces each kind of layer once.
 
-    Returns the layer's result, and the collections `written` by it.
+    Returns the layer's result and its updated collections `written`.
     """
     apply = functools.partial(layer.apply, mutable=written)
     recompute = layer.config.remat and layer.config.remat_on_cpu
@@ -209,10 +210,11 @@ def apply_layer(
 
 
 def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
-    """Return a layer's `apply` that keeps only its arguments for the backward pass: `jax.checkpoint` for CPUs.
+    """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
-    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it merges equal computations. Here the
-    second computation differs: 0 · (cotangents) is added to its arguments. It has no forward-mode or second derivative.
+    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it eliminates common subexpressions.
+    Here the recomputation differs from the forward pass, because 0 · (cotangents) is added to its arguments.
+    Forward-mode and second derivatives are not supported.
     """
 
     @jax.custom_vjp

@@ -1,8 +1,8 @@
-"""Caches of keys, values and recurrent states, packed segments, and the context in which a layer runs.
+"""Caches of keys, values and recurrent states, packed segments, and the inputs of a layer.
 
-An attention layer keeps keys and values in slots, one for each token. A layer that uses the keys and values of an
-earlier layer keeps nothing, (). A recurrent layer keeps a `RecurrentState`, whose size does not depend on the number of
-tokens. All have the axes B (prompts), heads and G (completions) in front; for prompts the axis G is missing.
+The cache of an attention layer has keys and values with one slot per token. A layer that reuses the keys and values of
+a previous layer has an empty cache, (). The cache of a recurrent layer is a `RecurrentState`, whose size does not
+depend on the number of tokens. The leading axes are B (prompts), heads and G (completions); prompts have no axis G.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from grpo_jax.models.tiles import TileMask
 class RecurrentState(NamedTuple):
     """State of a recurrent layer. For prompts, the arrays do not have the axis G."""
 
-    memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a layer that only convolves
-    tail: jax.Array  # [B, 1, G, K − 1, C], inputs of the convolution at the last tokens
+    memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a short convolution
+    tail: jax.Array  # [B, 1, G, K − 1, C], inputs of the convolution for the last K − 1 tokens
 
 
 KeysValues = tuple[jax.Array, jax.Array]
 LayerCache = KeysValues | RecurrentState | tuple[()]
 
 Cache = tuple[LayerCache, ...]
-"""For each layer keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of the completions, whose first three axes may
-be merged; or a `RecurrentState`; or () if the layer uses the keys and values of an earlier one.
+"""One entry per layer: keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of the completions, whose first three axes
+may be merged; or a `RecurrentState`; or () if the layer reuses the keys and values of a previous layer.
 
-Keys are stored transposed, so that a query's scores are one plain product. It takes a CPU half the time.
+Keys are stored transposed, since the product of queries and transposed keys takes half the time on CPUs.
 """
 
 
 @flax.struct.dataclass
 class Prefix:
-    """The cache of a batch of prompts, shared by all completions of a prompt."""
+    """Cache of a batch of prompts. All completions of a prompt share its entries."""
 
-    layers: Cache  # keys [B, H_kv, d, P], values [B, H_kv, P, d], states without G
-    lengths: jax.Array  # [B] int32; later slots are masked out
+    layers: Cache  # keys [B, H_kv, d, P] and values [B, H_kv, P, d], or states without the axis G
+    lengths: jax.Array  # [B] int32 number of prompt tokens; later slots are masked out
 
 
 @flax.struct.dataclass
 class Segments:
-    """Segments of packed sequences: N tokens in M blocks of N / M, on each of A devices.
+    """Segments of packed sequences: N tokens in M blocks of N / M tokens, on each of A devices.
 
-    A segment is one completion. A block has segments of one prompt only, so that it attends to one prefix.
+    A segment is one completion. All segments of a block have the same prompt, so a block attends to one prefix.
 
     ```
     block     │     0     │     1     │     2     │
@@ -58,47 +58,47 @@ class Segments:
     ```
     """
 
-    number: jax.Array  # [A, N] int32
+    number: jax.Array  # [A, N] int32 segment of each token
     position: jax.Array  # [A, N] int32, counted from the segment's first token
-    prompt: jax.Array  # [A, M] int32, index into the device's part of a `Prefix`, which has B / A prompts
-    longest: int = flax.struct.field(pytree_node=False)  # upper bound of a segment's tokens
-    reach: int = flax.struct.field(pytree_node=False)  # most blocks from a segment's first block to its last
+    prompt: jax.Array  # [A, M] int32 index into the device's shard of a `Prefix`, which has B / A prompts
+    longest: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens of a segment
+    reach: int = flax.struct.field(pytree_node=False)  # upper bound on how many blocks back a token's segment starts
 
 
 class Context(flax.struct.PyTreeNode):
-    """Inputs of a layer other than its params and hidden states. Fields without a comment: see `Transformer.hidden`."""
+    """Inputs of a layer besides params and hidden states. See `Transformer.hidden` for fields without a comment."""
 
-    tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each rotary embedding of the decoder
+    tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` of each rotary embedding of the decoder
     growth: jax.Array | None = None  # [B, G or 1, T, 1, 1] factor on the queries
-    prefix: LayerCache | None = None  # this layer's keys and values, or state, of the prompts
-    lengths: jax.Array | None = None  # [B] of the prompts
-    cache: LayerCache | None = None  # this layer's keys and values, or state, of the completions
+    prefix: LayerCache | None = None  # this layer's cache of the prompts
+    lengths: jax.Array | None = None  # [B] lengths of the prompts
+    cache: LayerCache | None = None  # this layer's cache of the completions
     index: jax.Array | int = 0
     start: jax.Array | None = None
     write: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
-    present: jax.Array | None = None  # [B, G, T] bool, False on padding; only recurrent layers read it
-    tile_mask: TileMask | None = None  # for fused attention
-    shared: KeysValues | None = None  # keys and values of an earlier layer, for a layer without its own
-    layer_input: jax.Array | None = None  # [B, G, T, ·] this layer's own embedding of the tokens (Gemma 4)
+    present: jax.Array | None = None  # [B, G, T] bool, False on padding; only used by recurrent layers
+    tile_mask: TileMask | None = None  # mask of fused attention; None for "einsum"
+    shared: KeysValues | None = None  # keys and values of a previous layer, if this layer reuses them
+    layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer embedding of the tokens (Gemma 4)
 
     def pick(self, x: jax.Array) -> jax.Array:
-        """Return token `last` [B] of x [B, G, T, ...] as [B, G, 1, ...]; x itself if `last` is None."""
+        """Select token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; return x if `last` is None."""
         if self.last is None:
             return x
         return jnp.take_along_axis(x, jnp.expand_dims(self.last, tuple(range(1, x.ndim))), axis=2)
 
     @property
     def prompt_keys(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        """Keys, values and lengths of the prompts, for an attention layer; None without prompts."""
+        """Keys, values and lengths of the prompts for an attention layer, or None without prompts."""
         if self.prefix is None or self.lengths is None:
             return None
         keys, values = cast(KeysValues, self.prefix)
         return keys, values, self.lengths
 
     def of_last(self) -> Context:
-        """Return the context of the layers that run on token `last` only."""
+        """Return the context of the remaining layers, which run only on token `last`."""
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
@@ -106,12 +106,12 @@ class Context(flax.struct.PyTreeNode):
 
 
 def num_slots(layers: Cache) -> int:
-    """Return S of a `Cache`, or P of the layers of a `Prefix`; 0 if no layer has slots."""
+    """Return the number of slots: S for a `Cache`, P for the layers of a `Prefix`, or 0 if no layer has slots."""
     return next((layer[1].shape[-2] for layer in layers if layer and not isinstance(layer, RecurrentState)), 0)
 
 
 def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
-    """Return a zero cache for `group` completions of each prompt, given the layers of a `Prefix`."""
+    """Return a cache of zeros for `group` completions per prompt, given the layers of a `Prefix`."""
 
     def one(layer: LayerCache) -> LayerCache:
         if not layer:
@@ -126,7 +126,7 @@ def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
 
 
 def _map_slots(function: Callable[[jax.Array, int], jax.Array], cache: Cache) -> Cache:
-    """Apply a function of an array and the axis of its slots to all keys and values."""
+    """Apply `function(array, slot axis)` to all keys and values."""
     return tuple(
         (function(layer[0], -1), function(layer[1], -2)) if layer and not isinstance(layer, RecurrentState) else layer
         for layer in cache
@@ -134,7 +134,7 @@ def _map_slots(function: Callable[[jax.Array, int], jax.Array], cache: Cache) ->
 
 
 def pad_slots(cache: Cache, slots: int) -> Cache:
-    """Return the cache with empty slots appended, up to `slots`."""
+    """Append empty slots to a cache, up to `slots` in total."""
     more = slots - num_slots(cache)
 
     def longer(x: jax.Array, axis: int) -> jax.Array:
@@ -144,7 +144,7 @@ def pad_slots(cache: Cache, slots: int) -> Cache:
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
-    """Return the cache's ring with `slots` slots, starting at slot `first` [B, G]; repeated if it is longer."""
+    """Return `slots` slots of a cache's ring, starting at slot `first` [B, G]; they repeat if `slots` is larger."""
     size = num_slots(cache)
 
     def cut(x: jax.Array, axis: int) -> jax.Array:

@@ -1,10 +1,10 @@
-"""Devices: their memory and fastest dtype, and the compilers of TPUs and NVIDIA GPUs without the hardware.
+"""Memory and preferred dtypes of devices, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
 
-A program that is lowered for absent devices compiles to the machine's own program. It cannot be run here, but its
-memory, collectives and kernels can be read (`compile_program`).
+A program compiled for absent devices cannot be run, but its memory use, collectives and kernels can be inspected
+(`compile_program`). The compilers are optional packages:
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
-    pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; of jax's own version
+    pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; must have the same version as jax
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""Linux's memory limits of a container."""
+"""Mount point of Linux control groups, which limit a container's memory."""
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of devices (default: JAX's default device), and the compute capability of GPUs or 0."""
-    settings: Any = jax.config  # its fields are added at run time
+    """Return the platform of the given devices, or of JAX's default device, and a GPU's compute capability (else 0)."""
+    settings: Any = jax.config  # typed as Any since its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
     return first.platform, float(getattr(first, "compute_capability", 0))
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
-    """Return the dtype of matrix products for `GRPOConfig.compute_dtype`; "auto" depends on the devices."""
+    """Return the dtype of matrix products for a `GRPOConfig.compute_dtype`; "auto" is resolved for the devices."""
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
@@ -44,15 +44,18 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Return whether products of bfloat16 matrices are fastest with sums in float32 (`models.matmul`).
+    """Return whether products of bfloat16 matrices are fastest with float32 sums (`models.matmul`).
 
-    They are on CPUs from jax 0.10 on, which uses the processor's matrix units. Before, they were the slowest.
+    This is the case on CPUs with jax 0.10 or newer, which uses the CPU's matrix units; in older versions they are slow.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the bytes that a device's programs may use, for a CPU the memory of the machine or container, or None."""
+    """Return the memory available to programs on a device, in bytes, or None if unknown.
+
+    For a CPU, this is the memory of the machine or the limit of the container.
+    """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
@@ -72,13 +75,14 @@ CHIPS = {
     "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
     "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: bytes of a chip, and the topologies of slices. Fewer than four chips are taken from the smallest slice."""
+"""TPUs: memory of a chip in bytes, and topologies of slices, keyed by the number of chips. Targets with fewer than four
+chips use part of the smallest slice."""
 
 
 class GPU(NamedTuple):
-    """An NVIDIA GPU, from the vendor's data sheets: bandwidth in bytes per second, memories in bytes.
+    """Specification of an NVIDIA GPU, from the vendor's data sheets. Sizes are in bytes, bandwidth in bytes per second.
 
-    `lanes` (of float32), `threads` and `shared` memory are per core. A block may use `opt_in` bytes of shared memory.
+    float32 `lanes`, `threads` and `shared` memory are per core. A block may use up to `opt_in` bytes of shared memory.
     """
 
     cores: int
@@ -98,53 +102,53 @@ GPUS = {
     "A100": GPU(108, 2039000000000, 41943040, 1.41, 80e9, (8, 0), lanes=64, shared=167936, opt_in=166912),
     "T4": GPU(40, 320064000000, 4194304, 1.59, 15.6e9, (7, 5), lanes=64, threads=1024, shared=65536, opt_in=65536),
 }
-"""NVIDIA GPUs that can be described to the compiler."""
+"""NVIDIA GPUs supported as compilation targets."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # a TPU's compiler ends the process at an unknown flag
+    "XLA_FLAGS": "",  # the TPU compiler aborts the process on unknown flags
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used, possibly next to real TPUs
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used, even if real TPUs are in use by another process
 }
 """Environment variables of a process that compiles for absent devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Absent devices: `count` GPUs, or chips of a TPU, of a kind in `GPUS` or `CHIPS`."""
+    """Absent devices to compile for: `count` GPUs or TPU chips of a kind in `GPUS` or `CHIPS`."""
 
     kind: str
     count: int
 
     @classmethod
     def read(cls, name: str) -> Target:
-        """Parse a name such as H100 or v5e-8; raise ValueError for an unknown kind or number."""
+        """Parse a name such as H100 or v5e-8. Raises ValueError if the kind or the count is not supported."""
         found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
         kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
         counts = {1, 2, *CHIPS[kind][1]} if kind in CHIPS else range(1, 9)
         if kind not in (*GPUS, *CHIPS) or count not in counts:
             known = ", ".join((*GPUS, *CHIPS))
             raise ValueError(
-                f"device is {name!r}: give one of {known}, with how many of them after a hyphen, as H100-8 or v5e-8"
-                " (chips; up to 8 GPUs of a host, and 1, 2, 4 or 8 chips, of v5e and v6e 16 too)"
+                f"device must be one of {known}, optionally with a count, as in H100-8 or v5e-8; got {name!r}. Up to 8"
+                " GPUs, or 1, 2, 4 or 8 TPU chips (for v5e and v6e also 16), are supported"
             )
         return cls(kind, count)
 
     @property
     def memory(self) -> float:
-        """Bytes of one device."""
+        """Memory of one device, in bytes."""
         return CHIPS[self.kind][0] if self.kind in CHIPS else GPUS[self.kind].memory
 
     @property
     def missing(self) -> str | None:
-        """The package with the compiler, if it is not installed."""
+        """Name of the package with the compiler if it is not installed, else None."""
         module, package = ("libtpu", "libtpu") if self.kind in CHIPS else ("jax_cuda12_plugin", "jax-cuda12-plugin")
         return None if importlib.util.find_spec(module) else package
 
     def devices(self) -> Sequence[jax.Device]:
-        """Return the devices. The process has to be started with `ENVIRONMENT`."""
+        """Return the devices. The process must have been started with the variables in `ENVIRONMENT`."""
         if self.kind in GPUS:
             return _gpus(self.kind, self.count)
         from jax.experimental import topologies
@@ -155,7 +159,7 @@ class Target:
 
 
 def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
-    # jax has no public API for its CUDA plugin's topologies on a machine without a GPU.
+    # On machines without a GPU, jax has no public API for the topologies of its CUDA plugin.
     from jax._src import xla_bridge
     from jax._src.lib import xla_client
 
@@ -178,28 +182,28 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
 
 
 class ProgramCost(NamedTuple):
-    """Bytes and operations of a compiled program on each device."""
+    """Memory and compute cost of a compiled program per device. Sizes are in bytes."""
 
-    arguments: int
-    temporaries: int  # while it runs; for a refused program, all bytes except its arguments
-    results: int  # that do not reuse an argument's memory
-    flops: float  # of one call, without custom kernels; NaN if the compiler does not count them
+    arguments: int  # size of the arguments
+    temporaries: int  # size of temporary buffers; for a rejected program, all memory except the arguments
+    results: int  # size of the results that do not reuse an argument's memory
+    flops: float  # floating-point operations of one call, without custom kernels; NaN if unknown
     seconds: float  # time to compile
-    collectives: dict[str, int]  # bytes received from other devices, by kind; in a loop, of one iteration
+    collectives: dict[str, int]  # bytes received from other devices, by kind; loops count as one iteration
     kernels: dict[str, int]  # number of custom calls, by name
-    refused: bool = False  # a TPU's compiler refused the program because of its memory
-    peak: int = 0  # on the device while it runs, including the run's other arrays
+    refused: bool = False  # whether a TPU compiler rejected the program because it needs too much memory
+    peak: int = 0  # peak device memory while the program runs, including other arrays of the run
 
 
-# A TPU's compiler reports the bytes of a refused program. Some versions include its arguments, whatever they say.
+# Memory sizes in the error message of a TPU compiler that rejects a program. Some versions include the arguments.
 _BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program and return its cost; if a TPU's compiler refuses it, by the bytes in the error.
+    """Compile a program and return its cost. If a TPU compiler rejects it, sizes are read from the error message.
 
-    `arguments` are the bytes on each device of arguments that the caller counts elsewhere, such as the params.
+    `arguments` is the size in bytes per device of arguments that the caller counts separately, such as the params.
     """
     begin = time.monotonic()
     try:
@@ -214,9 +218,9 @@ def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramC
         seconds = time.monotonic() - begin
         return ProgramCost(counted, max(0, size - counted), 0, math.nan, seconds, {}, {}, refused=True)
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
-    assert stats is not None, "the compilers of CPUs, GPUs and TPUs count memory"
+    assert stats is not None, "memory_analysis must be available on CPUs, GPUs and TPUs"
     text, flops = "", math.nan
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot read its program
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot parse its program
         text = compiled.as_text() or ""
         flops = (compiled.cost_analysis() or {}).get("flops", math.nan)
     return ProgramCost(
@@ -237,7 +241,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Return the bytes of the results of each kind of collective in a program; in a loop, of one iteration."""
+    """Return the total size in bytes of the results of each kind of collective; loops count as one iteration."""
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

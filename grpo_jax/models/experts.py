@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers and their router's loss."""
+"""Mixture-of-experts layers and their load-balancing loss."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
 
 ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-"""Kernels of E experts: gate and up [E, D, F], down [E, F, D]; biases of gate and up [E, F], or None."""
+"""Weights of E experts: kernels of gate and up [E, D, F] and down [E, F, D], biases of gate and up [E, F] or None."""
 
 
 class Experts(nn.Module):
-    """Gated MLPs with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
+    """Gated MLPs, combined with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
-    Rows are sorted by expert, so that each expert is one block of a ragged matrix product. Experts do not have a
-    capacity: no token is dropped, and a row does not depend on its neighbours. On a mesh whose "fsdp" cuts the kernels,
-    the devices gather the kernels or exchange rows, whichever takes fewer bytes.
+    Tokens are sorted by expert, so that each expert is one block of a ragged matrix product. Experts have no capacity
+    limit: no token is dropped, and outputs do not depend on other tokens. If "fsdp" shards the kernels, devices either
+    gather the kernels or exchange tokens, whichever transfers fewer bytes.
     """
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """Return [N, D] for the tokens x [N, D] of `groups` groups, with weights and chosen experts [N, k]."""
+        """Return outputs [N, D] of tokens x [N, D], which have a batch axis of size `groups`, given the weights and
+        indices [N, k] of their chosen experts."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -56,14 +57,14 @@ class Experts(nn.Module):
         down_bias = bias("down_bias", c.hidden_size)
         if down_bias is None:
             return y
-        # Σ weight_e · bias_e needs no sorted rows.
+        # Σ weight_e · bias_e does not need sorted tokens.
         each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
         return y + each.sum(axis=1) @ down_bias
 
     def _sums(
         self, groups: int, x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights
     ) -> jax.Array:
-        """Return `_expert_sums` of the rows of `groups` groups, computed where the rows or the kernels are."""
+        """Compute `_expert_sums`; on a mesh, each device processes its own tokens or its own channels."""
         c = self.config
         kernels, mesh = implementation(c.attention), c.mesh
         sums = functools.partial(_expert_sums, c)
@@ -78,14 +79,14 @@ class Experts(nn.Module):
             axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
             return axes if size % devices(axes) == 0 else ()
 
-        # Each device sorts its own rows: XLA's partitioner cannot cut a sort, and would gather all rows.
+        # Each device sorts its own tokens: XLA's partitioner cannot shard a sort and would gather all of them.
         inner, width = cut(c.expert_size, "tensor"), cut(c.hidden_size, "fsdp")
         rows, of_data = cut(groups, "data", "fsdp"), cut(groups, "data")
-        # Rows with too few channels for a GPU's kernels would be multiplied by the matrices of all experts.
+        # With too few channels per device for a GPU kernel, tokens would be multiplied by all experts' matrices.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
         if width and not lost and self._rows_are_less(x, devices(of_data)):
-            # Kernels are not moved: each device receives its channels of all rows.
+            # Kernels stay sharded: each device receives its channels of all tokens.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
@@ -102,15 +103,15 @@ class Experts(nn.Module):
         return each(x, weights, chosen, experts)
 
     def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
-        """Return whether devices exchange fewer bytes for one of `parts` parts of the rows than for the kernels."""
+        """Return whether exchanging one of `parts` parts of the tokens takes fewer bytes than gathering the kernels."""
         c = self.config
-        product = 4 * c.num_experts_per_token * c.expert_size  # of a row, in float32; two of them are summed
+        product = 4 * c.num_experts_per_token * c.expert_size  # bytes of a token's float32 gate or up product
         rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
         return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
 def expert_activation(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the activation of an expert, given gate x and up x."""
+    """Return an expert's activation, given the outputs of its gate and up projections."""
     if config.expert_swiglu is None:
         return ACTIVATIONS[config.activation](gate) * up
     alpha, limit = config.expert_swiglu
@@ -126,9 +127,9 @@ def _expert_sums(
     experts: ExpertWeights,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Return Σ weight · expert(x) over the chosen experts of rows x [N, D], without the last bias.
+    """Return Σ weight · expert(x) over the chosen experts of tokens x [N, D], without the bias of the down projection.
 
-    `across` are the mesh axes that cut the D channels of the rows and the kernels.
+    `across` names the mesh axes that shard the D channels of tokens and kernels.
     """
     gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
     kernels = implementation(config.attention)
@@ -151,9 +152,9 @@ def _expert_sums(
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its `Experts`, and the gated shared expert if there is one.
+    """A mixture-of-experts layer: a router, its `Experts`, and an optional gated shared expert.
 
-    Router logits are sown as "router"/"logits", for `router_loss`.
+    Router logits are sown in the collection "router" as "logits", for `router_loss`.
     """
 
     config: TransformerConfig
@@ -175,13 +176,13 @@ class MixtureOfExperts(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """A router with a norm and a scale per channel on its input, and a factor per expert on its weights (Gemma 4)."""
+    """Router with a normalized input, a scale per input channel, and a factor per expert on its weights (Gemma 4)."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the weights and the experts [..., k] of tokens [..., D]."""
+        """Return the weights and indices [..., k] of the chosen experts of tokens [..., D]."""
         c, ones = self.config, nn.initializers.ones
         factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
         of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
@@ -193,11 +194,11 @@ class ScaledRouter(nn.Module):
 
 
 def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
-    """Return the load-balancing loss E Σ_e f_e p_e [] (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
+    """Return the scalar load-balancing loss E Σ_e f_e p_e (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
 
-    f_e is the fraction of tokens sent to expert e, and p_e the mean probability that the router gave it, over the
-    masked-in tokens of all sparse layers. The gradient is through p. A uniform router has the smallest loss, k.
-    `router` is the "router" collection of `model.apply(variables, ..., mutable=["router"])`.
+    f_e is the fraction of tokens routed to expert e, and p_e is the router's mean probability of e, both over the
+    unmasked tokens of all sparse layers. Only p has a gradient. A uniform router has the smallest loss, k. `router` is
+    the "router" collection returned by `model.apply(variables, ..., mutable=["router"])`.
     """
     layers = jax.tree.leaves(router)
     used = wanted = jnp.zeros(layers[0].shape[-1:])

@@ -1,15 +1,16 @@
-"""Linear layers with plain or quantized matrices, the RMS norm and the gated MLP.
+"""Linear layers with unquantized or quantized matrices, the RMS norm and the gated MLP.
 
-A frozen matrix W [in, out] in four or eight bits is stored as rows of Wᵀ [out, in], as in files. Each row is cut into
-blocks, and a weight is the value of its code times the scale of its block:
+A frozen matrix W [in, out], quantized to four or eight bits, is stored as Wᵀ [out, in], as in checkpoint files. Each
+row is split into blocks, and a weight is the value of its code times the scale of its block:
 
 ```
         codes                      value of a code               block       scale of a block
-nf4     uint8, two codes a byte    NF4[code], in [−1, 1]         64          float32, or 8 bits (nested)
-int8    int8                       the code, in −127..127        a row       float32
+nf4     uint8, two codes per byte  NF4[code], in [−1, 1]         64          float32, or 8 bits (nested)
+int8    int8                       the code, in −127..127        one row     float32
 ```
 
-Nested scales are stored in 8 bits: levels[code] · (outer scale of 256 scales) + offset, 4.127 bits per weight in all.
+A nested scale is levels[code] · outer + offset, with 8-bit codes and one outer scale per 256 scales: 4.127 bits per
+weight in total.
 """
 
 from __future__ import annotations
@@ -41,28 +42,28 @@ NF4 = np.array(
 """Values of the 16 codes of NF4 (arXiv:2305.14314, appendix E)."""
 
 NESTED_BLOCK = 256
-"""Scales that share an outer scale."""
+"""Number of nested scales that share an outer scale."""
 
 
 @flax.struct.dataclass(eq=False)
 class Quantized:
-    """A frozen matrix that replaces a kernel; a pytree of JAX or NumPy arrays."""
+    """A frozen quantized matrix, used instead of a kernel; a pytree of JAX or NumPy arrays."""
 
     codes: Any  # uint8 [..., out, in/2], the first code of a byte in its upper half; or int8 [..., out, in]
     scales: Any  # [..., out, in/block] float32, or uint8 with `nested`
     nested: Any = None  # (levels [256], outer [ceil(scales/256)], offset [1]) float32, or None
-    shape: tuple[int, ...] = flax.struct.field(pytree_node=False, kw_only=True)  # (..., in, out) of the matrix
-    block: int = flax.struct.field(pytree_node=False, kw_only=True)  # weights of one scale
-    dtype: str = flax.struct.field(pytree_node=False, kw_only=True)  # of the dequantized matrix, for example in a merge
+    shape: tuple[int, ...] = flax.struct.field(pytree_node=False, kw_only=True)  # shape (..., in, out) of W
+    block: int = flax.struct.field(pytree_node=False, kw_only=True)  # number of weights per scale
+    dtype: str = flax.struct.field(pytree_node=False, kw_only=True)  # default dtype of the dequantized matrix
 
     def rows(self, dtype: DTypeLike) -> jax.Array:
-        """Return Wᵀ [..., out, in]: the float32 products of values and scales, rounded to `dtype`."""
+        """Return Wᵀ [..., out, in], computed in float32 and rounded to `dtype`."""
         values, scales = _values(self.codes), self.scales
         if self.nested is not None:
             levels, outer, offset = self.nested
             outer = jnp.repeat(outer, NESTED_BLOCK)[: math.prod(scales.shape)].reshape(scales.shape)
-            # PyTorch rounds the product before it adds. The maximum does not change a number, but keeps a compiler
-            # from fusing both into one multiply-add.
+            # PyTorch rounds the product before the addition. The maximum does not change any value, but prevents the
+            # compiler from fusing both operations into one multiply-add.
             products = levels[scales.astype(jnp.int32)] * outer
             scales = jnp.maximum(products, jnp.finfo(jnp.float32).min) + offset[0]
         blocks = values.reshape((*scales.shape, self.block)) * scales[..., None]
@@ -74,11 +75,11 @@ class Quantized:
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """Return the float32 values of codes [..., in] or, packed, [..., in/2]."""
+    """Return the float32 values of codes [..., in], or of packed codes [..., in/2]."""
     if codes.dtype != jnp.uint8:
         return codes.astype(jnp.float32)
     codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape((*codes.shape[:-1], -1))
-    # Sixteen selects instead of a table: they fuse with their consumer on every backend.
+    # Sixteen selects instead of a table lookup, because they fuse with their consumer on every backend.
     return functools.reduce(jnp.add, (jnp.where(codes == i, value, jnp.float32(0)) for i, value in enumerate(NF4)))
 
 
@@ -89,7 +90,7 @@ def is_quantized(tree: Params) -> bool:
 
 
 def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: float) -> Quantized | jax.Array:
-    """Return a kernel [..., in, out] of the calling module, which may be quantized."""
+    """Return the kernel [..., in, out] called `name` of a module; it may be quantized."""
     held = module.get_variable("params", name) if module.has_variable("params", name) else None
     return held if isinstance(held, Quantized) else module.param(name, nn.initializers.normal(stddev), shape)
 
@@ -98,25 +99,26 @@ def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: floa
 def matmul_quantized(
     x: jax.Array, w: Quantized, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """Return x W for x [N, in]; `dtype` and `float32_sums` as in `matmul.matmul`. Only x has a gradient.
+    """Return x W for x [N, in]. Only x has a gradient. See `matmul.matmul` for `dtype` and `float32_sums`.
 
-    W is dequantized to the dtype of x for the product, and again for the gradient. Kept from the forward to the
-    backward pass, all matrices together would take the memory of a model in 16 bits.
+    W is dequantized to the dtype of x for the product, and again for the gradient. Keeping the dequantized matrices
+    from the forward to the backward pass would take as much memory as a 16-bit model.
     """
     return _product(x, w, dtype, float32_sums)
 
 
 def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: bool) -> jax.Array:
-    """Return the value of `matmul_quantized` by an operation that policies of `jax.checkpoint` recognize."""
+    """Compute `matmul_quantized` with a dot product that the policies of `jax.checkpoint` recognize."""
     if float32_sums:
         return dot_float32(x, rows_for(x, w), (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)
 
 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
-    """Return Wᵀ in the dtype of x, dequantized after x is computed.
+    """Return Wᵀ in the dtype of x, dequantized only once x has been computed.
 
-    Otherwise a compiler may dequantize all matrices at the start, or hoist them out of a loop over tokens.
+    Without this dependency, the compiler may dequantize all matrices at the start, or hoist the dequantization out of a
+    loop over tokens.
     """
     x = jax.lax.stop_gradient(x)
 
@@ -132,7 +134,7 @@ def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _after_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Return codes plus a zero computed from x: XLA's CPU backend does not schedule by barriers."""
+    """Return codes XOR a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 
@@ -161,7 +163,7 @@ def _matmul_quantized_jvp(
 
 
 UNTRAINED = ("layer_scalar",)
-"""Names of params that stay as loaded, without gradient and weight decay."""
+"""Names of params that are never updated: they have no gradient and no weight decay."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -171,10 +173,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """x W (+ b), with W [in, out] or `Quantized`, plus (x A) B if the collection "lora" has an adapter.
+    """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`; adds (x A) B for a "lora" adapter.
 
     If the collection "columns" contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
-    Operands have `dtype`; sums are rounded only to `result_dtype`, or `dtype` if None. `float32_sums` as in `matmul`.
+    Operands have dtype `dtype`, and results `result_dtype` (`dtype` if None). See `matmul` for `float32_sums`.
     """
 
     features: int
@@ -188,7 +190,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
         kernel = kernel_of(self, "kernel", (x.shape[-1], self.features), self.stddev)
-        # One plain matrix product: XLA's CPU backend takes three times as long for the gradient of [B, G, T, in].
+        # Merged to 2-D, since the gradient of a [B, G, T, in] product takes XLA's CPU backend three times as long.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if isinstance(kernel, Quantized):
             y = matmul_quantized(x.astype(self.dtype), kernel, out, self.float32_sums)
@@ -212,18 +214,18 @@ class Linear(nn.Module):
 
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
-    """Return a `Linear` submodule of the calling module, in the config's dtype."""
+    """Create a `Linear` submodule of the calling module, with the config's dtype."""
     dtype, sums = jnp.dtype(config.dtype), config.uses_float32_sums
     return Linear(features, use_bias, dtype, config.initializer_range, float32_sums=sums, name=name)
 
 
 def tokens_of(x: jax.Array) -> jax.Array:
-    """Return x [..., D] as [N, D], a row for each token."""
+    """Reshape x [..., D] to [N, D], where N is the number of tokens."""
     return x.reshape(-1, x.shape[-1])
 
 
 class MLP(nn.Module):
-    """down(act(gate x) · up x) (Shazeer 2020, GLU variants)."""
+    """Gated MLP, down(act(gate x) · up x) (Shazeer 2020, GLU variants)."""
 
     config: TransformerConfig
     width: int
@@ -241,12 +243,12 @@ class MLP(nn.Module):
 
 
 def norm(config: TransformerConfig, name: str) -> RMSNorm:
-    """Return an `RMSNorm` submodule of the calling module, with the config's eps and offset."""
+    """Create an `RMSNorm` submodule of the calling module, with the config's epsilon and offset."""
     return RMSNorm(config.rms_norm_eps, config.norm_offset, name=name)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
+    """RMS norm, x / sqrt(mean(x²) + eps) · (scale + offset), in float32 (Zhang & Sennrich 2019, eq. 4)."""
 
     eps: float
     offset: float = 0.0
@@ -260,6 +262,6 @@ class RMSNorm(nn.Module):
 
 
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x²) + eps) in float32."""
+    """Return x / sqrt(mean(x²) + eps) in float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

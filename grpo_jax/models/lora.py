@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA).
 
 An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank, without a merged copy of W.
-`LoraModel` is a model whose params are the adapters. B is initially 0, so the policy starts as the base. The reference
-is a copy of the adapters, so that the base is in memory once. A synced reference has the adapters of several syncs
-(`reference_of`).
+`LoraModel` is a model whose params are the adapters. B is initialized to 0, so the policy is initially equal to the
+base model. The reference is a copy of the adapters, so only one copy of the base is in memory. A synced reference
+contains the adapters of several syncs (`reference_of`).
 
 ```
 params of a Transformer                        adapters ("params" of a LoraModel)
@@ -35,22 +35,22 @@ TARGETS = (
     r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
     r"|per_layer_(input_gate|projection))"
 )
-"""All projections of attention, recurrent layers, dense MLPs and per-layer embeddings; not the head, the embedding,
-routers or experts."""
+"""Default targets: all projections of attention, recurrent layers, dense MLPs and per-layer embeddings. The output
+head, embeddings, routers and experts are not adapted."""
 
 
 @flax.struct.dataclass(eq=False)
 class LoraModel:
-    """A frozen base with low-rank adapters, as a model whose params are the adapters.
+    """A frozen base model with low-rank adapters, as a model whose params are the adapters.
 
-    It is a pytree with the base's arrays as leaves: pass it as an argument of a jitted function. As a static argument
-    or in a closure, every compiled function would have a copy of the base as a constant.
+    It is a pytree whose leaves are the base's arrays. Pass it to jitted functions as a regular argument: as a static
+    argument or in a closure, the base would be embedded as a constant in every compiled function.
     """
 
-    base: Params  # of `model`, without gradient
+    base: Params  # frozen params of `model`
     model: Transformer = flax.struct.field(pytree_node=False)
-    scale: float = flax.struct.field(pytree_node=False, default=1.0)  # s, alpha / rank
-    dropout: float = flax.struct.field(pytree_node=False, default=0.0)  # rate on the input of A, with a "dropout" rng
+    scale: float = flax.struct.field(pytree_node=False, default=1.0)  # s = alpha / rank
+    dropout: float = flax.struct.field(pytree_node=False, default=0.0)  # dropout rate of A's input
 
     @property
     def config(self) -> TransformerConfig:
@@ -58,11 +58,11 @@ class LoraModel:
 
     @property
     def prefill(self) -> Callable[..., object]:
-        """The decoder's method, which `types.is_cached` looks for; call it as `apply(..., method="prefill")`."""
+        """The decoder's `prefill`, detected by `types.is_cached`. Call it with `apply(..., method="prefill")`."""
         return self.model.prefill
 
     def apply(self, variables: Params, *args: Any, **kwargs: Any) -> Any:
-        """Call `Transformer.apply` with adapters as params; {} is the base."""
+        """Call `Transformer.apply` with adapters as params; empty params select the base model."""
 
         def scaled(adapter: Params) -> Params:
             b = adapter["b"].astype(jnp.float32) * jnp.float32(self.scale)
@@ -80,23 +80,23 @@ def _is_adapter(node: Params) -> bool:
 def init_adapters(
     key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS, init: Literal["uniform", "gaussian"] = "uniform"
 ) -> Params:
-    """Return float32 adapters, nested like `base`, for the projections whose whole path matches `targets`.
+    """Return float32 adapters, nested like `base`, for the projections whose full path matches `targets`.
 
-    As in PEFT, A is "uniform" in ±in^(−1/2) or "gaussian" with the standard deviation 1 / rank, and B is zero.
+    As in PEFT, A is "uniform" in ±in^(−1/2) or "gaussian" with standard deviation 1 / rank, and B is zero.
     """
     if rank < 1:
-        raise ValueError(f"rank is {rank}; it has to be at least 1.")
+        raise ValueError(f"rank must be at least 1; got {rank}.")
     if init not in ("uniform", "gaussian"):
-        raise ValueError(f"init is {init!r}; it has to be 'uniform' or 'gaussian'.")
+        raise ValueError(f"init must be 'uniform' or 'gaussian'; got {init!r}.")
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        raise ValueError(f"targets {targets!r} is not a regular expression: {error}.") from error
+        raise ValueError(f"targets must be a valid regular expression; got {targets!r}: {error}.") from error
     kernels = dict(projections(base))
     chosen = [path for path in kernels if pattern.fullmatch("/".join(path))]
     if not chosen:
         example = "/".join(next(iter(kernels)))
-        raise ValueError(f"targets {targets!r} matches no projection; the whole of a path as {example!r} has to match.")
+        raise ValueError(f"targets {targets!r} does not match the full path of any projection, such as {example!r}.")
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
         fan_in, fan_out = kernels[path].shape
@@ -111,16 +111,17 @@ def init_adapters(
 
 
 FADED = 1e-6
-"""Weight below which earlier adapters are left out of a reference, a tenth of the resolution of log-probs."""
+"""Weight below which the adapters of old syncs are dropped from a reference: a tenth of the log-probs' resolution."""
 
 
 def reference_of(adapters: Params, alpha: float) -> Params:
-    """Return float32 adapters of a reference that `sync_adapters` updates, initially equal to the policy's.
+    """Return float32 adapters of a reference for `sync_adapters`, initially equivalent to the policy's adapters.
 
-    The reference's weights are a weighted sum of earlier A B, which is not a product of mixed A and mixed B. So the
-    factors of the last n syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n for which
-    (1 − alpha)ⁿ ≤ `FADED`: 16 for alpha = 0.6. If they are not smaller than the matrix, the factors are the matrix and
-    an identity. With alpha = 1 a sync copies the adapters, and they are returned unchanged.
+    The reference's weights are a weighted sum of products A B from several syncs, which differs from the product of the
+    averaged A and the averaged B. Therefore the factors of the last n syncs are concatenated, [in, n·rank] and
+    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If these are
+    not smaller than the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync copies
+    the adapters, so they are returned unchanged.
     """
     if alpha == 1:
         return adapters
@@ -138,7 +139,7 @@ def reference_of(adapters: Params, alpha: float) -> Params:
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
-    """Sync a reference of `reference_of`: `maths.reference.sync_reference` of the weights A B, not of the factors.
+    """Sync a reference from `reference_of`, like `maths.reference.sync_reference`, but average products, not factors.
 
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
     """
@@ -150,7 +151,7 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         if rank < min(height, width) == a_ref.shape[1]:
             product = jnp.matmul(a, b, precision="highest")
             return _as_a_matrix(alpha * product + fade * (b_ref if height <= width else a_ref))
-        start = (step // every) * rank % a_ref.shape[1]  # of the oldest adapters, which are replaced
+        start = (step // every) * rank % a_ref.shape[1]  # offset of the oldest adapters, which are overwritten
         put = jax.lax.dynamic_update_slice_in_dim
         return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
 
@@ -161,15 +162,15 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
 
 
 def _as_a_matrix(x: jax.Array) -> Params:
-    """Return a matrix [in, out] as a product with an identity."""
+    """Express a matrix [in, out] as adapters: the matrix times an identity."""
     height, width = x.shape
     return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """Return params of a plain `Transformer` with the same outputs: W + s A B, computed in float32, in W's dtype.
+    """Return params of a `Transformer` with the same outputs: W + s A B, computed in float32 and cast to W's dtype.
 
-    A quantized base is dequantized into host memory, since it may not fit on its device.
+    A quantized base is dequantized into host memory, since it may not fit into device memory.
     """
     merged, factors = flatten_dict(base), flatten_dict(adapters)
     for path, leaf in merged.items():
@@ -182,5 +183,5 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     return unflatten_dict(merged)
 
 
-# Jitted, since each of its forty operations would be compiled for each shape.
+# Jitted, since otherwise each of its forty operations would be compiled separately for every shape.
 _matrix = jax.jit(Quantized.matrix, static_argnames="dtype")

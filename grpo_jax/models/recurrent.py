@@ -1,22 +1,22 @@
-"""Layers that keep a state of fixed size: gated short convolutions and gated delta nets.
+"""Layers with a state of fixed size: gated short convolutions and gated delta nets.
 
 ```
-              tokens read together               one token, decoding
+              several tokens                     one token (decoding)
 tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
                   └── convolution ──┘               └─ new tail c3 c4
 memory    of the prompt ──► of c3                of c3 ──► of c4
 ```
 
-A completion's first token reads the state of its prompt from the `Prefix`. Padding (`Context.present`) leaves a state
-unchanged.
+The first token of a completion reads its prompt's state from the `Prefix`. Padding, where `Context.present` is False,
+does not change the state.
 
-A gated delta net has a memory S [d_k, d_v] for each head instead of keys and values. Each token decays the memory and
-moves its value at the key towards the token's value by the rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
+Instead of keys and values, each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and
+moves the value stored at its key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
 
 S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
 
-One token is `delta_step`. `delta_rule` cuts whole sequences into chunks: matrix products inside a chunk, and a scan
-over the memories between chunks.
+`delta_step` processes one token. `delta_rule` splits sequences into chunks, with matrix products inside each chunk and
+a scan over the chunks' memories.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segment
 from grpo_jax.models.layers import RMSNorm, linear
 
 CHUNK = 64
-"""Largest chunk in tokens, a power of two. It fills an accelerator's matrix units; work per token grows with it."""
+"""Maximum chunk size in tokens, a power of two. Fills an accelerator's matrix units; work per token grows with it."""
 
 
 class Positions(NamedTuple):
     """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence."""
 
-    position: jax.Array  # [B, G or 1, T] int32, from the first token of the completion in this call, or of the segment
+    # counted from the first token of the segment, or of the completion in this call
+    position: jax.Array  # [B, G or 1, T] int32
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
-    fresh: jax.Array | None = None  # [B, G or 1] bool, a completion's first token is included; None without a cache
-    segments: Segments | None = None  # of a packed sequence
+    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes a first token; None without a cache
+    segments: Segments | None = None  # segments of a packed sequence; None for completions
 
     @classmethod
     def of(cls, context: Context, shape: tuple[int, int, int]) -> Positions:
-        """Return the positions of tokens [B, G, T]."""
+        """Return the `Positions` of tokens [B, G, T]."""
         b, _, t = shape
         if context.segments is not None:
             return cls(context.segments.position[:, None], segments=context.segments)
@@ -63,13 +64,13 @@ class Positions(NamedTuple):
         return cls(position, length, fresh if length is None else fresh & (length > 0))
 
     def begin(self, prompt: jax.Array, cached: jax.Array) -> jax.Array:
-        """Return the state before the first token [B, X, G, …]: the cache's, or the prompt's [B, X, …] if fresh."""
+        """Return the initial state [B, X, G, …]: the prompt's [B, X, …] where `fresh`, else the cached state."""
         assert self.fresh is not None
         fresh = jnp.expand_dims(self.fresh, (1, *range(3, cached.ndim)))
         return jnp.where(fresh, prompt[:, :, None], cached)
 
     def of_blocks(self, prompts: jax.Array) -> jax.Array:
-        """Return the prompts' states [B, …] for each block of a packed sequence, [A, M, …]."""
+        """Gather the state of each block's prompt, [A, M, …], from the states of all prompts [B, …]."""
         assert self.segments is not None
         prompt = self.segments.prompt
         own = prompts.reshape((prompt.shape[0], -1, *prompts.shape[1:]))
@@ -77,10 +78,10 @@ class Positions(NamedTuple):
 
 
 def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return y_t = Σ_j w_j x_{t−j} over the last K tokens of each completion, for each channel of x [B, G, T, C].
+    """Return the causal convolution y_t = Σ_j w_j x_{t−j} of each channel of x [B, G, T, C], separately per completion.
 
-    The last row of the kernel [K, C] is the weight of the token itself. The inputs before these tokens are the tail
-    [B, G or 1, K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
+    The last row of the kernel [K, C] is w_0, the weight of the current token. `tail` contains the K − 1 inputs before
+    the first token: [B, G or 1, K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
     """
     width, (b, g, t, c) = kernel.shape[0], x.shape
 
@@ -91,7 +92,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
     for j in range(1, min(width, t)):
         before = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
         y += weigh(jnp.where((positions.position >= j)[..., None], before, 0.0), j)
-    # The tail's part of each of the first K − 1 tokens; blocks of a packed sequence take the axis of completions.
+    # Add the tail's contribution to the first K − 1 tokens. Blocks of a packed sequence use the completion axis.
     tail = tail.astype(jnp.float32)
     size = t if positions.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
@@ -104,7 +105,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
 
 def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return the last K − 1 inputs [B, G, K − 1, C] of the tail [B, G or 1, …] and x [B, G, T, C], without padding."""
+    """Return the last K − 1 unpadded inputs [B, G, K − 1, C] of the tail [B, G or 1, …] followed by x [B, G, T, C]."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
     if positions.length is None:
@@ -113,7 +114,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
     def take(x: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    # Indices into the concatenation of the tail and the tokens without padding.
+    # Indices into the concatenation of the tail and the unpadded tokens.
     at = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
     of_tokens = take(x, at - width - jnp.broadcast_to(positions.position[..., :1], at.shape))
     return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
@@ -122,9 +123,9 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return the positions of tokens [B, G, T, C], and the memory [B, H, G or 1, …] and tail before them.
+    """Return the positions of inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before the first one.
 
-    For packed sequences, these are the states of each block's prompt, [A, M, …].
+    For packed sequences, memory and tail are those of each block's prompt, [A, M, …].
     """
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
@@ -148,7 +149,7 @@ def _state_before(
 def _state_after(
     context: Context, positions: Positions, memory: jax.Array | None, mixed: jax.Array, tail: jax.Array
 ) -> LayerCache:
-    """Return the state after the tokens; () for a packed sequence."""
+    """Return the layer's state after the last token, or () for a packed sequence."""
     if positions.segments is not None:
         return ()
     after = RecurrentState(memory, last_tokens(mixed, tail, positions)[:, None])
@@ -156,13 +157,13 @@ def _state_after(
 
 
 def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> jax.Array:
-    """Return a convolution's kernel [K, C] of a module, initially uniform over ±1/√K."""
+    """Return the module's convolution kernel [K, C], initialized uniformly in ±1/√K."""
     init = functools.partial(jax.random.uniform, minval=-(shape.kernel**-0.5), maxval=shape.kernel**-0.5)
     return module.param("conv1d", init, (shape.kernel, channels)).astype(jnp.float32)
 
 
 class ShortConvolution(nn.Module):
-    """W (c ⊙ conv(b ⊙ x)), where b, c and x are projections of the input (LFM2). Params have Hugging Face's names."""
+    """Gated short convolution W (c ⊙ conv(b ⊙ x)) of projections b, c and x (LFM2), with Hugging Face's names."""
 
     config: TransformerConfig
 
@@ -182,7 +183,7 @@ class ShortConvolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, short convolution, gated delta rule and gated norm. Params have Hugging Face's names."""
+    """Gated delta net: projections, short convolution, delta rule and gated norm, with Hugging Face's names."""
 
     config: TransformerConfig
 
@@ -226,7 +227,7 @@ class GatedDeltaNet(nn.Module):
         return y, _state_after(context, positions, memory, mixed, tail)
 
     def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
-        """Return queries, keys and values in one [B, G, T, C], gates [B, G, T, H d_v], β and decay [B, G, T, H]."""
+        """Return queries, keys and values [B, G, T, C], gates [B, G, T, H d_v], and raw β and decay [B, G, T, H]."""
         c = self.config
         wide, narrow = (shape.mixed_width, shape.value_width), (shape.value_heads,) * 2
         if not shape.by_key_heads:
@@ -234,7 +235,7 @@ class GatedDeltaNet(nn.Module):
             return tuple(linear(c, name, n)(x) for name, n in zip(names, wide + narrow, strict=True))
 
         def project(name: str, features: int, ends: list[int]) -> list[jax.Array]:
-            """Return a product whose columns are ordered by key head, split at `ends` in each head."""
+            """Apply a projection whose columns are grouped by key head, and split each group at the indices `ends`."""
             y = linear(c, name, features)(x)
             parts = jnp.split(y.reshape((*y.shape[:-1], shape.key_heads, -1)), ends, axis=-1)
             return [part.reshape((*y.shape[:-1], -1)) for part in parts]
@@ -245,7 +246,7 @@ class GatedDeltaNet(nn.Module):
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
 
     def _read(self, rows: Sequence[jax.Array], positions: Positions, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the outputs [B, H, G, T, d_v] and the memory after the last token [B, H, G, d_k, d_v]."""
+        """Apply the delta rule. Returns outputs [B, H, G, T, d_v] and the final memory [B, H, G, d_k, d_v]."""
         q, k, v, decay, beta = rows
         b, h, g, t, _ = q.shape
         precision = "highest" if self.config.dtype == "float32" else None
@@ -268,9 +269,9 @@ class GatedDeltaNet(nn.Module):
 def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule` of one token, for arrays without the axis N."""
+    """Apply `delta_rule` to one token; arrays do not have the axis N."""
     fade = jnp.exp(decay)[..., None]
-    # Both reads in one pass over the memory, the main cost of a step.
+    # Reading the memory dominates the cost of a step, so both reads share one pass.
     both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
     known, read = both[..., 0, :] * fade, both[..., 1, :] * fade
     new = (v - known) * beta[..., None]
@@ -293,17 +294,18 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [..., N, d_v] of the gated delta rule, and the memory after the last token.
 
-    Computed chunk by chunk (Yang et al. 2024, Gated Delta Networks, section 3.3). Decays are sums and never differences
-    of sums, so that a token with a decay of −∞ costs later tokens no precision.
+    The computation is chunked (Yang et al. 2024, Gated Delta Networks, section 3.3). Log-decays are only added, never
+    subtracted, so a token with a log-decay of −∞ does not reduce the precision of later tokens.
 
     Args:
-      q, k, v: [..., N, d] float32.
+      q, k, v: [..., N, d] float32 queries, keys and values.
       decay, beta: [..., N] float32, log α ≤ 0 and β in [0, 1]. Tokens with zeros do not change the memory.
-      memory: [..., d_k, d_v] float32, before the first token.
-      position: [..., N] int32 in the token's segment, broadcastable; N is then a multiple of the chunk. If None, there
-        is one segment, which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32, initial memory of the segments that begin in each chunk.
-      chunk: tokens of a chunk, a power of two.
+      memory: [..., d_k, d_v] float32 memory before the first token.
+      position: [..., N] int32 position of each token in its segment, broadcastable. Requires N to be a multiple of
+        `chunk`. If None, there is one segment, which continues from `memory`.
+      begins: [..., N / chunk, d_k, d_v] float32 initial memory of the segments that start in each chunk.
+      chunk: number of tokens per chunk, a power of two.
+      precision: precision of the matrix products, as in `jnp.einsum`.
     """
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
@@ -318,10 +320,10 @@ def delta_rule(
     i, j = index[..., :, None], index[..., None, :]
     visible, first = i >= j, None
     if position is not None:
-        first = index - cut(position, 0)  # the segment's first token in the chunk; negative if in an earlier chunk
+        first = index - cut(position, 0)  # index of the segment's first token; negative if in a previous chunk
         visible = visible & (j >= first[..., None])
     product = functools.partial(jnp.einsum, precision=precision)
-    # d[i, j]: decay from token j's write to token i's read; inward: from before the chunk or the segment to the read.
+    # d[i, j]: decay between token j's write and token i's read. inward: decay from the start of the chunk or segment.
     fading = jnp.where(i > j, decay[..., None], 0.0)
     d = jnp.where(visible, jnp.exp(jnp.cumsum(fading, axis=-2)), 0.0)
     inward = jnp.exp(jnp.sum(jnp.where(visible, decay[..., None, :], 0.0), axis=-1))[..., None]
@@ -357,10 +359,10 @@ def delta_rule(
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
-    """Return (I + L)⁻¹ for a strictly lower triangular L [..., n, n], n a power of two.
+    """Return (I + L)⁻¹ for a strictly lower triangular matrix L [..., n, n], where n is a power of two.
 
-    It is computed by blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as exact as
-    substitution, and takes log n batched products, which every partitioner can cut.
+    Inverts blocks of doubling size with [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
+    substitution, and takes log n batched products, which can be sharded along the batch axes.
     """
     *rows, n, _ = x.shape
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1

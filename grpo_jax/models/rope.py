@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the scalings of checkpoints."""
+"""Rotary position embeddings, with the context-extension methods ("scalings") found in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ import jax.numpy as jnp
 import numpy as np
 
 Numbers = dict[str, Any]
-"""Settings of a scaling, by their names in Hugging Face's `rope_parameters`."""
+"""Settings of a scaling, keyed by their names in Hugging Face's `rope_parameters`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: frequencies θ_i = theta^(−2i/d), scaled for longer contexts."""
+    """Rotary position embedding with frequencies θ_i = theta^(−2i/d), optionally scaled for longer contexts."""
 
     theta: float = 10000.0
-    kind: str = "default"  # a key of `ROPE_KINDS`, Hugging Face's `rope_type`
-    scaling: tuple[tuple[str, Any], ...] = ()  # the kind's settings, as hashable (name, value) pairs
-    fraction: float = 1.0  # of the head's width that is rotated, its first channels
-    pairs: bool = False  # channels 2i and 2i + 1 are rotated together; False: i and i + r/2 of the r that are rotated
+    kind: str = "default"  # a key of `ROPE_KINDS`; Hugging Face's `rope_type`
+    scaling: tuple[tuple[str, Any], ...] = ()  # settings of the scaling, as hashable (name, value) pairs
+    fraction: float = 1.0  # fraction of the head's channels that are rotated; the remaining last channels are not
+    pairs: bool = False  # rotate channels 2i and 2i + 1 together, instead of i and i + r/2, with r rotated channels
     growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
 
 
 def _linear(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Positions divided by `factor` (position interpolation)."""
+    """Position interpolation: divide positions by `factor`."""
     return inverse / n["factor"], 1.0
 
 
 def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """NTK-aware: a larger base once the sequence is longer than the context that the model was made for."""
+    """Dynamic NTK-aware scaling: increase the base once the sequence exceeds the model's original context length."""
     longest, d = n["max_position_embeddings"], 2 * len(inverse)
     growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
     return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
 
 
 def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Long wavelengths are interpolated and short ones kept, with a linear transition."""
+    """Llama 3: interpolate long wavelengths and keep short ones, with a linear transition between them."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
 
 
 def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """As llama3 with the transition in dimensions, and a temperature (Peng et al. 2023, eq. 22 to 25)."""
+    """YaRN: `_llama3` with a transition linear in the dimension, and a temperature (Peng et al. 2023, eq. 22–25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 
@@ -71,7 +71,7 @@ def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.
 
 
 def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """A factor for each frequency, from one of two lists by the length (Ding et al. 2024)."""
+    """LongRoPE: divide frequencies by factors from one of two lists, chosen by the length (Ding et al. 2024)."""
     original = n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
     attention = n["attention_factor"]
@@ -81,7 +81,7 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
 
 
 def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Frequencies over the whole head divided by `factor`; only the first `partial_rotary_factor` are not 0."""
+    """Divide frequencies over the whole head by `factor`; all but the first `partial_rotary_factor` of them are 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
@@ -95,20 +95,20 @@ ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarra
     "longrope": _longrope,
     "proportional": _proportional,
 }
-"""Functions of frequencies, a scaling's settings, the `Rope` and the sequence length, to frequencies and a factor."""
+"""Functions that map (frequencies, settings, `Rope`, sequence length) to scaled frequencies and an attention factor."""
 
 
 ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Scalings that change for the whole sequence if it is longer than this setting."""
+"""Scalings that depend on the sequence length, and the setting with the length beyond which frequencies change."""
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
-    """Return the angular frequencies [r/2] float32 of r rotated channels, and the factor on cosines and sines.
+    """Return the float32 angular frequencies [r/2] of r rotated channels, and the factor on cosines and sines.
 
-    Only "dynamic" and "longrope" depend on the length of the sequence.
+    Only the kinds "dynamic" and "longrope" depend on the sequence length `length`.
     """
     if rope.kind not in ROPE_KINDS:
-        raise ValueError(f"rope kind {rope.kind!r} is not supported; one of {list(ROPE_KINDS)} is.")
+        raise ValueError(f"rope kind must be one of {list(ROPE_KINDS)}; got {rope.kind!r}.")
     rotated = int(head_dim * rope.fraction)
     inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     frequencies, factor = ROPE_KINDS[rope.kind](inverse, dict(rope.scaling), rope, length)
@@ -116,9 +116,9 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Return the factors of each half on itself and on the other half, [B, G or 1, T, 2, r/2] float32.
+    """Return the float32 factors [B, G or 1, T, 2, r/2] that multiply each half of the channels and the swapped halves.
 
-    Positions are [B, T], the same for all completions of a prompt, or [B, G, T].
+    Positions are [B, T] if they are the same for all completions of a prompt, or else [B, G, T].
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     positions = positions[:, None] if positions.ndim == 2 else positions
@@ -128,24 +128,28 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
 
 
 def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
-    """Return `Rope.growth`'s factors at positions [B, T] or [B, G, T], as [B, G or 1, T, 1, 1]; None if β is 0."""
+    """Return the query factors of `Rope.growth` as [B, G or 1, T, 1, 1], or None if β is 0."""
     beta, size = rope.growth
     positions = positions[:, None] if positions.ndim == 2 else positions
     return (1 + beta * jnp.log1p(positions // size))[..., None, None] if beta else None
 
 
 def check_rope_length(rope: Rope, length: int) -> None:
-    """Raise ValueError for a length at which cached keys would have to be rotated by other frequencies."""
+    """Raise ValueError if the frequencies change within a sequence of this length, so that keys cannot be cached."""
     limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
     if limit is not None and length > limit:
         raise ValueError(
-            f"prompts and completions together take up to {length} tokens, but beyond {limit} rope_type {rope.kind!r} "
-            "depends on the length of the whole sequence, so keys cannot be cached; use shorter prompts or completions."
+            f"prompts and completions have up to {length} tokens in total, but beyond {limit} tokens the "
+            f"rotation of rope_type {rope.kind!r} changes for all tokens, so keys cannot be cached. Use shorter prompts"
+            " or completions"
         )
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] by a `rope_table`, by halves as most of Hugging Face's weights, or by pairs."""
+    """Rotate x [B, G, T, heads, d] with a `rope_table`.
+
+    Channels are rotated in halves, as in most Hugging Face checkpoints, or in pairs of adjacent channels if `pairs`.
+    """
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
@@ -154,7 +158,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = Fa
         return x.swapaxes(-1, -2) if pairs else x
 
     halves = turn(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
-    # The halves are swapped by `rev`: a concatenation takes XLA's CPU backend three times as long.
+    # Swap the halves with `rev`, since a concatenation takes XLA's CPU backend three times as long.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
     turned = turn(turned).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

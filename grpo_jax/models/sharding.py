@@ -1,8 +1,9 @@
-"""Sharding: parameters by one table from their paths to mesh axes, batches by their prompts.
+"""Sharding of parameters, according to a table from paths to mesh axes, and of batches, along the prompt axis.
 
-The axes of a mesh are "data" (prompts), "fsdp" (prompts, and parameters cut along one side) and "tensor" (parameters
-cut along the other side: heads and MLP channels). Modules do not depend on it: XLA's partitioner (GSPMD) propagates the
-shardings of the arguments. A group stays on one device, since only the axis of prompts is cut.
+A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
+(shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's
+partitioner (GSPMD) propagates the shardings of the arguments. A group is never split between devices, since batches are
+only sharded along the prompt axis.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from grpo_jax.types import Params
 Tree = TypeVar("Tree")
 
 AXES = ("data", "fsdp", "tensor")
-"""The axes of a mesh, in this order; prompts are cut along the first two."""
+"""Mesh axes, in order. Prompts are sharded over the first two."""
 
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
-    # Heads and channels are cut on both sides of attention and MLP, which then need one sum over "tensor" each.
+    # Heads and channels are sharded in input and output projections, so attention and MLP need one sum over "tensor".
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
-    # The projection to the per-layer embeddings of all layers is not cut by layer.
+    # The projection to the per-layer embeddings is not sharded along its output, which concatenates all layers.
     (r".*/per_layer_input_gate/kernel", ("fsdp", "tensor")),
     (r".*/per_layer_projection/kernel", ("tensor", "fsdp")),
     (r"(.*/)?per_layer_model_projection/kernel", ("fsdp", None)),
-    # A recurrent layer's projections are concatenated: heads and channels are not cut.
+    # The projections of recurrent layers are concatenated, so heads and channels are not sharded.
     (r".*/(linear_attn|conv)/in_proj\w*/kernel", ("fsdp", None)),
     (r".*/(linear_attn|conv)/out_proj/kernel", (None, "fsdp")),
     (r".*/experts/(gate|up)_proj", (None, "fsdp", "tensor")),
@@ -47,24 +48,26 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
 )
-"""Regular expression of the whole path, and the mesh axis of each dimension. Parameters without a match are replicated.
+"""Pairs of a regular expression that must match the full path of a parameter, and the mesh axis of each dimension.
 
-The path of an optimizer's moment ends with the path of its parameter, so that both have the same sharding.
+Parameters without a match are replicated. The path of an optimizer moment ends with the path of its parameter, so both
+have the same sharding.
 """
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make a mesh of the first devices, as many as the product of the sizes.
+    """Create a mesh from the first devices, as many as the product of the axis sizes.
 
     Args:
-      axes: sizes of "data", "fsdp" and "tensor", each 1 by default.
-      devices: the devices to choose from. If None, `jax.devices()`.
+      axes: sizes of "data", "fsdp" and "tensor". Missing axes have size 1.
+      devices: devices to choose from. If None, `jax.devices()` is used.
 
     Returns:
       A mesh with all three axes, of type Auto.
 
     Raises:
-      ValueError: an unknown axis, too few devices, or in several processes a mesh that does not use all devices.
+      ValueError: if an axis is unknown, if there are too few devices, or if a mesh in several processes does not use
+        all devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -72,36 +75,36 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     """
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
-        raise ValueError(f"mesh has the axis {unknown[0]!r}: the axes are {', '.join(AXES)}")
+        raise ValueError(f"mesh axes must be among {', '.join(AXES)}; got {unknown[0]!r}")
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = jax.devices() if devices is None else devices
     product, several = " × ".join(map(str, sizes)), jax.process_count() > 1
     if math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
         fit = f"exactly {len(devices)}, since every process takes part" if several else f"at most {len(devices)}"
         raise ValueError(
-            f"mesh = {dict(axes)}: {product} devices are needed, and there are {len(devices)}; make the sizes multiply"
-            f" to {fit}"
+            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set sizes whose product is"
+            f" {fit}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
 
 
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
-    """Raise ValueError if a mesh cannot cut the large matrices of a decoder.
+    """Raise ValueError if the large matrices of a decoder cannot be sharded over a mesh.
 
-    "fsdp" has to divide the width D, and "tensor" the query heads and the channels of the MLP (or of one expert). Other
-    dimensions that are not divisible, such as the vocabulary, are replicated.
+    The size of "fsdp" must divide the width D, and the size of "tensor" the number of query heads and of channels of
+    the MLP (or of one expert). Other dimensions that are not divisible, such as the vocabulary, are replicated.
     """
     whole = math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"
     for axis, (total, what) in {"fsdp": (width, f"the model's width of {width}"), "tensor": whole}.items():
         if total % axes.get(axis, 1):
             fit = ", ".join(str(size) for size in range(1, 2 * axes[axis]) if total % size == 0)
-            raise ValueError(f"mesh = {dict(axes)}: {axis} = {axes[axis]} does not divide {what}; {fit} do")
+            raise ValueError(f"mesh = {dict(axes)}: {axis} = {axes[axis]} does not divide {what}. Use one of {fit}")
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Return the sharding of one parameter by `TABLE`, given its path and shape.
+    """Return the sharding of a parameter according to `TABLE`, given its path and shape.
 
-    A dimension is replicated if the mesh does not have its axis, or the size of the axis does not divide it.
+    A dimension is replicated if the mesh does not have its axis, or if the size of the axis does not divide it.
     """
     quantized = path[-1] in ("codes", "scales")
     name = "/".join(path[:-1] if quantized else path)
@@ -113,15 +116,15 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
 
 
 def parse_mesh(text: str) -> dict[str, int] | None:
-    """Parse the sizes of a mesh from a command line, such as data=2,fsdp=4; None for an empty text."""
+    """Parse mesh sizes from the command line, such as data=2,fsdp=4. Returns None for an empty string."""
     try:
         return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
     except ValueError as error:
-        raise ValueError(f"mesh is {text!r}: write axes and sizes as data=2,fsdp=4") from error
+        raise ValueError(f"mesh must be a list of axes and sizes such as data=2,fsdp=4; got {text!r}") from error
 
 
 def tree_sharding(tree: Params, mesh: Mesh) -> Params:
-    """Return the sharding of each leaf of a tree of params, or of a state that has such trees."""
+    """Return the sharding of each leaf of params, or of a state that contains params."""
 
     def at(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         return parameter_sharding(_name(path).split("/"), leaf.shape, mesh)
@@ -130,7 +133,7 @@ def tree_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def device_bytes(tree: Params, mesh: Mesh | None) -> int:
-    """Return the bytes of params or their shapes on each device of a mesh, or on one device without a mesh."""
+    """Return the size in bytes of params, or of their shapes, per device of a mesh, or in total without a mesh."""
     leaves = jax.tree.leaves(tree)
     at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
     shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
@@ -138,22 +141,22 @@ def device_bytes(tree: Params, mesh: Mesh | None) -> int:
 
 
 def _name(path: tuple[object, ...]) -> str:
-    """Return a path of a pytree as layers_0/self_attn/q_proj/kernel."""
+    """Format a pytree path as a string, such as layers_0/self_attn/q_proj/kernel."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def place(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Put params on the devices of a mesh by `TABLE`; without a mesh, return them unchanged."""
+    """Put params on the devices of a mesh according to `TABLE`. Without a mesh, return them unchanged."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
 def committed(tree: Tree) -> Tree:
-    """Commit arrays to their devices, as restored arrays are, so that both use the same compiled programs."""
+    """Commit arrays to their devices. Restored arrays are also committed, so both use the same compiled programs."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Put an array on devices; each process provides its part of an array that all of them have."""
+    """Put an array on devices. With several processes, each has the whole array and provides its own shards."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -167,7 +170,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch(tree: Params) -> Params:
-    """Return arrays as whole NumPy arrays; a collective operation if they are distributed over processes."""
+    """Return the full arrays as NumPy arrays. This is a collective operation if they span several processes."""
 
     def one(x: jax.Array | np.ndarray) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -180,9 +183,9 @@ def fetch(tree: Params) -> Params:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """Return the JSON objects of all processes, in their order.
+    """Gather a JSON object from each process, in the order of the processes.
 
-    Bytes are padded to a power of two, so that at most 21 gathers are compiled for sizes up to 1 GiB.
+    Data is padded to a power of two, so at most 21 gathers are compiled for sizes up to 1 GiB.
     """
     if jax.process_count() == 1:
         return [own]
@@ -195,21 +198,21 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Return the indices of the rows that this process plays and scores, of `count` rows in all."""
+    """Return the indices of the dataset rows, out of `count`, whose episodes and rewards this process computes."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
 
 def keep_placed(tree: Tree, mesh: Mesh | None) -> Tree:
-    """`place` inside a compiled function."""
+    """Constrain params to the shardings of `place`, inside a compiled function."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
 
 
 def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Inside a compiled function, replicate the embedding's rows over "fsdp".
+    """Replicate the embedding over "fsdp", inside a compiled function.
 
-    Otherwise the partitioner reads the prompts of all devices on each, since tokens are also cut over "fsdp". This is
-    for rollouts: in an update each device would keep the activations of all devices.
+    Otherwise each device would process the prompts of all devices, since tokens are also sharded over "fsdp". Only for
+    rollouts: in an update, each device would store the activations of all devices.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -219,9 +222,9 @@ def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
-    """Inside a compiled function, cut the output head along the vocabulary by `axes`.
+    """Shard the output head over `axes` along the vocabulary, inside a compiled function.
 
-    It is stored cut along D, so that each logit would otherwise be a sum over devices.
+    It is stored sharded along D, so each logit would otherwise be a sum over devices.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -235,7 +238,7 @@ def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
 def _constrain_by_name(
     tree: Tree, mesh: Mesh | None, spec: Callable[[str, NamedSharding], PartitionSpec | None]
 ) -> Tree:
-    """Constrain the params for which `spec(path, sharding by TABLE)` is not None."""
+    """Constrain the params for which `spec(path, sharding according to TABLE)` is not None."""
 
     def at(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         found = spec(_name(path), sharding)
@@ -249,12 +252,12 @@ def _prompts(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Mesh | None) -> int:
-    """Return the number of devices over which prompts are cut."""
+    """Return the number of devices over which prompts are sharded."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
 def split(tree: Params, mesh: Mesh | None) -> Params:
-    """Put arrays [B, ...] on the devices, cut along B, or replicated if B is not divisible."""
+    """Put arrays [B, ...] on the devices, sharded along B, or replicated if B is not divisible."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
@@ -269,7 +272,7 @@ def split_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Inside a compiled function, cut an array [B, ...] along B, and its further dimensions by `axes`.
+    """Shard an array [B, ...] along B, and its other dimensions over `axes`, inside a compiled function.
 
     An axis that does not divide its dimension is ignored. Without a mesh, x is returned unchanged.
     """
@@ -277,7 +280,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """Return the sharding of `constrain` for an array of a shape, in the form that XLA's partitioner returns."""
+    """Return the sharding that `constrain` applies to an array of this shape, as XLA's partitioner normalizes it."""
 
     def fits(size: int, axis: str | None) -> bool:
         return axis is not None and mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0
@@ -293,7 +296,7 @@ def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) ->
 
 
 def abstract(tree: Params) -> Params:
-    """Return the shapes of a tree's arrays, with the shardings of committed arrays, to compile programs for them."""
+    """Convert arrays to `ShapeDtypeStruct`s for compilation. Shardings are kept only for committed arrays."""
 
     def one(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = not isinstance(x, jax.Array) or x.committed
@@ -303,18 +306,18 @@ def abstract(tree: Params) -> Params:
 
 
 def placed_shapes(tree: Tree, shardings: Params) -> Tree:
-    """Return the shapes of a tree with their shardings."""
+    """Return the `ShapeDtypeStruct`s of a tree, with the given shardings."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function; arguments may be shapes, and their devices absent (`models.devices`)."""
+    """Lower a call of a jitted function. Arguments may be shapes, on devices that may be absent (`models.devices`)."""
     function: Any = call.func
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     at = place_of((call.args, call.keywords))
     device: Any = None if at is None else next(iter(at.device_set))
     absent_gpu = device is not None and device.platform == "gpu" and jax.default_backend() != "gpu"
-    if absent_gpu and jax.__version_info__ >= (0, 11):  # Pallas has to know the GPU to lower its kernels
+    if absent_gpu and jax.__version_info__ >= (0, 11):  # Pallas needs the GPU model to lower its kernels
         target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
         context = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=target))
     with context:
@@ -322,13 +325,13 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 
 def place_of(tree: Params) -> jax.sharding.Sharding | None:
-    """Return the sharding of arrays that are computed from a tree, on one device or replicated; None if unknown."""
+    """Return the sharding of arrays computed from a tree: one device, replicated on a mesh, or None if unknown."""
     at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
 def mesh_of(tree: Params) -> Mesh | None:
-    """Return the mesh of the arrays or shapes in a tree; None for one device, or for tracers."""
+    """Return the mesh of the arrays or shapes in a tree, or None if they are on one device or are tracers."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and mesh.size > 1 and not isinstance(leaf, jax.core.Tracer):

@@ -1,8 +1,8 @@
-"""Independent parts of a batch in several threads, to keep a CPU's cores busy.
+"""Threads ("streams") for independent parts of a batch, to keep all cores of a CPU busy.
 
-XLA's CPU backend spreads only large operations over the cores, and the steps of a decode are small. Two threads with
-half of the groups each draw the same samples in less time. On GPUs and TPUs a batch is not split. `in_background` runs
-the device's work in a thread, in parallel with the reward functions.
+XLA's CPU backend parallelizes only large operations, but the operations of a decode step are small. Two threads with
+half of the groups each draw the same samples in less time. On GPUs and TPUs, batches are not split. `in_background`
+runs device work in a thread, in parallel with reward functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import jax
 from grpo_jax.types import Params
 
 CACHED = 64 * 2**20
-"""Bytes of parameters that fit into a CPU's cache; larger ones are read from memory, by each stream."""
+"""Size of params in bytes that fit into a CPU's cache. Each stream would read larger params from memory."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """Return the devices of params or of their shapes; none for NumPy arrays and tracers."""
+    """Return the devices of params or of their shapes; NumPy arrays and tracers have none."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
@@ -38,10 +38,10 @@ def devices_of(params: Params) -> set[jax.Device]:
 
 
 def count_streams(params: Params, parts: int) -> int:
-    """Return the number of streams for a batch of `parts` parts: one per core, at most one per part.
+    """Return the number of streams for a batch of `parts` parts: one per core, but at most one per part.
 
-    It is 1 unless the parameters are small and on one CPU device. The products of a large model keep all cores busy,
-    and each further stream would read its weights again.
+    Returns 1 unless the parameters are small and on a single CPU device. The matrix products of a large model already
+    use all cores, and each additional stream would read the weights again.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -52,14 +52,14 @@ def count_streams(params: Params, parts: int) -> int:
 
 
 def count_cores() -> int:
-    """Return the number of cores of the CPU that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Return `[function(part) for part in parts]`, computed in one thread per part.
 
-    An exception is raised when all threads have ended. Jitted functions that are called have to be `shared`.
+    Exceptions are raised after all threads have ended. Jitted functions called by `function` must be `shared`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -69,10 +69,10 @@ def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) ->
 
 
 class shared:
-    """A jitted function for several threads, which is compiled once.
+    """Wrapper of a jitted function that several threads may call, so that each program is compiled only once.
 
-    Without a lock, two threads that need a new program at the same time would both compile it. The lock is held until
-    a call is dispatched; dispatched programs run in parallel.
+    Without a lock, two threads that need a new program at the same time would both compile it. The lock is released
+    when the call is dispatched, so dispatched programs run in parallel.
     """
 
     def __init__(self, jitted: Any):
@@ -83,14 +83,14 @@ class shared:
             return self._jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)  # such as `lower`
+        return getattr(self._jitted, name)  # for example `lower`
 
 
 def in_turn(tree: Result) -> Result:
-    """Return arrays that the next of several programs needs; if they are on a CPU, wait for them first.
+    """Return arrays that the next program in a sequence needs; on CPUs, wait until they are computed.
 
-    XLA's CPU backend allocates a program's memory when it is dispatched, not when it starts. If the host ran ahead,
-    all parts of a batch would have their memory at once. Other backends reuse memory in the order of the programs.
+    XLA's CPU backend allocates a program's memory at dispatch, not when it starts to run. If the host dispatched
+    several parts of a batch ahead of time, their memory would be allocated at once. Other backends reuse the memory.
     """
     if any(device.platform == "cpu" for device in devices_of(tree)):
         jax.block_until_ready(tree)
@@ -99,10 +99,10 @@ def in_turn(tree: Result) -> Result:
 
 @contextlib.contextmanager
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
-    """Run a function in a thread while the block runs, and wait for it at the end; yield its future.
+    """Run a function in a thread during the `with` block, yield its future, and wait for it at the end of the block.
 
-    JAX's context managers apply to one thread. `jax.default_matmul_precision` and `jax.default_device` change results,
-    so their values are also set in the new thread.
+    JAX's context managers are thread-local. The current `jax.default_matmul_precision` and `jax.default_device` affect
+    results, so they are also set in the new thread.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device
@@ -117,5 +117,5 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Return a pool of threads, which is kept because a decode calls it for every 16 tokens."""
+    """Return a thread pool, cached because decoding uses it for every 16 tokens."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")

@@ -1,5 +1,5 @@
-"""From a batch to the next training state: `objective` (the loss of some rows), `step` (any model, any mesh), `packed`
-(the same without the padding), `state`, `optimizer`; `not_finite` names the cause of a skipped update.
+"""Training updates: `objective` computes the loss, `step` updates any model on any mesh, `packed` does so without
+padding, `state` and `optimizer` define the training state, and `not_finite` finds the cause of a skipped update.
 """
 
 from grpo_jax.update.state import TrainState, create_state

@@ -1,4 +1,4 @@
-"""Find the value that made the loss or the gradient of an update infinite or NaN."""
+"""Diagnosis of updates with an infinite or NaN loss or gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def name_not_finite(
     """Describe the first non-finite value of a skipped update, with its prompt and completion.
 
     Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
-    the metrics. `params` are those before the update. A collective operation with several processes.
+    the metrics. `params` are the params before the update. With several processes, this is a collective operation.
     """
     batch = fetch(batch)
     inputs = {
@@ -41,11 +41,11 @@ def name_not_finite(
             return f"{name} is {array[at]} at {where} of the batch{_texts(batch, at[0], at[1], tokenizer)}"
     names = ("policy_loss", "kl_in_loss", "loss", "grad_norm")
     bad = next(name for name in names if not np.isfinite(metrics.get(name, 0.0)))
-    return f"the metric {bad} is {metrics[bad]}, and every advantage and log-prob of the batch is finite"
+    return f"the metric {bad} is {metrics[bad]}, although all advantages and log-probs of the batch are finite"
 
 
 def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
-    """Return the decoded prompt and completion."""
+    """Return the decoded prompt and completion in parentheses, or "" without a tokenizer."""
     if tokenizer is None:
         return ""
     read = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]

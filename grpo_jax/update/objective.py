@@ -1,7 +1,7 @@
-"""The loss of a part of a minibatch.
+"""Loss of a part of a minibatch.
 
-Each loss is a sum divided by counts over the whole minibatch, so the losses of the parts add up to the loss of the
-minibatch, and so do their gradients, however it is split.
+Each loss is a sum divided by counts over the whole minibatch. The losses and gradients of the parts therefore add up to
+those of the minibatch, no matter how it is split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
 
 
 def sampling_of(config: Config) -> Sampling:
-    """Return the settings of the distribution that completions are sampled from and scored under."""
+    """Return the settings of the distribution used for both sampling and log-probs."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
@@ -45,16 +45,16 @@ def has_entropy_bonus(config: Config) -> bool:
 
 
 def vanishes_without_advantage(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
-    """Return whether a completion whose advantage is 0 has no gradient: every term of the loss is a multiple of it.
+    """Return whether completions with zero advantage have no gradient, because the advantage multiplies the whole loss.
 
-    Holds for every `loss_type`. Nothing is assumed about a custom surrogate.
+    This does not depend on `loss_type`. False with a custom surrogate, about which nothing is assumed.
     """
     others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
     return surrogate is None and not any(others)
 
 
 def router_coef_of(model: Model, config: Config) -> float:
-    """Return the coefficient of the load-balancing loss: the config's, else the checkpoint's; 0 without experts."""
+    """Return the load-balancing coefficient from the config, or the checkpoint if unset. Returns 0 without experts."""
     if not is_cached(model) or not model.config.num_experts:
         return 0.0
     coef = config.router_aux_loss_coef
@@ -62,9 +62,9 @@ def router_coef_of(model: Model, config: Config) -> float:
 
 
 def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | None:
-    """Return the importance weights [..., T] or [...] of an engine's completions; None without a correction.
+    """Return importance weights [..., T] or [...] of completions from an engine, or None without a correction.
 
-    The weights of a completion depend on that completion alone, so they are the same however a batch is split.
+    The weights of a completion do not depend on other completions, so they do not change if a batch is split.
     """
     if batch.old_log_probs is None or config.sampler_correction is None:
         return None
@@ -90,9 +90,9 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Return the log-probs [..., T] of the policy that sampled: the denominator of the ratio, also in later turns.
+    """Return the log-probs [..., T] of the policy that sampled the completions: the denominator of the ratio.
 
-    They were stored by the sampler (`rollout.draw.draw_next`), or computed by the trainer for an engine's completions.
+    They were stored by the sampler (`rollout.draw.draw_next`), or computed by the trainer for completions of an engine.
     """
     return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
 
@@ -114,18 +114,19 @@ def loss_of(
     Args:
       scores: log-probs and entropies [..., T] of the part's completions under the current params.
       part: the part's arrays; advantages are [...] or [..., T].
-      state: holds the coefficient of the entropy bonus.
+      state: training state with the coefficient of the entropy bonus.
       totals: `count_totals` of the whole minibatch.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: whether the current params sampled the completions. The ratio is then 1, without old log-probs.
-      surrogate: a custom surrogate that replaces that of `loss_type`, or None; not used in SFT.
+      on_policy: whether the current params sampled the completions. If True, the ratio is 1 and old log-probs are not
+        used.
+      surrogate: a custom surrogate to use instead of `loss_type`, or None; not used in SFT.
       selected: the part's slice of the `top_entropy_mask` of the whole minibatch, or None.
       router_coef: coefficient of the load-balancing loss in `scores`.
     """
     chex.assert_equal_shape([scores.log_probs, scores.entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, scores.log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert scores.compared is not None, "SFT compares the distributions with the tokens"
+        assert scores.compared is not None, "SFT requires scores with a comparison"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
@@ -139,8 +140,8 @@ def loss_of(
             scores, part, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # The mean over parts, weighted by their tokens. Experts are balanced within a part: this term alone depends on
-        # how a minibatch is split.
+        # The mean over parts, weighted by their tokens. Experts are balanced within each part, so this is the only term
+        # that depends on how a minibatch is split.
         share = scores.router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
@@ -159,7 +160,7 @@ def _grpo_terms(
     surrogate: Surrogate | None,
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
-    """Return `grpo_loss` plus the distillation loss, and metrics that compare the policy with others."""
+    """Return `grpo_loss` plus the distillation loss, and their metric sums."""
     log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(part)
     has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
@@ -169,7 +170,7 @@ def _grpo_terms(
         part.advantages,
         part.mask,
         loss_settings(config, surrogate),
-        # Without a bonus the entropy is only a metric, and its gradient would cost another pass over the vocabulary.
+        # Without a bonus, the entropy is only a metric; its gradient would cost a second pass over the vocabulary.
         entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
         entropy_coef=state.entropy_bonus if has_bonus else 0.0,
         sampling_log_probs=part.sampling_log_probs,
@@ -183,7 +184,7 @@ def _grpo_terms(
     metrics.maxes["sampler_gap"] = jnp.where(part.mask, jnp.abs(constant - part.sampling_log_probs), 0).max()
     if part.initial_log_probs is not None:
         metrics.sums["kl_initial_sum"] = jnp.where(part.mask, kl_divergence(constant, part.initial_log_probs), 0).sum()
-    if part.ref_log_probs is None:  # without a reference the KL is unknown, not 0
+    if part.ref_log_probs is None:  # without a reference, omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     divergences = scores.compared
     if part.teacher_log_probs is not None:
@@ -204,7 +205,7 @@ def _grpo_terms(
 
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
-    """Update the adaptive coefficient of the entropy bonus from a measured entropy, if that `is_valid` ([] bool)."""
+    """Update the adaptive coefficient of the entropy bonus from the current entropy, if `is_valid` ([] bool)."""
     coef, applied = update_entropy_coef(
         state.entropy_coef,
         entropy,

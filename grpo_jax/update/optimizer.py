@@ -1,4 +1,4 @@
-"""The optax schedule and optimizer of a config."""
+"""Learning rate schedule and optimizer (optax) of a config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import optax
 from grpo_jax.config.sft import Config
 from grpo_jax.types import Params
 
-# The rule of transformers (`Trainer.get_decay_parameter_names`), which also excludes PyTorch's layer norms by class.
-# Norms of linen are recognized by their parameter "scale".
+# As in transformers' `Trainer.get_decay_parameter_names`, which also excludes PyTorch's layer norms by class. Here the
+# norms of flax.linen are recognized from their parameter name "scale".
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
 def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
-    """Return the learning rate schedule: linear warm-up from 0, then linear or cosine decay to 0, or constant."""
+    """Return the learning rate schedule: constant, or linear warm-up from 0 and then linear or cosine decay to 0."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -34,7 +34,7 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Return whether weight decay applies to a parameter: not to norms and biases, as in transformers."""
+    """Return whether weight decay applies to a parameter. As in transformers, norms and biases are excluded."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 
@@ -55,10 +55,10 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 
 
 def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Clip by the global norm, like `optax.clip_by_global_norm`, but with a product: g · min(1, most / ‖g‖).
+    """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, most / ‖g‖).
 
-    Both moments of Adam read the clipped gradient. XLA recomputes a product for each of them, but stores a quotient,
-    which would be a copy of the whole gradient.
+    Both moments of Adam use the clipped gradient. XLA recomputes a product for each of them, but would store the result
+    of a division, which is as large as the gradient.
     """
 
     def clip(updates: Params, params: Params | None = None) -> Params:
@@ -71,13 +71,13 @@ def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
-    """Return AdamW after a global-norm clip. Equal configs return the same object, so that `jit` does not recompile.
+    """Return AdamW with global-norm clipping. Equal configs return the same object, so that `jit` does not recompile.
 
-    The learning rate depends on the `step` that `update.state.finish_update` passes, which counts skipped updates too.
-    Adam's bias correction counts only the updates that were applied.
+    The learning rate depends on the `step` passed by `update.state.finish_update`, which includes skipped updates.
+    Adam's bias correction counts only applied updates.
     """
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    adamw = optax.chain(  # the parts of `optax.adamw`, and its state
+    adamw = optax.chain(  # same transformations and state as `optax.adamw`
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         _add_decay(config.weight_decay),
         _scale_by_rate_of_step(make_schedule(config, total_steps)),
@@ -86,7 +86,7 @@ def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransforma
 
 
 def _scale_by_rate_of_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_learning_rate` at the `step` given to `update`; without a `step`, at its own count of updates."""
+    """Scale by the learning rate at the `step` passed to `update`, or else at the number of updates so far."""
     by_count = optax.scale_by_learning_rate(schedule)
 
     def update(

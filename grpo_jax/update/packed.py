@@ -1,16 +1,16 @@
-"""Log-probs and updates without padding: the gradient of `step.train_step`, one packed sequence at a time.
+"""Log-probs and updates without padding: the same gradient as `step.train_step`, computed on packed sequences.
 
-The completions of several prompts are laid end to end in packed sequences. A compiled function reads these prompts once
-and loops over their sequences. It adds up the gradients with respect to the prompts' keys and values, and propagates
+The completions of several prompts are concatenated into packed sequences. A compiled function runs the prompts once and
+loops over their sequences. It accumulates the gradients with respect to the prompts' keys and values, and propagates
 the sum back through the prompts:
 
 ```
 prompts ─► last states, keys and values ─► sequence 1 ─► loss ─► gradient of the params
                     ▲                └───► sequence 2 ─► loss ─►  + …
-                    └── gradient of these, summed over the sequences ─► + gradient of the params
+                    └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch has one or more such parts. One compilation is enough: the number of sequences is an argument.
+A minibatch is split into one or more such parts. The number of sequences is an argument, so one compilation suffices.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_li
 from grpo_jax.update.teaching import Teacher, compare
 
 CPU_TOKENS = 512
-"""Maximum tokens of a packed sequence on a CPU, unless a completion is longer: activations should fit its cache."""
+"""Maximum number of tokens of a packed sequence on a CPU, unless a completion is longer. Activations fit its cache."""
 
 WIDE_TOKENS = 1024
-"""`CPU_TOKENS` for CPUs with matrix units (`models.matmul`), which round the weights once per sequence."""
+"""Like `CPU_TOKENS`, for CPUs with matrix units (`models.matmul`). Larger, since weights are cast once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
-"""`CPU_TOKENS` for GPUs and TPUs: more would only take more memory."""
+"""Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences are not faster, but need more memory."""
 
 PROMPT_TOKENS = 512
-"""Approximate number of prompt tokens of a part on a device, if sequences are short: their activations are all kept."""
+"""Approximate number of prompt tokens per part and device if sequences are short. All their activations are stored."""
 
 
 class Packed(flax.struct.PyTreeNode):
     """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
 
     Attributes:
-      batch: the prompts [A·K, P] and their completions [A·K, G, T].
-      selected: [A·K, G, T] bool, the part's slice of the `top_entropy_mask`; None if all tokens are trained.
-      sequences: [A, S, ...], packed sequences: first those with a gradient, then those without, then unused ones.
-      num_trained: [] int32, number of sequences with a gradient.
-      num_used: [] int32, number of sequences with completions, at least 1.
-      index: [] int32, index of the part in its minibatch.
+      batch: prompts [A·K, P] and their completions [A·K, G, T].
+      selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens are trained.
+      sequences: packed sequences [A, S, ...]: first those with a gradient, then those without, then unused ones.
+      num_trained: [] int32 number of sequences with a gradient.
+      num_used: [] int32 number of sequences with completions, at least 1.
+      index: [] int32 index of the part in its minibatch.
     """
 
     batch: Batch
@@ -87,28 +87,28 @@ class Packed(flax.struct.PyTreeNode):
 
 
 class PackedUpdater(Updater):
-    """Computes log-probs and updates with a model of this package, one packed sequence at a time."""
+    """Updater for models of this package: computes log-probs and updates one packed sequence at a time."""
 
     model: CachedModel
 
     def columns(self, longest: int) -> int:
-        """Return the length to pad a batch to: always T, since padding costs nothing here."""
+        """Return the length to pad a batch to. Always T, since padding is removed by packing."""
         return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return log-probs [B, G, T] of completions under the given params, 0 where mask is 0; do not wait for them."""
+        """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
         return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state after one optimizer step, and its metrics with `padding_share`; `state` is donated."""
+        """Run one optimizer step. Returns the new state and metrics with `padding_share`; `state` is donated."""
         grads, sums, padding = self._gradients(state, batch)
         state, metrics = apply_sums(self, state, grads, sums)
-        # Sequences also count segments without tokens, and omit empty completions.
+        # The summed count includes segments without tokens and omits empty completions.
         rows = jnp.float32(math.prod(batch.mask.shape[:2]))
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """Return the gradient of a minibatch and its metric sums: `update` without the optimizer step."""
+        """Return the gradient of a minibatch and its metric sums, like `update` without the optimizer step."""
         return self._gradients(state, batch)[:2]
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, float]:
@@ -154,10 +154,10 @@ class PackedUpdater(Updater):
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, with_all: bool = False
     ) -> tuple[list[Packed], np.ndarray]:
-        """Return the parts of a batch, and the indices [parts, A·K] of their prompts in it, -1 where a part has fewer.
+        """Split a batch into parts. Returns them and their prompts' indices [parts, A·K], -1 where a part has fewer.
 
-        All parts and devices have about as many tokens. Prompts without a gradient come last, so that whole parts have
-        none. Parts without completions are omitted, unless `with_all`.
+        Tokens are balanced between parts and devices. Prompts without a gradient are last, so that whole parts may have
+        no gradient. Parts without completions are omitted unless `with_all`.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if with_all else self.has_gradient(batch)
@@ -179,17 +179,17 @@ class PackedUpdater(Updater):
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
     ) -> Packed:
-        """Pack the completions of a part of a minibatch; `has_gradient` [A·K] is of its prompts."""
+        """Pack the completions of a part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         with_gradient = mask & has_gradient[:, None, None]
         together = packed(mask)
         trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
-        # The last sequence of each kind is not full, which may cost more than the backward pass of all of them.
+        # Packing separately leaves two sequences partly empty, which may cost more than the backward pass it saves.
         if 3 * len(together) <= 3 * len(trained) + len(others):
             trained, others = together, []
         sequences = [*trained, *others] or together
-        # The number of sequences that completions of any lengths may need: one shape for all parts.
+        # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
         completions = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // completions) + self.skips_zero_signal
         filled = sequences + sequences[-1:] * (most - len(sequences))
@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
         )
 
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return the number of streams, the number of parts, and the number of prompts K of a part on each device."""
+        """Return the number of streams, the number of parts, and K, the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
         streams = count_streams(params, b)
@@ -213,17 +213,17 @@ class PackedUpdater(Updater):
 
     @property
     def skips_zero_signal(self) -> bool:
-        """Whether zero-signal groups have no gradient, and get no backward pass."""
+        """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
         return self.skip and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
-        """Return which prompts [B] have completions with a gradient."""
+        """Return a mask [B] of the prompts that have completions with a gradient."""
         if not self.skips_zero_signal:
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
-        """Return the shapes that packed sequences of a `batch` [B, G, T] may have; the first has the most tokens."""
+        """Return the candidate shapes of packed sequences for a batch of shape [B, G, T], the largest first."""
         t, wide = batch[-1], self.model.config.uses_float32_sums
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
@@ -243,9 +243,9 @@ def choose_updater(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
-    """Return a `PackedUpdater` if the model, and the teacher's if there is one, are of this package; else an `Updater`.
+    """Return a `PackedUpdater` if the model and the teacher's model, if any, are of this package, else an `Updater`.
 
-    `micro` is (prompts, completions per prompt) of a micro-batch. If `on_policy` is None, the config decides.
+    `micro` is (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
     on_policy = config.on_policy if on_policy is None else on_policy
@@ -256,14 +256,14 @@ def choose_updater(
 def _read(
     model: CachedModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
 ) -> ReadPrompts:
-    """Return the last hidden states, keys and values of prompts, sharded over the devices."""
+    """Return the last hidden states, keys and values of prompts, sharded over the mesh."""
     read = read_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
     heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), read.layers)
     return ReadPrompts(constrain(read.last, mesh), heads)
 
 
 def _dropout_key(updater: PackedUpdater, state: TrainState, part: Packed, i: jax.Array | int) -> jax.Array | None:
-    """Return the dropout key of a part's prompts (i = 0) or of its i-th sequence, from 1; None without dropout."""
+    """Return the dropout key of a part's prompts (i = 0) or of its i-th sequence (i ≥ 1); None without dropout."""
     key = dropout_key(updater.model, state)
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, part.index), i)
 
@@ -277,7 +277,7 @@ def _loss(
     read_by_teacher: ReadPrompts | None,
     i: jax.Array | int,
 ) -> tuple[jax.Array, MetricSums]:
-    """Return `loss_of` the completions of the i-th sequence, given the prompts as policy and teacher read them."""
+    """Return `loss_of` for the i-th sequence, given the policy's and the teacher's states of the prompts."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), _dropout_key(updater, state, part, i + 1)
     batch = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
@@ -320,7 +320,7 @@ def add_gradients(
 ) -> tuple[Params, MetricSums]:
     """Return `total` plus the gradient of one part with respect to the params, and the part's metric sums.
 
-    `totals` are the `count_totals` of the whole minibatch.
+    `totals` is the result of `count_totals` for the whole minibatch.
     """
     model, mesh, teacher, prompts = updater.model, updater.mesh, updater.teacher, part.batch.prompts
     key, read_by_teacher = _dropout_key(updater, state, part, 0), None
@@ -342,7 +342,7 @@ def add_gradients(
         sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums),
         maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxes),
     )
-    # Gradients of keys and values are summed in float32 too, whatever the compute dtype.
+    # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
     total, of_read, sums = jax.lax.fori_loop(0, part.num_trained, add, (total, zeros_like(read), sums))
 
     def add_prompts(total: Params) -> Params:
@@ -360,14 +360,14 @@ def add_gradients(
 @shared
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
-    """Return log-probs and entropies [A·K, G, T] of the completions of one part; 0 where the mask is 0."""
+    """Return log-probs and entropies [A·K, G, T] of the completions of one part, 0 where the mask is 0."""
     prompts, mask, sampling = part.batch.prompts, part.batch.mask, sampling_of(updater.config)
     read = _read(updater.model, params, prompts, updater.mesh, None)
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)
         new = score_packed(updater.model, params, read, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
-        # A segment without tokens refers to the first completion, and adds zeros to it.
+        # A segment without tokens refers to the first completion and adds zeros to it.
         return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(sequence.take(mask), y, 0)), scores, new[:2])
 
     zeros = constrain(jnp.zeros(mask.shape), updater.mesh)
@@ -390,7 +390,7 @@ def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
 
 @jax.jit
 def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], at: jax.Array) -> tuple[jax.Array, ...]:
-    """Concatenate the arrays of all parts, and reorder them to batch order."""
+    """Concatenate the arrays of all parts and reorder them to batch order."""
     return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[at], updater.mesh), *parts)
 
 

@@ -1,4 +1,4 @@
-"""The largest compiled functions of an update and the shapes of their arguments, for planning without arrays."""
+"""The largest compiled functions of an update, with the shapes of their arguments, for planning without arrays."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Tree = TypeVar("Tree")
 
 
 class UpdateCalls(NamedTuple):
-    """Calls of the largest compiled functions of an updater, for completions that are all T long.
+    """Calls of the largest compiled functions of an updater, for completions of the maximum length T.
 
     Attributes:
-      update: the update with a part of a minibatch, or the whole step if completions are padded.
-      score: the log-probs under the reference, or under the policy if there is no reference.
+      update: gradient of one part of a minibatch, or the whole step if completions are padded.
+      score: log-probs under the reference, or under the policy if there is no reference.
     """
 
     update: functools.partial[Any]
@@ -33,7 +33,7 @@ class UpdateCalls(NamedTuple):
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
-    """Return the calls with shapes as arguments; `state` and `batch` are arrays or shapes."""
+    """Return the calls of an updater with shapes as arguments. `state` and `batch` contain arrays or shapes."""
     scored_by = state.params if state.ref_params is None else state.ref_params
     if not isinstance(updater, PackedUpdater):
         scores = functools.partial(score_padded, updater, scored_by, batch.prompts, batch.tokens, batch.mask)
@@ -43,7 +43,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
     selected = None if part.selected is None else batch.mask
     totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, part))
     total = jax.eval_shape(zero_gradients, updater, state.params)
-    if mesh is not None:  # sharded by the table, also the leaves that it replicates
+    if mesh is not None:  # according to the table, including the leaves that it replicates
         total = jax.tree.map(_at, total, tree_sharding(total, mesh))
     total, state = _placed(total, mesh, state.params), _placed(state, mesh)
     scored_by = state.params if state.ref_params is None else state.ref_params
@@ -54,7 +54,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
 
 
 def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Packed:
-    """Return the shapes of a part of a minibatch whose completions are all T long."""
+    """Return the shapes of a part of a minibatch with completions of the maximum length T."""
     _, _, each = updater.count_parts(state.params, batch)
     rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
     part: Batch = jax.tree.map(lambda x: np.zeros((rows, *x.shape[1:]), x.dtype), batch.replace(counted=None))
@@ -66,11 +66,11 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def update_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
-    """Estimate the bytes that an update adds on a device: gradients, and the activations of a part's prompts and of one
-    packed sequence.
+    """Estimate the additional memory of an update per device, in bytes: gradients and stored activations.
 
-    Counted from the residuals of a traced forward pass, without a compiler. Compilers keep less, since they recompute
-    cheap operations: for Qwen3-1.7B and 16 completions of 512 tokens, that of an H100 keeps three quarters.
+    Activations are those of a part's prompts and of one packed sequence, estimated from the residuals of a traced
+    forward pass. Compiled programs store fewer, since cheap operations are recomputed: on an H100, three quarters for
+    Qwen3-1.7B and 16 completions of 512 tokens.
     """
     if not isinstance(updater, PackedUpdater):  # the residuals of other models are unknown
         return 0
@@ -95,8 +95,8 @@ def update_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Return shapes with the shardings of a run's arrays: on a mesh, params by the table and all others by prompts; on
-    one device, that of the `source` from which they are computed."""
+    """Add shardings to shapes. On a mesh, params are sharded according to the table and other arrays along prompts.
+    Without a mesh, the sharding is that of arrays computed from `source`."""
     if mesh is None:
         at = place_of(source)
         return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)
@@ -107,6 +107,6 @@ def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -
 
 
 def _at(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """Return a shape with that sharding, unless it has one."""
+    """Return a shape with the given sharding, unless it already has one."""
     sharding = getattr(x, "sharding", None) or sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))

@@ -1,4 +1,4 @@
-"""The training state: all arrays that the rest of a run depends on, and pure functions that update it."""
+"""The training state, which contains all arrays needed to continue a run, and pure functions that update it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from grpo_jax.types import Params
 class TrainState(flax.struct.PyTreeNode):
     """Policy, old policy, reference and optimizer state. Immutable; no two of its trees share a buffer.
 
-    A tree that is not needed is None: the old policy with a single update per rollout, the reference with beta = 0, and
-    the initial policy if the reference does not move.
+    Trees that are not needed are None.
 
     Attributes:
-      params: the policy θ, a pytree of float arrays, which is differentiated.
-      old_params: θ at the start of the iteration, from which its completions are sampled (with `rollout_ahead`, those
-        of the next iteration). The sampler stores their log-probs, or the trainer computes them if an engine samples.
+      params: params θ of the policy, a pytree of float arrays.
+      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, those of the
+        next iteration). Their log-probs are stored by the sampler, or computed by the trainer if an engine samples.
         None if an iteration has a single update, unless an engine samples during that update.
-      ref_params: the reference of the KL term; None if beta is 0.
-      initial_params: the policy at the start of the run; None if the reference does not move.
+      ref_params: params of the reference in the KL term; None if beta is 0.
+      initial_params: params at the start of the run; None if the reference is frozen.
       opt_state: state of the optax transformation.
-      step: [] int32, number of optimizer steps.
-      key: [] typed PRNG key of the run. Keys of samples are derived from it with the indices of prompt, completion and
+      step: [] int32 number of optimizer steps.
+      key: [] typed PRNG key of the run. Sampling keys are derived from it with the indices of prompt, completion and
         token.
-      entropy_coef: [] float32, coefficient of the entropy bonus; changes if it is adaptive.
-      entropy_bonus: [] float32, coefficient that the next update applies: `entropy_coef`, or 0 while the adaptive one
-        is switched off because the entropy is above its target.
-      skipped: [] int32, number of updates skipped because the loss or the gradient was not finite.
-      master_params: θ in float32, which the optimizer updates; `params` are rounded from it after each step. None if
+      entropy_coef: [] float32 coefficient of the entropy bonus; variable if it is adaptive.
+      entropy_bonus: [] float32 coefficient used by the next update: `entropy_coef`, or 0 while an adaptive bonus is
+        disabled because the entropy is above its target.
+      skipped: [] int32 number of updates skipped because the loss or the gradient was not finite.
+      master_params: float32 copy of θ that the optimizer updates. `params` are rounded from it after each step. None if
         params are float32.
     """
 
@@ -63,7 +62,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def _unshared(tree: TrainState, held: set[int]) -> TrainState:
-    """Copy the arrays that occur twice in a tree, or whose ids are in `held`: a donated buffer must not be shared."""
+    """Copy arrays that occur twice in a tree or whose ids are in `held`, since donated buffers must not be shared."""
 
     def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
@@ -93,13 +92,13 @@ def create_state(
       params: pytree of float arrays.
       optimizer: optax transformation.
       key: [] typed PRNG key of the run.
-      keep_old: whether to keep the policy that sampled (several updates per iteration).
+      keep_old: whether to keep the policy that sampled the completions (several updates per iteration).
       keep_reference: whether to keep a reference (beta > 0).
-      keep_initial: whether to keep the initial policy (a reference that moves).
-      mix_adapters: α of a synced reference if params are LoRA adapters; else None.
+      keep_initial: whether to keep the initial policy (synced reference).
+      mix_adapters: α of a synced reference if params are LoRA adapters, else None.
       entropy_coef: initial coefficient of the entropy bonus, ≥ 0.
-      entropy_bonus: coefficient that the first update applies; None: `entropy_coef`.
-      donate: use the arrays of `params` without a copy. The first update then invalidates them for the caller.
+      entropy_bonus: coefficient used by the first update. If None, `entropy_coef`.
+      donate: whether to use the arrays of `params` without a copy. The first update then deletes the caller's arrays.
 
     Returns:
       A `TrainState` at step 0.
@@ -135,17 +134,17 @@ def create_state(
         skipped=jnp.zeros((), jnp.int32),
         master_params=masters,
     )
-    # The optimizer state may contain the params as well.
+    # The optimizer state may contain references to the params.
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
 
 
 def same_shapes(first: Params, second: Params) -> bool:
-    """Return whether two trees have the same shapes: adapters and the reference that is synced to them do not."""
+    """Return whether two trees have the same shapes. A synced reference of adapters may differ from them."""
     return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
 
 
 def begin_iteration(state: TrainState) -> TrainState:
-    """Set old_params ← params, from which this iteration samples, if an old policy is kept."""
+    """Copy params to old_params, which this iteration samples from, if an old policy is kept."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
@@ -163,14 +162,14 @@ def finish_update(
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
-    θ are the master params if there are any; params are rounded from them. With adapters, α mixes the products A·B, not
-    the factors (`lora.sync_adapters`).
+    θ are the master params if there are any; params are then rounded from them. For adapters, α averages the products
+    A·B instead of the factors (`lora.sync_adapters`).
 
     If `ok` ([] bool) is False because the loss or the gradient is not finite, params and optimizer state do not change
-    and `skipped` is incremented. `step` is incremented anyway, so that schedule, data and keys do not depend on skipped
-    updates: the config's schedule reads the extra argument `step`. Only an optax schedule given to `train` counts its
-    own updates. If `trained` is False because no token is trained, params and optimizer state do not change either:
-    the moments of earlier gradients would move them. `sync_every` is None for a frozen reference; `sync_alpha` is α.
+    and `skipped` is incremented. `step` is always incremented, so that schedule, data and keys do not depend on skipped
+    updates. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
+    updates only. If `trained` is False because no token is trained, params and optimizer state do not change either,
+    although Adam's moments would move them. `sync_every` is None for a frozen reference; `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
@@ -183,13 +182,13 @@ def finish_update(
         held = optax.apply_updates(held, _trained(updates))
         return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
 
-    # `cond` updates a donated state in place; a `where` would need both trees.
+    # `cond` updates a donated state in place, while `where` would need a second copy.
     params, masters, opt_state = jax.lax.cond(
         ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
     )
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
-        # A reference with different shapes belongs to adapters.
+        # Only a synced reference of adapters has shapes that differ from the params.
         sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
         ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
@@ -203,7 +202,7 @@ def finish_update(
 
 
 def _trained(updates: Params) -> Params:
-    """Set the updates of untrained params to zero: weight decay would change them."""
+    """Set the updates of untrained params to zero, since weight decay would otherwise change them."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x

@@ -1,8 +1,8 @@
-"""One update: the gradient of a minibatch, the optimizer step, and the metrics.
+"""Training step: the gradient of a minibatch, the optimizer step, and the metrics.
 
-`train_step` does all of it as a pure function, for any model and mesh, in micro-batches [prompts, completions] of one
-shape. For the models of this package, `packed` computes the same gradient without padding. A run computes log-probs and
-updates with an `Updater`, or its subclass `packed.PackedUpdater`.
+`train_step` is a pure function for any model and mesh. It processes micro-batches [prompts, completions] of the same
+shape. For models of this package, `packed` computes the same gradient without padding. A run computes log-probs and
+updates with an `Updater` or its subclass `packed.PackedUpdater`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from grpo_jax.update.teaching import Teacher, compare
 
 
 class Updater(flax.struct.PyTreeNode):
-    """Computes log-probs and updates with any model, in padded micro-batches.
+    """Updater for any model: computes log-probs and updates in padded micro-batches.
 
-    A pytree, passed to its own compiled functions: the arrays of the model and the teacher are leaves, and the settings
+    A pytree that is an argument of its compiled functions: arrays of the model and the teacher are leaves, and settings
     are static.
 
     Attributes:
-      model: the model, from `types.as_argument`.
-      config: the settings.
+      model: model, from `types.as_argument`.
+      config: training settings.
       micro: (prompts, completions per prompt) of a micro-batch.
-      optimizer: the transformation that created `state.opt_state`; None if no updates are made.
-      on_policy: whether the params at the start of an update are those that sampled, so that the ratio is 1.
-      mesh: the mesh of the params; None for one device.
-      surrogate: a custom surrogate that replaces that of the config's `loss_type`, or None.
-      teacher: a model whose distributions the policy's are compared with; None without a teacher, and for one that
+      optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
+      on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
+      mesh: mesh of the params, or None for one device.
+      surrogate: custom surrogate to use instead of the config's `loss_type`, or None.
+      teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
         provides only log-probs.
       skip: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
     """
@@ -57,9 +57,9 @@ class Updater(flax.struct.PyTreeNode):
     skip: bool = flax.struct.field(pytree_node=False, default=True)
 
     def columns(self, longest: int) -> int:
-        """Return the length to pad a batch to whose longest completion has `longest` tokens.
+        """Return the length to pad a batch to if its longest completion has `longest` tokens.
 
-        The smallest of T, T/2, T/4, … that is long enough: few shapes, so few compilations.
+        This is the smallest sufficient length among T, T/2, T/4, …, which limits the number of compilations.
         """
         most = self.config.max_completion_length
         while most % 2 == 0 and most // 2 >= max(longest, 8):
@@ -67,15 +67,15 @@ class Updater(flax.struct.PyTreeNode):
         return most
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return log-probs [B, G, T] of completions under the given params, 0 where mask is 0; do not wait for them."""
+        """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
         return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state after one optimizer step, and its metrics; `state` is donated."""
+        """Run one optimizer step and return the new state and the metrics; `state` is donated."""
         return update_padded(self, state, split(batch, self.mesh))
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """Return the gradient of a minibatch and its metric sums: `update` without the optimizer step."""
+        """Return the gradient of a minibatch and its metric sums, like `update` without the optimizer step."""
         return _jit_gradients(self, state, split(batch, self.mesh))
 
 
@@ -91,36 +91,35 @@ def train_step(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step of GRPO.
+    """Run one optimizer step of GRPO.
 
-    g = ∇ grpo_loss over the whole batch;  θ ← optimizer(θ, g);  the reference is synced as the config says
+    Computes g = ∇ grpo_loss over the whole batch and θ ← optimizer(θ, g), and syncs the reference if it is due.
 
-    Pure. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy", "micro", "surrogate")`
-    and `donate_argnames="state"`, and pass the model through `types.as_argument`.
+    This is a pure function. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy",
+    "micro", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_argument`.
 
     Args:
       state: the current `TrainState`.
       batch: a `Batch` [B, G, T].
-      model: a model of this package, or any model with the `apply` of `types.Model`.
+      model: a model of this package, or any model with the `apply` method of `types.Model`.
       optimizer: the transformation that created `state.opt_state`.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: whether the params are still those that sampled these completions. `grpo_loss` is then given no old
-        log-probs, and the ratio is 1. Otherwise it is given the batch's `old_log_probs`, or if these are None its
-        `sampling_log_probs`.
-      micro: (prompts, completions per prompt) of a micro-batch, divisors of B and G; None for a single one.
-      surrogate: a function that replaces that of the config's `loss_type`, as in `grpo_loss`.
-      teacher: a model whose distributions the policy's are compared with; None without a teacher, and for one that
+      on_policy: whether the current params sampled these completions. If True, `grpo_loss` does not use old log-probs
+        and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
+      micro: (prompts, completions per prompt) of a micro-batch, divisors of B and G. If None, the batch is not split.
+      surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
+      teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
         provides only log-probs.
 
     Returns:
       The next state and the metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if
-      the loss or the gradient was not finite), `sampler_gap` (the largest |l − l_sampling|, about 1e-5 in float32 at
-      the first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
-      of the batch is trained, all metrics but the counts are NaN, and only `step` changes (and the reference, if its
-      sync is due).
+      the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 at the
+      first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token of
+      the batch is trained, all metrics except counts are NaN and only `step` changes (and the reference, if a sync is
+      due).
 
     Example:
-      A model of nine numbers, one for each pair of tokens, and one step towards token 2:
+      A bigram model with nine params, and one step that makes token 2 more likely after token 1:
 
       >>> from grpo_jax.update.state import create_state
       >>> from grpo_jax.types import as_argument
@@ -135,7 +134,7 @@ def train_step(
       >>> batch = Batch(prompts, tokens, mask, jnp.array([[1.0, -1.0]]), log_probs)
       >>> step = jax.jit(train_step, static_argnames=("optimizer", "config"))
       >>> state, metrics = step(state, batch, model=as_argument(Pairs()), optimizer=optimizer, config=config)
-      >>> state.params["logits"][1].tolist()  # after token 1, the prompt's last: more of 2, less of 0
+      >>> state.params["logits"][1].tolist()  # token 1 is the prompt's last; the logit of 2 grows, that of 0 shrinks
       [-0.25, 0.0, 0.25]
     """
     b, g, _ = batch.mask.shape
@@ -145,7 +144,7 @@ def train_step(
 
 
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-    """Return the gradient of a minibatch and its metric sums: `train_step` without the optimizer step; pure."""
+    """Return the gradient of a minibatch and its metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
     sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro), None
@@ -202,7 +201,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def _compare(updater: Updater, part: Batch) -> Comparison | None:
-    """Return what the policy's distributions are compared with on a micro-batch."""
+    """Return the `Comparison` of the policy's distributions on a micro-batch."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
@@ -217,12 +216,12 @@ def _compare(updater: Updater, part: Batch) -> Comparison | None:
 
 
 def zeros_like(params: Params) -> Params:
-    """Return the initial sum of gradients: zeros in float32, also for bfloat16 params, whose gradients are bfloat16."""
+    """Return zeros for accumulating gradients, in float32 even if params and their gradients are bfloat16."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
 def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
-    """Return the dropout key of an update; None for a model without dropout."""
+    """Return the dropout key of an update, or None for a model without dropout."""
     return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
 
 
@@ -232,9 +231,9 @@ _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 def apply_gradients(
     state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: Config
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Return the state after the optimizer step and the metrics, from the gradient and metric sums of a minibatch.
+    """Run the optimizer step with a minibatch's gradient and metric sums. Returns the new state and the metrics.
 
-    Without a trained token the means are NaN, and the params do not change.
+    If no token is trained, averaged metrics are NaN and the params do not change.
     """
     metrics = finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
@@ -261,7 +260,7 @@ def apply_gradients(
 def compute_log_probs(
     updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Return log-probs [B, G, T] of completions under the given params, one micro-batch at a time; pure."""
+    """Return log-probs [B, G, T] of completions under `params`, computed one micro-batch at a time."""
     model, sampling = updater.model, sampling_of(updater.config)
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
@@ -277,18 +276,18 @@ score_padded, _jit_gradients = jax.jit(compute_log_probs), jax.jit(gradients)
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`train_step`, compiled; the state is updated in place."""
-    assert updater.optimizer is not None, "an updater without an optimizer only computes log-probs"
+    """Run `train_step` as a compiled function; `state` is donated."""
+    assert updater.optimizer is not None, "update requires an updater with an optimizer"
     grads, sums = gradients(updater, state, batch)
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
     return keep_placed(state, updater.mesh), metrics
 
 
 def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
-    """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...]; prompts are repeated as needed.
+    """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
-    A micro-batch has every (B / prompts)-th prompt. If the prompts are sharded, each device thus has its share of every
-    micro-batch, and no data moves between devices.
+    A micro-batch consists of every (B / prompts)-th prompt. If prompts are sharded, every device therefore has an equal
+    share of each micro-batch, and no data moves between devices.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
@@ -298,7 +297,7 @@ def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
 
 
 def split_array(x: jax.Array, micro: tuple[int, int]) -> jax.Array:
-    """Do for one array what `split_batch` does: [B, G, ...] → [N, prompts, completions, ...]."""
+    """Split one array as `split_batch` does: [B, G, ...] → [N, prompts, completions, ...]."""
     b, g = x.shape[:2]
     prompts, completions = micro
     x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
@@ -306,7 +305,7 @@ def split_array(x: jax.Array, micro: tuple[int, int]) -> jax.Array:
 
 
 def join(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Invert `split_array`: [N, prompts, completions, ...] → [B, G, ...], the `shape`."""
+    """Invert `split_array`: [N, prompts, completions, ...] → [B, G, ...], where `shape` starts with B and G."""
     _, prompts, completions = parts.shape[:3]
     x = parts.reshape(shape[0] // prompts, shape[1] // completions, prompts, completions, *parts.shape[3:])
     return jnp.moveaxis(x, 2, 0).reshape(shape)

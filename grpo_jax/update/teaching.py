@@ -1,7 +1,8 @@
-"""Comparison of the policy's distributions with those of a teacher, chunk by chunk of their logits.
+"""Comparison of the policy's distributions with those of a teacher, computed on chunks of logits.
 
-A teacher model reads the same tokens as the policy in the same program. Only its hidden states [tokens, D] are kept
-until the chunk in which both compute their logits. The log-probs of an external teacher are part of the batch.
+A teacher model runs on the same tokens in the same program as the policy. Its hidden states [tokens, D] are stored, and
+its logits are computed one chunk at a time, together with the policy's. Log-probs of an external teacher are part of
+the batch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Teacher(flax.struct.PyTreeNode):
     """A teacher model and its params, which are not differentiated.
 
     Attributes:
-      model: the model, from `types.as_argument`.
-      params: the model's params.
+      model: teacher model, from `types.as_argument`.
+      params: params of the model.
     """
 
     model: Model
@@ -39,10 +40,10 @@ def compare(
     top_ids: jax.Array | None = None,
     top_log_probs: jax.Array | None = None,
 ) -> Comparison | None:
-    """Return what the policy's distributions are compared with at each of the tokens [..., T]; None if with nothing.
+    """Return the `Comparison` of the policy's distributions at each of the tokens [..., T], or None if there is none.
 
-    SFT compares them with the tokens. GRPO computes a divergence from the teacher's distributions, given its hidden
-    `states` [..., T, D], or from the k most probable tokens [..., T, k] of an external teacher.
+    SFT compares them with the tokens. GRPO computes the divergence from the teacher's distributions, given either its
+    hidden `states` [..., T, D] or the k most probable tokens [..., T, k] of an external teacher.
     """
     if isinstance(config, SFTConfig):
         return Comparison(_is_most_probable, (tokens[..., None],))

@@ -96,7 +96,7 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
         ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
         ({"model": 7}, "model = 7: use a name on the hub, a directory, or module:function"),
         ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),
-        ({"mesh": "data"}, "mesh is 'data': write axes and sizes as data=2,fsdp=4"),
+        ({"mesh": "data"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data'"),
         ({"rewards": [{"accuracy_reward": "solution"}]}, "solution"),
         ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
     ],

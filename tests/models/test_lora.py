@@ -130,10 +130,10 @@ def test_targets_choose_projections():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank is 0; it has to be at least 1"),
+        ({"rank": 0}, "rank must be at least 1; got 0"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\); got 1\.0"),
-        ({"targets": "q_proj"}, "targets 'q_proj' matches no projection; the whole of a path as 'l"),
-        ({"targets": "("}, r"targets '\(' is not a regular expression"),
+        ({"targets": "q_proj"}, "targets 'q_proj' does not match the full path of any projection, such as 'l"),
+        ({"targets": "("}, r"targets must be a valid regular expression; got '\('"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -202,13 +202,13 @@ def test_a_gradient_is_finite_where_a_row_is_one_token():
 
 def test_keys_are_not_kept_where_a_longer_sequence_would_rotate_them_anew():
     check_rope_length(Rope(kind="longrope", scaling=(("original_max_position_embeddings", 8),)), 8)
-    with pytest.raises(ValueError, match=r"take up to 9 tokens, but beyond 8 rope_type 'longrope'.*shorter"):
+    with pytest.raises(ValueError, match=r"up to 9 tokens in total, but beyond 8 .* rope_type 'longrope'.*shorter"):
         check_rope_length(Rope(kind="longrope", scaling=(("original_max_position_embeddings", 8),)), 9)
     rope = Rope(kind="dynamic", scaling=(("factor", 2.0), ("max_position_embeddings", 8)))
     model, params = make(dataclasses.replace(PLAIN, rope=rope))
     assert jax.eval_shape(model.apply, {"params": params}, np.zeros((1, 20), int)).shape == (1, 20, 40)
     prompt, rows = batch()
-    with pytest.raises(ValueError, match=r"take up to 11 tokens, but beyond 8 rope_type 'dynamic'.*shorter"):
+    with pytest.raises(ValueError, match=r"up to 11 tokens in total, but beyond 8 .* rope_type 'dynamic'.*shorter"):
         group_logits(model, params, prompt, rows)
     short, plain = (of(model, params, prompt[:, :3], rows, np.array([3, 2])) for of in (group_logits, plain_logits))
     np.testing.assert_allclose(short, plain, atol=1e-5)
@@ -228,5 +228,5 @@ def test_bad_input_is_refused():
     model, params = make(PLAIN)
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\]; got shape \(3,\)"):
         model.apply({"params": params}, jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"rope kind 'spiral' is not supported.*'yarn'"):
+    with pytest.raises(ValueError, match=r"rope kind must be one of .*'yarn'.*; got 'spiral'"):
         rope_frequencies(Rope(kind="spiral"), 8)

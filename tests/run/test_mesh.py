@@ -92,8 +92,8 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
     placed, prompts = place(params, make_mesh({"data": 4})), make_prompts([[3]])
     few = {"num_generations": 4, "max_completion_length": 2, "batch_size": 15}
     for made, message in (
-        (lambda: make_mesh({"model": 2}), "mesh has the axis 'model': the axes are data, fsdp, tensor"),
-        (lambda: make_mesh({"data": 4, "tensor": 4}), r"4 × 1 × 4 devices are needed, and there are 8"),
+        (lambda: make_mesh({"model": 2}), "mesh axes must be among data, fsdp, tensor; got 'model'"),
+        (lambda: make_mesh({"data": 4, "tensor": 4}), r"needs 4 × 1 × 4 devices, but 8 are available"),
         (
             lambda: run(tiny_policy(), {"data": 8}, rollout_batch_size=28),
             r"rollout_batch_size = 28: must hold a group of num_generations = 4 for each of the 8 devices that"
@@ -107,7 +107,7 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
         with pytest.raises(ValueError, match=message):
             made()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"2 × 1 × 1 devices are needed, and there are 8; make .* exactly 8, since"):
+    with pytest.raises(ValueError, match=r"needs 2 × 1 × 1 devices, but 8 are available. .* exactly 8, since"):
         make_mesh({"data": 2})
 
 

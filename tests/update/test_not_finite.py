@@ -20,7 +20,7 @@ from grpo_jax.watch.writer import read_lines
 
 B, G, T, V = 2, 2, 3, 7
 NAN, INF = np.nan, np.inf
-FINE = "and every advantage and log-prob of the batch is finite"
+FINE = "although all advantages and log-probs of the batch are finite"
 
 
 class Bigram:
