@@ -101,7 +101,7 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
         ),
         (
             lambda: generate(model, placed, prompts, jax.random.key(0), **few),
-            r"a group of 4 completions on each of the 4 devices .* cut over; got 15",
+            r"batch_size must be at least 16, .* the 4 data-parallel devices; got 15",
         ),
     ):
         with pytest.raises(ValueError, match=message):
