@@ -67,7 +67,7 @@ def test_a_policy_without_an_eos_needs_stop_texts_or_ids():
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)
     policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"policy has no EOS token.*or stop\."):
+    with pytest.raises(ValueError, match=r"policy has no EOS token.*or set stop\."):
         check_policy(policy)
     for ends in (TurnEnds(stop=("a",)), TurnEnds(stop_token_ids=(3,))):
         check_policy(policy, ends)
