@@ -1,10 +1,10 @@
-"""Attention with memory linear in the length: scores exist for one tile at a time.
+"""Fused attention, whose memory use is linear in the length: scores are computed for one tile at a time.
 
-The module `attention` stores all scores [queries, keys], which is fastest while they are small. Here a tile of queries
-iterates over its visible tiles of keys and keeps the running maximum and sum of the scores (Milakov & Gimelshein 2018;
-Dao et al. 2022). The backward pass recomputes the scores from the log-sum-exp.
+The module `attention` stores all scores [queries, keys], which is fastest while they are small. Here, each tile of
+queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov & Gimelshein 2018;
+Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp.
 
-The implementation "tiles" is plain JAX for any platform, and "triton" is a kernel for NVIDIA GPUs from Ampere on.
+The implementation "tiles" is written in JAX for any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from grpo_jax.models.tiles import (
 )
 
 MOST_PARTS, LEAST_PART = 8, 64
-"""Largest number of programs that share a tile of prompt keys, and the smallest number of query tiles for each."""
+"""Largest number of programs that share a tile of prompt keys, and smallest number of query tiles per program."""
 
 
 class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d], ids and tiles, padded to whole tiles."""
+    """Queries [A, H, N, d], keys and values [A, H, S, d], ids and tiles. Arrays are padded to whole tiles."""
 
     q: jax.Array
     k: jax.Array
@@ -54,17 +54,18 @@ class Inputs(NamedTuple):
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Return the softmax of the visible scores times the values, [A, H_kv, N, R, d]; no visible keys give zeros.
+    """Compute attention over visible keys, [A, H_kv, N, R, d]; zeros for queries without visible keys.
 
     q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks`, [H_kv, R]
-    float32, are each head's score of a key without a value. Forward-mode differentiation raises.
+    float32, is the score of an additional key without value in each head. Forward-mode differentiation is not
+    supported.
     """
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
     chex.assert_shape(tile_mask.queries.number, (a, n))
     rows, keys = padded(repeated(tile_mask.queries, r), kernel.rows), padded(tile_mask.keys, kernel.columns)
     kernel = kernel._replace(shared=tile_mask.keys.number.shape[1] - n)
-    # The sides of Triton's arrays are powers of two, and its products need at least 16 channels.
+    # Triton requires array sides that are powers of two, and at least 16 channels in products.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:
@@ -72,17 +73,17 @@ def fused_attention(
 
     q = fill(q.reshape(a, h, n * r, d), kernel.rows)
     k, v = fill(k, kernel.columns), fill(v, kernel.columns)
-    # [H_kv, N R], like the queries.
+    # Same layout as the queries: [H_kv, N R].
     sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
     out = _attend(kernel, Inputs(q, k, v, rows, keys, tile_mask.tiles[str(kernel.window)]), sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
-# The implementation in plain JAX, which maps over A and H.
+# Implementation in JAX, mapped over A and H.
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
-    """Map a function of one head's tile over arrays [A, H, ...]; a shared last array is [A, ...]."""
+    """Map a function of one tile and head over arrays [A, H, ...]. A shared last array is [A, ...]."""
 
     def mapped(*arrays: Any) -> Any:
         axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
@@ -98,7 +99,7 @@ def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
 
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return which keys of tiles `column` [A] are visible to queries of tiles `row` [A], [A, rows, columns]."""
+    """Compute the mask [A, rows, columns] of query tiles `row` [A] and key tiles `column` [A]."""
     rows = [_take(ids, row, kernel.rows) for ids in (x.rows.number, x.rows.prompt, x.rows.position)]
     keys = [_take(ids, column, kernel.columns) for ids in (x.keys.number, x.keys.position)]
     return jax.vmap(lambda rows, keys: visible(rows, keys, kernel))(rows, keys) & valid[:, None, None]
@@ -168,7 +169,7 @@ def _plain_backward(
     return merge(dq, x.q), merge(dk, x.k), merge(dv, x.v)
 
 
-# Kernels for NVIDIA GPUs. A program has one tile of queries (or keys) and iterates over its tiles of keys (or queries).
+# Kernels for NVIDIA GPUs. Each program has one tile of queries (or keys) and iterates over tiles of keys (or queries).
 # The first arguments are `_kernel_inputs`.
 
 
@@ -222,7 +223,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
 
 
 KernelInput = tuple[jax.Array, str, bool]
-"""An array, the axis that is cut ("rows", "columns" or "line"), and whether the heads share it."""
+"""Array, axis that is split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
 
 
 def _call(
@@ -236,38 +237,38 @@ def _call(
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel over `count` (None: all) tiles of queries or keys, starting with tile `first`.
+    """Run a kernel on `count` tiles of queries or keys (None: all), starting at tile `first`.
 
-    If `parts` > 1, that many programs share a tile, and the outputs are [parts, ...].
+    If `parts` > 1, each tile is shared by `parts` programs, and outputs have a leading axis [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
     count = whole if count is None else count
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
-    def spec(shape: tuple[int, ...], cut: str, shared: bool) -> pl.BlockSpec:
-        # A program reads its own tile or its line of a list, and other arrays whole.
-        mine = cut in ("rows" if by_rows else "columns", "line")
+    def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
+        # Each program reads its tile or its line of a list; other arrays are read in full.
+        mine = axis in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
-        block = (None,) * lead + (None if cut == "line" else size[cut] if mine else length, *rest)
+        block = (None,) * lead + (None if axis == "line" else size[axis] if mine else length, *rest)
         zeros = (0,) * len(rest)
         return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if mine else 0, *zeros))
 
-    def result(like: jax.ShapeDtypeStruct, cut: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        shape = (*like.shape[:2], count * size[cut], *like.shape[3:])
-        block, zeros = (None, None, size[cut], *shape[3:]), (0,) * len(shape[3:])
+    def result(like: jax.ShapeDtypeStruct, axis: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        shape = (*like.shape[:2], count * size[axis], *like.shape[3:])
+        block, zeros = (None, None, size[axis], *shape[3:]), (0,) * len(shape[3:])
         if parts == 1:
             return jax.ShapeDtypeStruct(shape, like.dtype), pl.BlockSpec(block, lambda i, j: (i // h, i % h, j, *zeros))
         each = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
         return jax.ShapeDtypeStruct((parts, *shape), like.dtype), each
 
-    results = [result(like, cut) for like, cut in outputs]
+    results = [result(like, axis) for like, axis in outputs]
     call = pl.pallas_call(
         functools.partial(body, kernel=kernel, parts=parts) if parts > 1 else functools.partial(body, kernel=kernel),
         grid=(a * h, count, parts) if parts > 1 else (a * h, count),
-        in_specs=[spec(x.shape, cut, shared) for x, cut, shared in inputs],
-        out_specs=[place for _, place in results],
+        in_specs=[spec(x.shape, axis, shared) for x, axis, shared in inputs],
+        out_specs=[out_spec for _, out_spec in results],
         out_shape=[shape for shape, _ in results],
         interpret=kernel.implementation == "interpreted",
         name=body.__name__.strip("_"),
@@ -308,10 +309,10 @@ def _kernel_backward(
 
 
 def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Array]:
-    """Return the gradients of keys and values.
+    """Compute the gradients of keys and values.
 
-    A prompt's keys are visible to all queries of its group, a completion's keys only to its own later queries. Several
-    programs share a tile of prompt keys, since otherwise the GPU would wait for these tiles.
+    Keys of a prompt are visible to all queries of its group; keys of a completion only to later queries of the same
+    completion. Several programs share a tile of prompt keys, since these tiles would otherwise finish last.
     """
     (k, *_), (v, *_) = inputs[1:3]
     whole, shared = k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
@@ -329,8 +330,8 @@ def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Ar
     return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
-# A sink adds a term to the softmax's sum but does not need a tile: with the sink in the log-sum-exp, the gradients of
-# the tiles are those of a softmax with one more key.
+# A sink adds a term to the softmax denominator but does not need a tile. If the sink is included in the log-sum-exp,
+# the tile gradients equal the gradients of a softmax with one additional key.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

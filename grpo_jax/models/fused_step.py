@@ -1,15 +1,15 @@
-"""A kernel for attention in a decode step: each completion's new token attends to its prompt and its own keys.
+"""Attention kernel for decode steps: each new token attends to its prompt and to its completion so far.
 
 XLA runs a dozen programs per layer, stores scores, maxima, weights and sums in memory, and reads all slots of the
-cache. Here one program per completion and key head iterates over the tiles of filled slots:
+cache. Here, one program per completion and key head iterates over the tiles of filled slots:
 
 ```
-    keys of the prompt    own keys, in a ring of slots
+    keys of the prompt    keys of the completion (ring buffer)
     │ ■ │ ■ │ ■ │ · │     │ · │ ■ │ ■ │ ■ │ · │ · │       ■ read   · skipped
                  length      start     slot
 ```
 
-The new token's own key and value are already in the cache.
+The cache already contains the key and value of the new token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from grpo_jax.models.attention import axes_that_cut
 from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
 
 TILE_BYTES = 8192
-"""Bytes of a tile of keys, so that four programs with their prefetched tiles fit a multiprocessor."""
+"""Bytes per tile of keys. Four programs with their prefetched tiles fit on a multiprocessor."""
 
 FEWEST_PROGRAMS = 96
-"""Smallest number of programs (completions times key heads on a device); fewer leave a GPU idle."""
+"""Smallest number of programs (completions times key heads) per device. Fewer programs would leave a GPU idle."""
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether there is a kernel for a decode step; `keys` are the slots of the cache and of the prompts."""
+    """Return whether a decode step has a kernel. `keys` are the numbers of slots of the cache and of the prompts."""
     if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
         return False
     whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
@@ -52,11 +52,11 @@ def step_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Return `attention.group_attention` of one token per completion; it has no gradient.
+    """Compute `attention.group_attention` for one token per completion. Differentiation is not supported.
 
-    q is [B, H_kv, G, 1, R, d], k [B, H_kv, G, d, S], v [B, H_kv, G, S, d], and `prefix` keys [B, H_kv, d, P], values
-    [B, H_kv, P, d] and lengths [B]. `kernel` gives the implementation, scale, window and soft cap, but not the tiles.
-    A mesh splits the first two axes over its devices, as in `attention.tiled_attention`.
+    q is [B, H_kv, G, 1, R, d], k [B, H_kv, G, d, S], v [B, H_kv, G, S, d], and `prefix` is keys [B, H_kv, d, P], values
+    [B, H_kv, P, d] and lengths [B]. The implementation, scale, window and soft cap of `kernel` are used, but not its
+    tile sizes. With a mesh, the first two axes are sharded over its devices, as in `attention.tiled_attention`.
     """
     b, h, g, _, r, d = q.shape
     pk, pv, lengths = prefix
@@ -86,7 +86,7 @@ def _of_device(
     *,
     kernel: Kernel,
 ) -> jax.Array:
-    """Return `step_attention` on one device; `slot` and `first` are [B, G]."""
+    """Compute `step_attention` on one device. `slot` and `first` are [B, G]."""
     (b, h, g, _, r, d), (pk, pv, lengths) = q.shape, prefix
     slots, p = v.shape[3], pv.shape[2]
     rows = max(LEAST_SIDE, 1 << (r - 1).bit_length())
@@ -95,14 +95,14 @@ def _of_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # The tiles [begin, end) of own keys and of prompt keys.
-    whole = slot >= slots  # the ring is full, and all slots are read
+    # Ranges of tiles with completion keys [oldest, newest) and prompt keys [prompt, ends).
+    whole = slot >= slots  # the ring buffer is full, and all slots are read
     oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
     prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
     ends = -(-length // sizes[1])
-    # The last one of the eight numbers is unused, since the sides of a kernel's arrays are powers of two.
+    # The eighth value is unused; it pads the array to a power of two, as kernels require.
     place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, ends], axis=-1).astype(jnp.int32)
 
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, 0), (0, rows - r), (0, 0)))
@@ -116,7 +116,7 @@ def _of_device(
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        # Programs of a group run at about the same time, so that the GPU caches the keys of their prompt.
+        # In this order, programs of a group run at about the same time, so that the keys of their prompt are cached.
         grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],
@@ -165,12 +165,12 @@ def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, size
 
 
 def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first slot of tile j and the slots of its keys; the last tile ends with the last slot."""
+    """Return the first slot of tile j and the slots of its keys. The last tile ends at the last slot."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 
 
 def _tile(slots: int, most: int) -> int:
-    """Return the number of keys of a tile, a power of two that divides the number of slots if possible."""
+    """Return the number of keys per tile, a power of two that divides the number of slots if possible."""
     divisor = min(most, slots & -slots)
     return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)

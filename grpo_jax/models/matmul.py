@@ -1,7 +1,7 @@
-"""Matrix products with gradients that are fast on CPUs too.
+"""Matrix products whose gradients are also fast on CPUs.
 
-Each product defines its value and its tangent. JAX derives the gradient by transposition, so that the products support
-forward and reverse mode, both combined, and `jax.vmap`.
+Each product defines its value and its tangent. JAX derives the gradient by transposition, so the products support
+forward mode, reverse mode, combinations of both, and `jax.vmap`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def matmul(
 ) -> jax.Array:
     """Return x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
-    The result is accumulated and returned in `dtype` (None: the dtype of x and w, which the gradients always have).
-    With `float32_sums` all sums, also those of the gradients, are computed in float32 and then rounded.
+    The result is accumulated and returned in `dtype` (None: the dtype of x and w). Gradients have the dtype of x and w.
+    With `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded.
     """
     if float32_sums:
         return dot_float32(x, w, (1, int(transposed))).astype(dtype or x.dtype)
@@ -34,16 +34,16 @@ def matmul(
 
 
 def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Return the float32 sum over one axis of each of two tiles, at full precision; also inside kernels."""
+    """Contract one axis of each of two tiles in float32 at full precision. Can be used inside kernels."""
     return dot_float32(x, y, contract, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def matmul_by_columns(
     x: jax.Array, columns: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """Return x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on a CPU.
+    """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on CPU.
 
-    The barriers keep XLA from merging the product and its transposes into one that is about as slow as x w.
+    The barriers prevent XLA from merging the product with the transposes, which would be about as slow as x w.
     """
     barrier = jax.lax.optimization_barrier
     if float32_sums:
@@ -58,10 +58,10 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Return an identity on [N, M] that writes the transpose to memory on a CPU, for w [I, O] with I ≥ O.
+    """Return an identity on [N, M] that stores the transpose in memory on CPU if w [I, O] has I ≥ O.
 
-    XLA's CPU backend multiplies a transposed left operand, xᵀ g, at half its speed, and (gᵀ x)ᵀ at full speed if both
-    transposes are stored. So tangents apply this identity before and after the part that is linear in the weights.
+    XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with both transposes
+    stored. Tangents apply this identity before and after the operation that is linear in the weights.
     """
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
@@ -70,8 +70,8 @@ def _stored(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-# A primitive, because every product of a model uses it twice. `jax.lax.platform_dependent` would add a conditional each
-# time, which is traced, linearized and transposed.
+# A primitive instead of `jax.lax.platform_dependent`, which would add a conditional that is traced, linearized and
+# transposed twice for each product of a model.
 _stored_p = Primitive("written_out")
 _stored_p.def_impl(lambda x: x)
 _stored_p.def_abstract_eval(lambda x: x)
@@ -82,7 +82,7 @@ mlir.register_lowering(_stored_p, mlir.lower_fun(_stored, multiple_results=False
 
 
 def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.Array | SymbolicZero]) -> jax.Array:
-    """Return the sum of the terms (linear function, tangent), as the tangent of y."""
+    """Compute the tangent of y as the sum of the terms (linear function, tangent)."""
     parts = [linear(tangent) for linear, tangent in terms if not isinstance(tangent, SymbolicZero)]
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
@@ -101,7 +101,7 @@ def _matmul_jvp(
         y = dot_float32(x, w, axes).astype(dtype or x.dtype)
         return y, _tangent(y, (lambda dx: dot_rounded(dx, w, axes), dx), (lambda dw: dot_rounded(x, dw, axes), dw))
     matrix = w.T if transposed else w
-    y = jnp.matmul(x, matrix, preferred_element_type=dtype)  # a product that policies of `jax.checkpoint` recognize
+    y = jnp.matmul(x, matrix, preferred_element_type=dtype)  # `jax.checkpoint` policies recognize it
     store = _store_transpose(w)
 
     def by_weights(dw: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def _scale_columns_jvp(primals: tuple[jax.Array, jax.Array], tangents: Tangents)
     y = x * scale[None]
 
     def spread(ds: jax.Array) -> jax.Array:
-        # A product with ones, since its gradient is a product too: a sum over rows is ten times slower on a CPU.
+        # Multiply by ones, so that the gradient is also a product. A sum over rows is ten times slower on CPU.
         return jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
 
     return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))
@@ -126,20 +126,21 @@ Axes = tuple[int, int]
 
 
 def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """Return the float32 sum over one axis of each of two matrices.
+    """Contract one axis of each of two matrices in float32.
 
-    XLA's CPU backend uses matrix units (Intel's AMX) for bfloat16 matrices if the result is float32, no operand is a
-    transpose, and the left one is summed over its last axis. Otherwise it converts both operands to float32 first.
+    XLA's CPU backend uses matrix units (Intel AMX) for bfloat16 matrices if the result is float32, no operand is a
+    transpose, and the left operand is contracted over its last axis. Otherwise, it first converts both operands to
+    float32.
     """
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
 def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
-    """Return the sum over one axis of each of two matrices, computed in float32 and rounded to their dtype.
+    """Contract one axis of each of two matrices in float32, and round the result to their dtype.
 
-    The axes `contract` (1, 0) give x y, (1, 1) x yᵀ, and (0, 0) xᵀ y. Cotangents are multiplied in that dtype too; the
-    derivative of `dot_float32` and a conversion would multiply them in float32.
+    `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Products with cotangents also use
+    operands of this dtype, whereas the derivative of `dot_float32` followed by a conversion would use float32.
     """
     return _dot_p.bind(x, y, contract=contract)
 
@@ -147,7 +148,7 @@ def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
 def _dot(x: jax.Array, y: jax.Array, *, contract: Axes) -> jax.Array:
     dtype = x.dtype
     if contract == (0, 0):
-        # A reshape and a barrier, since XLA would undo a plain transpose.
+        # The reshape and the barrier prevent XLA from undoing the transpose.
         x, contract = jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1]), (1, 0)
     return dot_float32(x, y, contract).astype(dtype)
 

@@ -1,7 +1,8 @@
-"""Completions of different lengths laid end to end, so that little is computed for padding.
+"""Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
-A batch [B, G, T] of short completions is mostly padding. Here completions are cut to their lengths and laid end to end
-in packed sequences of N tokens. All packed sequences have one shape, so that one compiled program serves every batch.
+A batch [B, G, T] of short completions is mostly padding. Here, completions are truncated to their lengths and
+concatenated into packed sequences of N tokens. All sequences of a batch have the same shape, and few shapes are used,
+so that few programs are compiled.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ import numpy as np
 from grpo_jax.models.context import Segments
 
 BLOCK = 64
-"""Tokens per block: the queries of one matrix product of attention. A group is padded to whole blocks."""
+"""Tokens per block, the number of queries in one matrix product of attention. Groups are padded to whole blocks."""
 
 
 class PackedSequence(flax.struct.PyTreeNode):
-    """Some completions of a batch [B, G, T] laid end to end: S segments in N tokens, on each of A devices.
+    """Concatenated completions of a batch [B, G, T]: S segments in N tokens, on each of A devices.
 
-    Each device has the completions of its own B / A prompts.
+    Each device holds completions of B / A prompts.
 
     Attributes:
-      tokens: [A, N] int32; 0 in padding.
-      segments: the segment of each token.
-      completions: [A, S] int32, the index b·G + g of each segment's completion in the device's part of the batch.
-      starts: [A, S] int32, first token of each segment.
-      lengths: [A, S] int32, tokens of each segment; 0 for unused segments.
+      tokens: [A, N] int32, token ids; 0 in padding.
+      segments: segment, position and prompt of each token.
+      completions: [A, S] int32, index b·G + g of each segment's completion in the device's shard of the batch.
+      starts: [A, S] int32, index of the first token of each segment.
+      lengths: [A, S] int32, number of tokens of each segment; 0 for unused segments.
     """
 
     tokens: jax.Array
@@ -43,73 +44,74 @@ class PackedSequence(flax.struct.PyTreeNode):
     lengths: jax.Array
 
     def by_segment(self, x: jax.Array) -> jax.Array:
-        """Return values [A, N] of tokens as [A, S, T]. Values beyond a segment's end belong to other segments."""
+        """Convert per-token values [A, N] to [A, S, T]. Values past the end of a segment belong to other segments."""
         at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """Return values [A, S, T, ...] of segments as [A, N, ...], 0 in padding; the inverse of `by_segment`."""
+        """Convert per-segment values [A, S, T, ...] to [A, N, ...], 0 in padding. The inverse of `by_segment`."""
         number, position = self.segments.number, self.segments.position
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Return the segments' part of an array [B, G] or [B, G, T, ...]: [A, S], or [A, S, longest, ...]."""
+        """Gather the values of the segments from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
         devices = self.tokens.shape[0]
-        own = jax.vmap(lambda x, at: x[at])(x.reshape((devices, -1, *x.shape[2:])), self.completions)
-        return own if x.ndim == 2 else own[:, :, : self.segments.longest]
+        taken = jax.vmap(lambda x, at: x[at])(x.reshape((devices, -1, *x.shape[2:])), self.completions)
+        return taken if x.ndim == 2 else taken[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Return `whole` [B, G, T] plus the values [A, S, T] of the segments; the inverse of `take`."""
+        """Add the values [A, S, T] of the segments to `whole` [B, G, T]. The inverse of `take` for a zero array."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
-        added = jax.vmap(lambda own, at, x: own.at[at, :t].add(x))(parts, self.completions, x)
+        added = jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x)
         return added.reshape(whole.shape)
 
     @property
     def mask(self) -> jax.Array:
-        """[A, S, T] bool, True where a segment has a token."""
+        """Mask [A, S, T] bool, True at the tokens of each segment."""
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
 HALF = 256
-"""Smallest number of tokens of a half-size sequence. The fixed cost of shorter sequences outweighs their gain."""
+"""Smallest number of tokens of a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
 FEW = 8
-"""Largest number of sequences of a batch that may be packed in half-size ones, which save half a sequence at best."""
+"""Largest number of sequences per batch for which half-size ones are used. They save half a sequence at most."""
 
 OPEN = (1, 2, 4)
-"""Numbers of open sequences in which a completion is tried before a new one starts. The smallest number that needs as
-few sequences as the largest is used: the prompts of a sequence are then near each other, and an update keeps the
+"""Numbers of open sequences that are tried for a completion before a new one is started. The smallest number is used
+that needs as few sequences as the largest. The prompts of a sequence are then close together, and an update keeps the
 activations of fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
-    """Return N: the smallest multiple of `block` that is at least `tokens` and the longest completion."""
+    """Return N, the smallest multiple of `block` that is at least `tokens` and at least `longest`."""
     return -(-max(tokens, longest) // block) * block
 
 
 class SequenceShape(NamedTuple):
-    """The shape of packed sequences, which determines their compiled program."""
+    """Shape of packed sequences, which determines the compiled program."""
 
-    size: int  # N, a multiple of `block`, at least the longest completion
+    size: int  # N, a multiple of `block` and at least the longest completion
     block: int  # tokens per block
-    longest: int  # upper bound of the tokens of a segment
-    whole: bool  # whether completions that are all T long get larger blocks, gcd(N, T)
+    longest: int  # upper bound on the tokens of a segment
+    whole: bool  # whether blocks are larger, gcd(N, T), if all completions have T tokens
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
-    """Return the shapes that packed sequences of completions [B, G, T] may have; few, since each is a program.
+    """Return the shapes that packed sequences of completions [B, G, T] may have.
 
-    Fused attention has two sizes. Attention that stores the scores of whole blocks depends on the block and on the
-    number of earlier blocks it reads. It has shapes for completions of any length, for completions that are all T long,
-    for short ones, and for a batch of few sequences one of half the size in half blocks.
+    There are few shapes, since each one needs a compiled program. Fused attention uses two sizes. The cost of attention
+    with stored scores depends on the block size and on the number of previous blocks that a block reads. It uses one
+    shape for completions of any length, one if all completions have T tokens, one for short completions, and, for
+    batches of few sequences, one of half the size with half the block size.
 
     Args:
       tokens: largest number of tokens of a packed sequence, unless the longest completion needs more.
-      t: T.
+      t: T, largest number of tokens of a completion.
       fused: whether attention is fused.
-      batch_tokens: tokens of a device's part of the batch if all completions are T long.
+      batch_tokens: number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -129,15 +131,15 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 def best_shape(
     shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, neighbours: int | None = None
 ) -> SequenceShape:
-    """Return the shape with the fewest tokens for lengths [B, G], at a tie the one for the shortest completions.
+    """Return the shape with the fewest tokens for lengths [B, G]. Ties select the shape for the shortest completions.
 
-    Each `neighbours` consecutive prompts of a device are packed separately; None packs all of them together.
+    On each device, every `neighbours` consecutive prompts are packed separately; None packs all prompts together.
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
-        """The tokens of all sequences; each group takes whole blocks."""
+        """Return the number of tokens of all sequences, where each group occupies whole blocks."""
         blocks = np.add.reduceat(-(-groups // shape.block), begins, axis=1).max(axis=0)
         return int((-(-blocks * shape.block // shape.size)).sum()) * shape.size
 
@@ -148,49 +150,49 @@ def best_shape(
 
 
 def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
-    """Pack completions [B, G, T] into sequences of one shape; returns at least one.
+    """Pack completions [B, G, T] into one or more sequences of the same shape.
 
-    Groups are packed in order, the long completions of a group first. Each completion goes into the first of the last
-    few sequences (`OPEN`) with enough free tokens. A completion ends after its last True in the mask, and an empty one
-    is left out. The number of devices divides B.
+    Groups are packed in order, with the longest completions of a group first. Each completion is added to the first of
+    the last few sequences (`OPEN`) with enough free tokens. A completion ends at its last True in the mask; empty
+    completions are omitted. B must be divisible by the number of devices.
     """
     size, block, longest, whole = shape
     b, g, t = mask.shape
     lengths = lengths_of(mask)
     if lengths.max(initial=0) > size or size % block:
         raise ValueError(
-            f"size must be a multiple of {block} and hold the longest completion, {lengths.max()}; got {size}."
+            f"size must be a multiple of {block} and at least the longest completion, {lengths.max()}; got {size}."
         )
     if whole and longest == t and t % block == 0 and (lengths == t).all():
-        # Where T divides N, a completion is one block and reads no earlier block, so that no keys are copied.
+        # If T divides N, each completion is one block. It reads no previous block, so no keys are copied.
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # A bound of S keeps arrays [S, T] small compared with logits [N, V]. Completions of four tokens still fill a
+    # A bound on S keeps arrays [S, T] small compared with logits [N, V]. Completions of four tokens can still fill a
     # sequence.
     most = max(8, min(size // 4, 32 * size // longest))
-    flat, own = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
+    flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
-    chosen = [_choose(part, size // block, block, most) for part in own]
+    chosen = [_choose(part, size // block, block, most) for part in by_device]
     members = list(itertools.zip_longest(*chosen, fillvalue={}))
     sequences = []
     for groups in members or [({},) * devices]:
-        parts = map(lay_out, groups, flat, own.reshape(devices, -1))
+        parts = map(lay_out, groups, flat, by_device.reshape(devices, -1))
         arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]
-        laid, number, position, prompt, completions, starts, counts = arrays
+        packed, number, position, prompt, completions, starts, counts = arrays
         segments = Segments(number, position, prompt, longest, reach)
-        sequences.append(PackedSequence(laid, segments, completions, starts, counts))
+        sequences.append(PackedSequence(packed, segments, completions, starts, counts))
     return sequences
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
-    """Return the lengths [B, G] of completions up to the last True of mask [B, G, T]."""
+    """Return the lengths [B, G] of completions, through the last True in mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
 def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """Return an order of prompts with `tokens` [B] that gives each device about the same number of tokens."""
+    """Return an order of prompts that balances the number of tokens, `tokens` [B], across devices."""
     parts: list[list[int]] = [[] for _ in range(devices)]
     sums, share = np.zeros(devices), len(tokens) // devices
     for i in np.argsort(-tokens, kind="stable"):
@@ -201,17 +203,18 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
 
 
 def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
-    """Return prompt indices in the order in which they fill cells of `each` prompts; −1 marks an empty slot.
+    """Return prompt indices, assigned to cells of `each` prompts in order; −1 marks an empty slot.
 
-    Prompts that learn come first. Cells that run together, `cells` at a time, have about the same `work` [B].
+    Prompts with a gradient (`learns` [B]) are first. The `cells` cells that run in parallel have similar total `work`
+    [B].
     """
     order = np.argsort(~learns, kind="stable")
     order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
-    return np.concatenate([own[evenly(np.where(own < 0, 0, work[own]), cells)] for own in order])
+    return np.concatenate([part[evenly(np.where(part < 0, 0, work[part]), cells)] for part in order])
 
 
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """Return the completions of each sequence by prompt; a sequence has `blocks` blocks and at most `most` segments."""
+    """Assign completions to sequences of `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
     *few, many = OPEN
     full = _fill(lengths, blocks, block, most, tried=many)
     for tried in few:
@@ -222,13 +225,13 @@ def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dic
 
 
 def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
-    """Return `_choose` for sequences filled first-fit among the last `tried`."""
+    """Return `_choose` with first-fit packing into the last `tried` sequences."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # tokens of each prompt in each sequence
     used: list[int] = []  # blocks used in each sequence
-    for prompt, own in enumerate(lengths):
-        for i in np.argsort(-own, kind="stable"):
-            n = int(own[i])
+    for prompt, group in enumerate(lengths):
+        for i in np.argsort(-group, kind="stable"):
+            n = int(group[i])
             if n == 0:
                 continue
             for at in range(max(0, len(members) - tried), len(members) + 1):
@@ -249,7 +252,7 @@ def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int
 def _lay_out(
     groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
 ) -> tuple[np.ndarray, ...]:
-    """Return the arrays of a `PackedSequence` for one device, from the indices of each prompt's completions."""
+    """Build the arrays of a `PackedSequence` for one device, given the completion indices of each prompt."""
     flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
     prompt = np.zeros(size // block, np.int32)
@@ -271,5 +274,5 @@ def _lay_out(
 
 
 def padding_share(sequences: Sequence[PackedSequence]) -> float:
-    """Return the fraction of padding among the tokens of packed sequences."""
+    """Return the fraction of tokens in packed sequences that are padding."""
     return 1 - sum(int(x.lengths.sum()) for x in sequences) / sum(x.tokens.size for x in sequences)

@@ -1,7 +1,7 @@
-"""Products of each row with the matrix of its group, for mixtures of experts.
+"""Grouped matrix multiplication for mixtures of experts: each row is multiplied by the matrix of its group.
 
-`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs XLA multiplies every row by every group's matrix: with 128
-experts it does 128 times the work and stores all rows for each expert. This module has kernels for GPUs.
+`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by the matrix of every group: with
+128 experts, it does 128 times the work and stores all rows for each expert. This module has kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params
 def ragged_dot(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Return x_n w_e(n) [N, O], each row of x [N, I] times the matrix of its group in w [E, I, O], summed in float32.
+    """Multiply each row of x [N, I] by the matrix of its group in w [E, I, O], with float32 accumulation.
 
-    Rows are ordered by group, and `sizes` [E] int32 are the rows of each group. "triton" uses the kernels for NVIDIA
-    GPUs from Ampere on, "interpreted" the same kernels on any platform; both raise in forward-mode differentiation.
-    `jax.lax.ragged_dot` is used otherwise, and if I or O is not a multiple of 16 or an array has 2³¹ elements or more.
+    Returns x_n w_e(n), [N, O]. Rows are sorted by group, and `sizes` [E] int32 is the number of rows in each group.
+    "triton" uses kernels for NVIDIA GPUs (Ampere and later), and "interpreted" runs them on any platform. Both do not
+    support forward-mode differentiation. `jax.lax.ragged_dot` is used for other values, if I or O is not a multiple of
+    16, or if an array has 2³¹ or more elements.
     """
     e, inner, outer = w.shape
     chex.assert_shape([x, sizes], [(None, inner), (e,)])
-    # Kernels have 32-bit offsets.
+    # Kernels use 32-bit offsets.
     large = max(w.size, len(x) * max(inner, outer)) >= 2**31
     if large or not has_kernel(implementation, inner, outer):
         return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=dtype)
@@ -67,9 +68,9 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Return rows [N, I] times w [E, I, O], or rows [N, O] times its transposes if `transposed`; one program per tile.
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. One program per tile.
 
-    A tile may have rows of several consecutive groups, each of which is multiplied by its own matrix.
+    A tile may contain rows of several consecutive groups, each of which is multiplied by the matrix of its group.
     """
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
@@ -83,7 +84,7 @@ def _by_rows(
         return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
 
     first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
-    # A group without rows has no parts, so that its matrix is not read.
+    # Matrices of empty groups are not read.
     parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
 
     def kernel(first: Ref, last: Ref, starts: Ref, parts: Ref, x: Ref, w: Ref, out: Ref) -> None:
@@ -124,7 +125,7 @@ def _by_rows(
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the sum of x_n g_nᵀ over the rows of each group, [E, I, O]; one program per tile of a matrix."""
+    """Sum x_n g_nᵀ over the rows of each group, [E, I, O]. One program per tile of a matrix."""
     (n, inner), outer = x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
@@ -162,20 +163,20 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """Return the first row of each group and the number of rows, [E + 1] int32."""
+    """Return the first row of each group, followed by the number of rows, [E + 1] int32."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes).astype(jnp.int32)])
 
 
 def _longest_side(x: jax.Array) -> int:
-    """Return the largest side of a tile that fits in shared memory: 128 in bfloat16, 64 in float32."""
+    """Return the largest side of a tile that fits in shared memory: 128 for bfloat16, 64 for float32."""
     return 256 // x.dtype.itemsize
 
 
 def _tile(size: int, most: int) -> int:
-    """Return the largest power of two up to `most` that divides the size."""
+    """Return the largest power of two up to `most` that divides `size`."""
     return min(most, size & -size)
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows of a tile, about the rows of a group, so that a decode step has many programs."""
+    """Return the rows per tile, about as many as a group has, so that a decode step runs many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)

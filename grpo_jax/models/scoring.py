@@ -1,11 +1,11 @@
-"""Log-probs of completions, without logits [B, G, T, V] in memory.
+"""Log-probs of completions, without storing logits [B, G, T, V].
 
-Logits exist for one chunk of tokens at a time, and the backward pass recomputes them. Each prompt is read once for its
-whole group, and the head runs on completion positions only:
+Logits are computed for one chunk of tokens at a time and recomputed in the backward pass. Each prompt is processed once
+for its whole group, and the output layer is applied at completion positions only:
 
 ```
-reads         p3(last)   c0    c1    c2          hidden states: the prompt's last one, then the completion's
-predicts         c0      c1    c2    c3
+input token      p3 (last)   c0    c1    c2      hidden states: the last one of the prompt, then the completion's
+predicted token     c0       c1    c2    c3
 ```
 """
 
@@ -27,23 +27,23 @@ from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
 
 CHUNK = 1024
-"""Tokens per chunk: enough for an efficient matrix product, with logits that are small next to the activations."""
+"""Tokens per chunk: enough for an efficient matrix product, while logits are small compared with the activations."""
 
 
 class Scores(NamedTuple):
-    """Scores [..., T] float32 of completion tokens, 0 where the mask is 0."""
+    """Log-probs and entropies [..., T] float32 of completion tokens, 0 where the mask is 0."""
 
     log_probs: jax.Array
-    entropies: jax.Array  # nats, of the distributions that the tokens were drawn from
-    router_loss: jax.Array | None = None  # [], `experts.router_loss` of the tokens
-    compared: jax.Array | None = None  # values of a `Comparison`
+    entropies: jax.Array  # nats, entropies of the sampling distributions
+    router_loss: jax.Array | None = None  # [], result of `experts.router_loss`
+    compared: jax.Array | None = None  # result of a `Comparison`
 
 
 class Comparison(NamedTuple):
-    """A function of each token's logits, evaluated chunk by chunk while the logits exist."""
+    """Function of the logits of each token, evaluated chunk by chunk while the logits are in memory."""
 
-    function: Callable[..., jax.Array]  # logits [..., V] and the chunk's part of each array → [...] float32
-    arrays: tuple[jax.Array, ...]  # further arguments of the function, [..., T, X]
+    function: Callable[..., jax.Array]  # logits [..., V] and the chunk of each array → [...] float32
+    arrays: tuple[jax.Array, ...]  # additional arguments of the function, [..., T, X]
 
 
 def chunked(
@@ -57,10 +57,10 @@ def chunked(
     chunk: int | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """Return the scores [B, N] of tokens [B, N] from states [B, N, D], `chunk` (None: `CHUNK`) tokens at a time.
+    """Compute `Scores` [B, N] of tokens [B, N] from states [B, N, D], `chunk` (None: `CHUNK`) tokens at a time.
 
-    A chunk has the same number of tokens of each prompt, so that each device computes its own prompts' logits. The
-    arrays of the comparison are [B, N, X].
+    A chunk has the same number of tokens from each prompt, so that each device computes the logits of its prompts. The
+    arrays of `compared` are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
@@ -73,7 +73,7 @@ def chunked(
     b, n = tokens.shape
     inputs = hidden, tokens, () if compared is None else compared.arrays
     if b * n <= chunk:
-        # The backward pass of a single chunk follows at once, so that recomputing its logits would save no memory.
+        # With a single chunk, the backward pass follows immediately, so recomputing its logits would not save memory.
         return score(params, inputs)
     chunks = -(-n // max(1, chunk // b))
     size = -(-n // chunks)  # equal chunks, so that the last one is not mostly padding
@@ -111,14 +111,14 @@ def score_completions(
     rngs: dict[str, jax.Array] | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """Return the scores [B, G, T] of completion tokens under the distributions that the sampler draws from.
+    """Compute `Scores` [B, G, T] of completion tokens under the sampling distribution.
 
-    With the sampler's settings and params the result is the sampler's log-probs. A drawn token is never cut by top_k,
-    top_p or min_p, so its log-prob stays finite when the params change.
+    With the settings and params of the sampler, the result equals its log-probs. Sampled tokens are never removed by
+    top_k, top_p or min_p, so their log-probs remain finite when the params change.
 
-    Without `with_entropy` the entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
-    router loss of the masked-in tokens. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays of
-    the comparison are [B, G, T, X].
+    If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
+    router loss of tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays of
+    `compared` are [B, G, T, X].
     """
     b, g, t = tokens.shape
     states, balance = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
@@ -155,16 +155,17 @@ def predicting_states(
     *,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the `counted` ones or None.
+    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the tokens in `counted`.
 
-    `counted` is [B, G, T] bool. For a model without a cache the states are its logits [B, G, T, V].
+    `counted` is [B, G, T] bool; with None, the router loss is None. For a model without a cache, the states are its
+    logits [B, G, T, V].
     """
     b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
         hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or counted is not None:
-            # The last token's state predicts nothing, but T is usually a rounder number than T − 1.
+            # The state of the last token is not needed, but T is usually a more efficient size than T − 1.
             rest, balance = _hidden(model, params, tokens, prefix, counted, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         return hidden, balance
@@ -184,7 +185,7 @@ def _hidden(
     rngs: dict[str, jax.Array] | None,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return hidden states of tokens after their prompts, and the router loss of the `counted` ones or None."""
+    """Return the hidden states of tokens that follow their prompts, and the router loss of the tokens in `counted`."""
     apply = functools.partial(
         model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
     )
@@ -196,14 +197,14 @@ def _hidden(
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """Return the function from params and `predicting_states` to logits."""
+    """Return a function that maps params and `predicting_states` to logits."""
     if not is_cached(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
 class ReadPrompts(NamedTuple):
-    """The last hidden state of each prompt, [B, D], and the `layers` of a `Prefix`."""
+    """Last hidden state of each prompt, [B, D], and the `layers` of their `Prefix`."""
 
     last: jax.Array
     layers: tuple[Any, ...]
@@ -212,7 +213,7 @@ class ReadPrompts(NamedTuple):
 def read_prompts(
     model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> ReadPrompts:
-    """Run the model on prompts once, for `score_packed` of all their completions."""
+    """Run the model on prompts once, for use in `score_packed` with all of their completions."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
     return ReadPrompts(last, prefix.layers)
 
@@ -230,20 +231,21 @@ def score_packed(
     rngs: dict[str, jax.Array] | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """Return the scores [A, S, T] of the segments of a packed sequence, 0 beyond the ends of the segments.
+    """Compute `Scores` [A, S, T] of the segments of a packed sequence, 0 past the end of each segment.
 
-    `read` and `lengths` [B] are those of all prompts of the batch. `counted`, [A, S, T] bool, are the tokens of the
-    router loss; None disables it. The arrays of the comparison are [A, N, X]. The rest is as in `score_completions`.
+    `read` and `lengths` [B] contain all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens of the
+    router loss; None disables it. The arrays of `compared` are [A, N, X]. Other arguments are as in
+    `score_completions`.
     """
-    before, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
+    states, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
     scores = chunked(
         unembed_of(model),
         params,
-        before,
+        states,
         sequence.tokens,
         sampling,
         with_entropy=with_entropy,
-        chunk=before.shape[0] * CHUNK,  # each device holds the logits of a chunk
+        chunk=states.shape[0] * CHUNK,  # one chunk per device
         compared=compared,
     )
     return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, balance)
@@ -259,7 +261,7 @@ def packed_states(
     counted: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `predicting_states` [A, N, D] of a packed sequence; the arguments are as in `score_packed`."""
+    """Compute `predicting_states` [A, N, D] of a packed sequence. Arguments are as in `score_packed`."""
     chex.assert_equal_shape_prefix((read.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     counted = None if counted is None else sequence.by_token(counted)
@@ -267,7 +269,7 @@ def packed_states(
     hidden, balance = _hidden(model, params, tokens, prefix, counted, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
-    # The state before a token predicts it. A completion's first token is predicted by the last state of its prompt.
+    # Each token is predicted from the previous state, and the first token of a completion from the last prompt state.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     first = jax.vmap(lambda last, prompt: last[prompt])(read.last.reshape(a, -1, read.last.shape[-1]), prompt)
@@ -285,17 +287,17 @@ def completion_log_probs(
     top_p: float = 1.0,
     min_p: float | None = None,
 ) -> jax.Array:
-    """Compute the log-prob of each completion token given its prompt and the tokens before it.
+    """Compute the log-prob of each completion token given its prompt and the previous tokens.
 
-    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), with π the sampler's distribution at the same
+    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), where π is the sampling distribution with the same
     settings.
 
     Args:
-      model: a model of this package, or any `types.Model`.
-      params: the model's parameters; differentiable.
-      prompts: tokens [B, P] int32.
-      completions: tokens and mask [B, G, T].
-      temperature: > 0, unitless.
+      model: model of this package, or any `types.Model`.
+      params: parameters of the model; differentiable.
+      prompts: prompts with tokens [B, P] int32.
+      completions: completions with tokens and mask [B, G, T].
+      temperature: unitless divisor of the logits, > 0.
       top_k: as in `sampling.Sampling`.
       top_p: as in `sampling.Sampling`.
       min_p: as in `sampling.Sampling`.
@@ -304,18 +306,18 @@ def completion_log_probs(
       [B, G, T] float32; 0 where mask is 0.
 
     Raises:
-      ValueError: shapes that do not match, or a temperature that is not positive.
+      ValueError: if the shapes do not match or the temperature is not positive.
 
     Example:
       >>> from flax import linen
-      >>> model, params = linen.Embed(4, 4), {"embedding": jnp.zeros((4, 4))}  # logits by the last token only
+      >>> model, params = linen.Embed(4, 4), {"embedding": jnp.zeros((4, 4))}  # logits from the last token only
       >>> prompts, mask = Prompts(jnp.ones((1, 3), int), jnp.array([3])), jnp.ones((1, 2, 5), bool)
       >>> completions = Completions(1 * mask, mask, 0.0 * mask, mask[..., 0])
       >>> round(float(completion_log_probs(model, params, prompts, completions)[0, 1, 4]), 4)  # log(1 / 4)
       -1.3863
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (score greedy completions at temperature 1).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (pass 1.0 for greedy completions).")
     tokens, mask = completions.tokens, completions.mask
     if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
         raise ValueError(

@@ -1,15 +1,15 @@
-"""Parts of fused attention: ids of tokens, lists of tiles with visible keys, and the computation of one tile.
+"""Components of fused attention: token ids, lists of tiles with visible keys, and the computation of one tile.
 
 ```
-                     keys of the prompts │ own keys, in the order of the queries
+                     keys of the prompts │ keys of the completions
                         p0   p1   p2     │  c0   c1   c2   c3
-    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ a tile with visible keys
-               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · a tile that is skipped
+    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ tile with visible keys
+               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · skipped tile
                p2, c3   ·    ·    ■      │  ·    ·    ·    ■
 ```
 
-A query attends to the keys of its own segment up to its position and to the keys of its prompt. `SegmentIds` replace a
-mask [queries, keys], so that no prompt is copied for its completions and memory is linear in the length.
+A query attends to the keys of its segment up to its position, and to the keys of its prompt. `SegmentIds` replace a
+mask [queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from grpo_jax.models.devices import platform_of
 from grpo_jax.models.matmul import tile_product
 
 LEAST_SIDE = 16
-"""Smallest side of a kernel's tile: tensor cores multiply 16 × 16."""
+"""Smallest side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
 
 NO_SEGMENT = -1
-"""Id of padding, which attends to nothing and is not attended to."""
+"""Segment id of padding tokens, which do not attend to any token and are not attended to."""
 
 MASKED = -1e30
-"""Score of an invisible key, finite so that a query without visible keys stays finite."""
+"""Score of a masked-out key. It is finite so that queries without visible keys do not produce NaN."""
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
-"""Running sums of queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
+"""Running sums for queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Return the implementation of attention for whole sequences; "auto" selects the fastest one on the devices.
+    """Resolve the implementation of attention for full sequences. "auto" selects the fastest one for the devices.
 
-    It selects "triton" on NVIDIA GPUs from Ampere on (compute capability 8.0), "tiles" on older ones and on TPUs, and
-    "einsum" on CPUs. Without `devices`, the default device decides.
+    "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs
+    and TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.
     """
     if name != "auto":
         return name
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    # Pallas's Triton backend is deprecated since jax 0.11.
+    # The Triton backend of Pallas is deprecated since jax 0.11 and may be missing.
     has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     return "triton" if platform in ("gpu", "cuda") and capability >= 8 and has_triton else "tiles"
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
-    """Return Triton's settings of a kernel, or None for an interpreted one."""
+    """Return the Triton compiler parameters of a kernel, or None for interpreted kernels."""
     if implementation == "interpreted":
         return None
     from jax.experimental.pallas import triton
@@ -65,52 +65,52 @@ def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.Compi
 
 
 Ref = Any
-"""An argument of a Pallas kernel."""
+"""Argument of a Pallas kernel."""
 
 
 class SegmentIds(flax.struct.PyTreeNode):
-    """Segment, prompt and position of N tokens of completions and prompts; arrays [A, N] int32."""
+    """Segment, prompt and position of N completion or prompt tokens. Arrays are [A, N] int32."""
 
-    number: jax.Array  # a completion's segment; −2 − i for tokens of prompt i; `NO_SEGMENT` for padding
-    prompt: jax.Array  # −2 − i for a completion of prompt i; unused in keys
-    position: jax.Array  # from the first token of the prompt
-    index: jax.Array  # among the tokens of completions; −1 in a prompt
+    number: jax.Array  # segment of completion tokens; −2 − i for tokens of prompt i; `NO_SEGMENT` for padding
+    prompt: jax.Array  # −2 − i for completion tokens of prompt i; not used for keys
+    position: jax.Array  # position relative to the first token of the prompt
+    index: jax.Array  # index among the completion tokens; −1 for prompt tokens
 
 
 class Tiles(flax.struct.PyTreeNode):
-    """Which of Y tiles of keys each of X tiles of queries reads, and the reverse; arrays of int32."""
+    """Key tiles that each of X query tiles reads out of Y, and the query tiles that read each key tile (int32)."""
 
-    keys: jax.Array  # [A, X, Y], the tiles of keys, visible ones first
-    key_count: jax.Array  # [A, X], number of visible ones
-    queries: jax.Array  # [A, Y, X], the tiles of queries, those that read the tile of keys first
-    query_count: jax.Array  # [A, Y], number of tiles that read it
+    keys: jax.Array  # [A, X, Y], indices of key tiles, visible ones first
+    key_count: jax.Array  # [A, X], number of visible key tiles
+    queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the ones that read the key tile
+    query_count: jax.Array  # [A, Y], number of query tiles that read the key tile
 
 
 class TileMask(flax.struct.PyTreeNode):
-    """Ids of the tokens of a forward pass, and the tiles of the layers with each window."""
+    """Token ids of a forward pass, and the tiles for each attention window."""
 
     queries: SegmentIds  # [A, N]
-    keys: SegmentIds  # [A, S], the prompts' keys first
-    tiles: dict[str, Tiles]  # by str(window)
+    keys: SegmentIds  # [A, S], keys of the prompts first
+    tiles: dict[str, Tiles]  # keyed by str(window)
 
 
 class Kernel(NamedTuple):
-    """Static arguments of fused attention; scale, window and soft cap as in `attention.group_attention`."""
+    """Static arguments of fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
 
-    implementation: str  # "tiles", "triton", or "interpreted" for the kernels of "triton" on any platform
-    rows: int  # queries of a tile; the R heads that share a key head count as R queries
-    columns: int  # keys of a tile
+    implementation: str  # "tiles", "triton", or "interpreted" (the "triton" kernels on any platform)
+    rows: int  # queries per tile; R query heads that share a key head are R queries
+    columns: int  # keys per tile
     scale: float = 1.0
     window: int | None = None
     soft_cap: float | None = None
-    shared: int = 0  # number of prompt keys, which come first
+    shared: int = 0  # number of prompt keys, which precede completion keys
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel with suitable tiles; on a GPU they fit the registers of a program."""
+        """Return a kernel with suitable tile sizes. On a GPU, tiles fit in the registers of a program."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
-        if jnp.dtype(dtype).itemsize > 2:  # no tensor cores: larger tiles take long to compile
+        if jnp.dtype(dtype).itemsize > 2:  # tensor cores are not used, and larger tiles are slow to compile
             rows, columns = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)
         else:
             rows, columns = (128, 64) if head_dim <= 128 else (64, 32) if head_dim <= 256 else (32, 16)
@@ -118,26 +118,26 @@ class Kernel(NamedTuple):
 
 
 def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: int | None) -> Tiles:
-    """Return the tiles that may have visible keys, a superset; scores inside of a tile are masked too."""
+    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks single scores."""
     rows, columns = kernel.rows, kernel.columns
     far = jnp.iinfo(jnp.int32).max
 
     def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the smallest and the largest x of each tile."""
+        """Return the minimum and maximum of x in each tile."""
         tiles = (x.shape[0], -1, size)
         low = jnp.where(where, x, far).reshape(tiles).min(axis=-1)
         return low, jnp.where(where, x, -far).reshape(tiles).max(axis=-1)
 
-    def meet(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def overlap(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> jax.Array:
         return (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
 
-    there, own, shared = queries.number != NO_SEGMENT, keys.number >= 0, keys.number < NO_SEGMENT
-    at, slots = ends(queries.index, there, rows), ends(keys.index, own, columns)
-    same_segment = meet(ends(queries.number, there, rows), ends(keys.number, own, columns))
+    valid, own, shared = queries.number != NO_SEGMENT, keys.number >= 0, keys.number < NO_SEGMENT
+    at, slots = ends(queries.index, valid, rows), ends(keys.index, own, columns)
+    same_segment = overlap(ends(queries.number, valid, rows), ends(keys.number, own, columns))
     same_segment &= slots[0][:, None] <= at[1][:, :, None]
-    same_prompt = meet(ends(queries.prompt, there, rows), ends(keys.number, shared, columns))
+    same_prompt = overlap(ends(queries.prompt, valid, rows), ends(keys.number, shared, columns))
     if window is not None:
-        first = ends(queries.position, there, rows)[0][:, :, None] - window
+        first = ends(queries.position, valid, rows)[0][:, :, None] - window
         same_segment &= ends(keys.position, own, columns)[1][:, None] > first
         same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
 
@@ -151,7 +151,7 @@ def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: in
 
 
 def repeated(ids: SegmentIds, group: int) -> SegmentIds:
-    """Repeat each token's ids for the `group` query heads that share a key head."""
+    """Repeat the ids of each token for the `group` query heads that share a key head."""
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), ids)
 
 
@@ -166,7 +166,7 @@ def padded(ids: SegmentIds, size: int) -> SegmentIds:
 
 
 def visible(rows: Sequence[jax.Array], keys: Sequence[jax.Array], kernel: Kernel) -> jax.Array:
-    """Return the mask [queries, keys] for queries (segment, prompt, position) and keys (segment, position)."""
+    """Compute the mask [queries, keys] from queries (segment, prompt, position) and keys (segment, position)."""
     (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
     distance = position - key_position
     seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NO_SEGMENT)
@@ -188,18 +188,18 @@ def start_of_sums(shape: tuple[int, ...]) -> Sums:
 def add_tile(
     sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1
 ) -> Sums:
-    """Add a tile of keys [columns, d], or [d, columns] if `keys_axis` is 0, to the sums of queries."""
+    """Update the sums of queries with a tile of keys, [columns, d], or [d, columns] if `keys_axis` is 0."""
     values, top, total = sums
     scores = _scores(q, k, seen, kernel, keys_axis)
     higher = jnp.maximum(top, scores.max(axis=1))
-    fade = jnp.exp(top - higher)
+    rescale = jnp.exp(top - higher)
     weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
-    values = values * fade[:, None] + tile_product(weights.astype(v.dtype), v, (1, 0))
-    return values, higher, total * fade + weights.sum(axis=1)
+    values = values * rescale[:, None] + tile_product(weights.astype(v.dtype), v, (1, 0))
+    return values, higher, total * rescale + weights.sum(axis=1)
 
 
 def finish(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return outputs and log-sum-exps; without visible keys zeros, and a log-sum-exp that makes all weights zero."""
+    """Return outputs and log-sum-exps. Queries without visible keys get zeros and a log-sum-exp of `-MASKED`."""
     values, top, total = sums
     some = total > 0
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED)
@@ -217,7 +217,7 @@ def tile_gradients(
     *,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weights of a tile and the gradient of its products q kᵀ, both in float32."""
+    """Return the attention weights of a tile and the gradient with respect to q kᵀ, both in float32."""
     scores = _scores(q, k, seen, kernel)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
