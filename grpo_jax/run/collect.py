@@ -39,7 +39,7 @@ from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Batch, Completions, Params, Prompts, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Interaction
     from grpo_jax.rollout.turns import Answers
     from grpo_jax.run.sampler import Sampler
@@ -349,16 +349,16 @@ def call_reward_fns(
     if not process_rows:
         return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
     rows = slice(process_rows.start, process_rows.stop)
-    places = slice(rows.start * g, rows.stop * g)  # indices of the process's completions, of B·G
+    local = slice(rows.start * g, rows.stop * g)  # this process's completions, of B·G in total
     prompts = zip(np.asarray(rollout.prompts.tokens)[rows], np.asarray(rollout.prompts.lengths)[rows], strict=True)
     ids = [row[:length] for row, length in prompts]
     inputs = reward_inputs(tokenizer, rollout.rows[rows], tokens[rows], present[rows], prompt_ids=ids)
     if rollout.episodes is not None:
         if is_conversation(rollout.rows[0]["prompt"]):
-            inputs = inputs._replace(completions=[episode.messages for episode in rollout.episodes[places]])
-        inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[places]]
+            inputs = inputs._replace(completions=[episode.messages for episode in rollout.episodes[local]])
+        inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[local]]
     if rollout.environments is not None:
-        inputs.columns["environments"] = list(rollout.environments[places])
+        inputs.columns["environments"] = list(rollout.environments[local])
     if not names:  # the run has a teacher and no reward functions
         texts = list(inputs.completions)
         return Rewards(np.zeros((len(process_rows), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
@@ -369,7 +369,7 @@ def call_reward_fns(
         completion_ids=inputs.completion_ids,
         columns=inputs.columns,
         num_generations=g,
-        turns=rollout.turn_counts[places],
+        turns=rollout.turn_counts[local],
         on_error=on_error,
         trainer_state=trainer_state,
     )

@@ -79,9 +79,9 @@ def warn_of_tokens(
 ) -> None:
     """Warn about duplicate special tokens, turns without an end token, and tool calls with None as an argument."""
     for line in (
-        *_special_twice(data, policy, argument),
-        *_empty_arguments(data.rows, argument),
-        *_endless(data, policy, ends, template_kwargs, argument),
+        *_duplicate_special_tokens(data, policy, argument),
+        *_null_arguments(data.rows, argument),
+        *_missing_turn_ends(data, policy, ends, template_kwargs, argument),
     ):
         warnings.warn(line, stacklevel=3)
 
@@ -92,10 +92,10 @@ def _messages_in(row: Row) -> Messages:
     return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
 
 
-def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
+def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
     """Yield a warning if the tokenizer adds a special token to strings that already contain it."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
-    examples = data.masks is not None  # an example ends with one EOS
+    examples = data.masks is not None  # SFT examples, which must end with a single EOS
     texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
     ended = [ids for ids in texts if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
     twice = [ids for ids in texts if bos is not None and list(ids[:2]) == [bos, bos]]
@@ -109,7 +109,7 @@ def _special_twice(data: EncodedPrompts, policy: Policy, argument: str) -> Itera
             )
 
 
-def _endless(
+def _missing_turn_ends(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
 ) -> Iterator[str]:
     """Yield a warning if no trained token ends a turn, or if the template's closing token does not end completions."""
@@ -134,7 +134,7 @@ def _endless(
         )
 
 
-def _empty_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
+def _null_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
     """Yield a warning if tool calls have None as an argument."""
     found = [
         (i, name)

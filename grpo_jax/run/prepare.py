@@ -32,7 +32,7 @@ from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Interaction
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer

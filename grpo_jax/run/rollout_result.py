@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax.types import Completions, Prompts, Row
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Played
 
 

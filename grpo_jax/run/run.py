@@ -22,7 +22,7 @@ from grpo_jax.types import Batch, Prompts, RewardFn
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Interaction
     from grpo_jax.run.custom import CheckedAdvantageFn
     from grpo_jax.run.sampler import Sampler
@@ -96,7 +96,7 @@ class Run(BaseRun):
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether the sampling policy's params are needed after the first update, for its ratios or for an engine."""
+        """Whether the sampling policy's params are needed after the first update, for ratios or for an engine."""
         return self.sizes.updates > 1 or self.samples_in_background
 
     def rows_at(self, cursor: int, count: int) -> list[int]:

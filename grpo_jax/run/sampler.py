@@ -43,7 +43,7 @@ ROUNDING = 1e-2
 
 
 class Sampler(Protocol):
-    """An engine that samples: a function with any of the arguments of `generate`, passed by keyword.
+    """An engine to sample with: a function that takes any of the arguments of `generate` by keyword.
 
     A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answers`, the function
     that returns the observation after a turn (`rollout.turns.Answers`, or None), required for multi-turn completions.
@@ -132,7 +132,7 @@ def generate_by(
 
 
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
-    """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the sampled `params`."""
+    """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
     t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
     old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
@@ -143,7 +143,7 @@ def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) 
 def read_completions(
     returned: object, shape: tuple[int, int, int], *, vocab_size: int, pad_token_id: int, turns: bool = False
 ) -> Completions:
-    """Validate an engine's completions, pad them to `shape` [B, G, T], and set padding tokens and log-probs."""
+    """Validate an engine's completions and pad them to `shape` [B, G, T]. Log-probs are 0 where the mask is False."""
     if not isinstance(returned, Completions):
         raise ValueError(f"sampler must return grpo_jax.Completions, as generate does; got {show(returned)}")
     tokens, log_probs = _array(returned, "tokens", "iu"), _array(returned, "log_probs", "f")
@@ -162,20 +162,20 @@ def read_completions(
         if value.shape != right:
             raise ValueError(f"sampler must return {name} of shape {right}; got {value.shape}")
     lengths = present.sum(axis=-1)
-    _refuse(
+    _raise_if_any(
         (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],
         mask,
         "a mask that is empty or not contiguous from the first token"
         if present is mask
         else "a completion whose first token is not sampled, or whose `present` is not contiguous",
     )
-    _refuse(
+    _raise_if_any(
         present & ((tokens < 0) | (tokens >= vocab_size)),
         tokens,
         f"a token id outside the vocabulary of size {vocab_size}",
     )
     bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
-    _refuse(mask & bad, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
+    _raise_if_any(mask & bad, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
     return Completions(
         tokens=_padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         mask=_padded(mask, longest, False),
@@ -216,7 +216,7 @@ def _array(returned: Completions, name: str, kinds: str) -> Any:
     return value
 
 
-def _refuse(bad: np.ndarray, values: np.ndarray, what: str) -> None:
+def _raise_if_any(bad: np.ndarray, values: np.ndarray, what: str) -> None:
     """Raise ValueError with the position of the first invalid value, if there is one."""
     if bad.any():
         b, g, t = (int(i) for i in np.argwhere(bad)[0])

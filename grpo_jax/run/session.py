@@ -56,7 +56,7 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """Open the `Session` of a run as a context. It defers SIGTERM and SIGINT unless `run_dir` is None.
+    """Open the `Session` of a run in a `with` block. It defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
     A checkpoint belongs to this run if it matches `description` (`resume.describe`). `hints` is a function from a line
@@ -181,7 +181,7 @@ class Session:
         )
 
     def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Evaluate if the step is the first, the last or a multiple of `eval_steps`, unless it is already evaluated."""
+        """Evaluate before the first step, every `eval_steps` and after the last step, but only once per step."""
         run, progress, config = self.run, self.progress, self.run.config
         step, best = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)

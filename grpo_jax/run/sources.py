@@ -42,7 +42,7 @@ class PrefetchedRollouts(LocalRollouts):
     _next: RolloutResult | None = None
 
     def restore(self, waiting: RolloutResult | None) -> None:
-        """Set the next completions, which a checkpoint stored."""
+        """Set the prefetched completions, for example from a checkpoint."""
         self.waiting = self._next = waiting
 
     def next(self, state: TrainState) -> RolloutResult:
@@ -146,7 +146,7 @@ class EngineRollouts(PrefetchedRollouts):
         yield
 
     def commit(self) -> None:
-        """Mark the current iteration as completed, and record whether the engine is sampling for checkpoints."""
+        """Mark the current iteration as completed, and record for checkpoints whether the engine is sampling."""
         super().commit()
         self.in_progress = self._future is not None
 

@@ -67,9 +67,9 @@ class Teaching:
             return batch.replace(teacher_log_probs=fetch(l))
         assert self.scorer is not None
         on_host = jax.tree.map(np.asarray, completions)
-        scores = _read_scores(self.scorer.score(batch.prompts, on_host), on_host.mask, config)
+        result = _read_result(self.scorer.score(batch.prompts, on_host), on_host.mask, config)
         t = batch.mask.shape[2]
-        log_probs, ids, top = (None if x is None else x[:, :, :t] for x in scores)
+        log_probs, ids, top = (None if x is None else x[:, :, :t] for x in result)
         if config.distillation_mode == "sampled_token":
             return batch.replace(teacher_log_probs=log_probs)
         return batch.replace(teacher_top_ids=ids, teacher_top_log_probs=top)
@@ -148,15 +148,15 @@ def make_teaching(teacher: Policy | Scorer, make_updater: Callable[[Model], Upda
     return Teaching(scorer=teacher)
 
 
-def _read_scores(scores: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
+def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
     """Validate the result of a scorer, and set values to 0 where the mask is False."""
-    scores = TeacherLogProbs._make(scores) if isinstance(scores, tuple) else TeacherLogProbs(scores)
-    log_probs = _read_array(scores.log_probs, "log_probs", mask)
+    result = TeacherLogProbs._make(result) if isinstance(result, tuple) else TeacherLogProbs(result)
+    log_probs = _read_array(result.log_probs, "log_probs", mask)
     if config.distillation_topk is None:
         return TeacherLogProbs(log_probs)
     top_mask = np.repeat(mask[..., None], config.distillation_topk, axis=-1)
-    ids = _read_array(scores.top_ids, "top_ids", top_mask)
-    return TeacherLogProbs(log_probs, ids, _read_array(scores.top_log_probs, "top_log_probs", top_mask))
+    ids = _read_array(result.top_ids, "top_ids", top_mask)
+    return TeacherLogProbs(log_probs, ids, _read_array(result.top_log_probs, "top_log_probs", top_mask))
 
 
 def _read_array(given: object, name: str, mask: np.ndarray) -> np.ndarray:

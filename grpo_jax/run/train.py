@@ -38,7 +38,7 @@ from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import reject_object_store
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
 
@@ -157,7 +157,7 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    state = committed(new_state(run, donate=donate))  # as restored arrays are, so that both use the same programs
+    state = committed(new_state(run, donate=donate))  # like restored arrays, so that both use the same programs
     run.policy.empty()  # drops only the run's reference; the caller's `policy` is a separate object
     description = None
     if run_dir is not None:
