@@ -224,7 +224,7 @@ def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list
     """Load the training rows. From a stream, only as many rows as the run needs are read."""
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
-            "dataset is an IterableDataset, whose length is unknown: set max_steps, or pass a finite part of the"
+            "dataset is an IterableDataset of unknown length; set max_steps, or pass a finite part of the"
             " dataset, such as list(dataset.take(1000))"
         )
     mesh = mesh_of(policy.params) if config.mesh is None else None

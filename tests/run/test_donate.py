@@ -85,7 +85,10 @@ def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
 def test_a_run_that_is_refused_takes_nothing(tmp_path):
     policy = fresh()
     (tmp_path / "metrics.jsonl").touch()
-    for refused, message in (({"resume": "never", "run_dir": tmp_path}, "holds a run"), ({"resume": "yes"}, "must be one of")):
+    for refused, message in (
+        ({"resume": "never", "run_dir": tmp_path}, "holds a run"),
+        ({"resume": "yes"}, "resume must be one of"),
+    ):
         with pytest.raises(ValueError, match=message):
             train(policy, ROWS, lengths, config_of(), donate=True, **refused)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
