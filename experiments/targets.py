@@ -163,28 +163,29 @@ def page(results: Mapping[str, Any]) -> str:
 
 HEAD = f"""# Accelerators
 
-**Compiled, not run**: everything on this page was read off programs that the compilers of these machines made on a
-computer without any of them (`python -m experiments.targets`). Memory is what such a program allocates. What was timed
-on an H100 is in [Speed](speed.md#on-an-h100); no TPU has run anything yet.
+**Compiled, not run**: the values on this page are read from programs that the compilers for these accelerators produced
+on a machine without accelerators (`python -m experiments.targets`). Memory is what such a program allocates. Timings on
+an H100 are in [Speed](speed.md#on-an-h100); nothing has been run on a TPU yet.
 
 ## Models and machines
 
-Full fine-tuning as `GRPOConfig` has it by default, with AdamW and no reference (`beta = 0`): params in float32,
-computed in bfloat16, recomputed in the backward pass, cut over all devices (`mesh={{"fsdp": 8}}`). Prompts have
-{PROMPT} tokens, groups {GROUP} completions that all run to T tokens, a micro-batch one group per device, an iteration
-{GROUPS} groups per device.
+Full fine-tuning with the defaults of `GRPOConfig`, AdamW and no reference (`beta = 0`): params in float32, compute in
+bfloat16, recomputation in the backward pass, sharded over all devices (`mesh={{"fsdp": 8}}`). Prompts have {PROMPT}
+tokens, a group has {GROUP} completions that all have T tokens, a micro-batch is one group per device, and an iteration
+is {GROUPS} groups per device.
 
-- **fits**: "one group at a time" where a device cannot hold the keys and values of its four groups together, but can
+- **fits**: "one group at a time" if a device cannot hold the keys and values of its four groups together, but can
   decode them one by one (`rollout_batch_size`: {GROUP} completions per device).
-- **held**: GB on each device that stay for the whole run: the params and AdamW's two moments, as in `grpo-jax train`
-  and with `train(policy, …, donate=True)`. Without `donate` the caller's params stay beside them: a third more.
-- **rollout**, **update**: GB on each device at the peak of a phase, with what is held. Where a model does not fit,
-  longer completions were not tried. The table is of before a rollout had a copy of the weights in the compute dtype,
-  which adds 2 bytes a parameter to it, over the devices.
-- **longest T**: where the first phase reaches the memory with all groups at once, on straight lines between the
-  lengths of the table.
-- **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and that of the
-  update, summed over its threads. A run compiles each of its other programs when it first calls it.
+- **held**: GB on each device that are held for the whole run: the params and AdamW's two moments, as in
+  `grpo-jax train` and with `train(policy, …, donate=True)`. Without `donate` the caller's params also stay in memory:
+  a third more.
+- **rollout**, **update**: peak GB on each device in a phase, including what is held. If a model does not fit, longer
+  completions were not tried. The table predates the rollout's copy of the weights in the compute dtype, which adds 2
+  bytes per parameter, divided by the number of devices.
+- **longest T**: the length at which the first phase reaches the memory limit with all groups at once, interpolated
+  linearly between the lengths of the table.
+- **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and of the update,
+  summed over its threads. A run compiles each of its other programs at their first call.
 """
 
 COLUMNS = """\
@@ -192,10 +193,11 @@ COLUMNS = """\
 |---|---|---|---|---|---|---|---|"""
 
 TAIL = """
-## What does not fit whole
+## Models that fit only with adapters
 
-Under adapters a model needs far less: Qwen3-30B-A3B in bfloat16, cut over eight devices, with `add_lora(policy, key)`
-(rank 16) reaches 33 GB of an H100 at T = 1,024 and 34 GB at 8,192, and 31.6 of 32 GB of a v6e at 1,024:
+With adapters a model needs far less memory: Qwen3-30B-A3B in bfloat16, sharded over eight devices, with
+`add_lora(policy, key)` (rank 16), needs 33 GB of an H100 at T = 1,024 and 34 GB at 8,192, and 31.6 of the 32 GB of a
+v6e at 1,024:
 
 ```
 grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16 --param_dtype bfloat16 \\
@@ -204,47 +206,47 @@ grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16
 
 ## Which programs
 
-- **Attention**: on GPUs from Ampere on a fused kernel (Pallas, Triton), on TPUs and older GPUs a loop over tiles; both
-  take memory linear in T, and read each prompt once for its whole group. On CPUs einsum.
-- **Experts** of a mixture are ragged products: on TPUs by XLA's program for them, on GPUs from Ampere on by kernels
-  (Pallas, Triton). Elsewhere, CPUs included, XLA multiplies each row by the matrices of all experts.
-- **Layers** are one loop on TPUs, so that a deep model compiles in the time of a shallow one, and one after another on
-  GPUs and CPUs.
-- **Decoding** goes in bursts of 16 steps of fixed length; the next is begun before the host has looked at which
-  completions the last one ended. A key cache has a multiple of 64 slots. Weights in float32 are rounded to the compute
-  dtype once, before the first step.
-- **Attention of a decode step**, on GPUs from Ampere on, with 96 completions times key heads on a device or more and
-  heads of a power of two of channels (16 to 256), is a kernel too (Pallas, Triton): it goes through the keys that are
-  there, so that the cache has one size. Elsewhere scores are written out, and the cache grows in three.
-- **Updates** are packed: each device puts its own completions end to end.
+- **Attention**: a fused kernel (Pallas, Triton) on GPUs from Ampere on, and a loop over tiles on TPUs and older GPUs.
+  Both take memory linear in T, and read each prompt once for its whole group. On CPUs it is an einsum.
+- **Experts** of a mixture are ragged matrix products: XLA's ragged dot on TPUs, and kernels (Pallas, Triton) on GPUs
+  from Ampere on. On other devices, including CPUs, XLA multiplies each token by the matrices of all experts.
+- **Layers** are one loop on TPUs, so a deep model compiles as fast as a shallow one, and are unrolled on GPUs and CPUs.
+- **Decoding** runs in bursts with a fixed length of 16 steps. The next burst is dispatched before the host has read
+  which completions ended in the last one. The number of slots of a key cache is a multiple of 64. Weights in float32
+  are rounded to the compute dtype once, before the first step.
+- **Attention of a decode step** is also a kernel (Pallas, Triton) on GPUs from Ampere on, if completions times key
+  heads are at least 96 per device and the head dimension is a power of two (16 to 256). The kernel reads only the
+  filled slots, so the cache has one size. In all other cases the scores are materialized, and the cache grows in three
+  steps.
+- **Updates** are packed: each device concatenates its completions without padding.
 
 ## Precision
 
-`compute_dtype="auto"` is bfloat16 on TPUs and on GPUs from Ampere on, and float32 elsewhere. Sums, softmax, norms,
-log-probs and the loss are float32 on every device, and so are the products that make logits. In float32, a GPU rounds
-the operands of a product to TF32 and a TPU to bfloat16 unless `jax.config.update("jax_default_matmul_precision",
-"highest")` asks for more; the fused kernels always compute float32 exactly, without tensor cores. The sampler and the
-scorer are given the same dtypes, but not the same programs, so in less than float32 they differ: `sampler_gap` logs by
-how much, and a hint says when it is more than rounding explains (largest gaps measured, on a CPU with operands rounded
-so: 4e-5 with exact products, 0.02 in TF32, 0.1 with a TPU's default for float32, 0.54 in bfloat16; on an H100 in
-bfloat16 0.06).
+`compute_dtype="auto"` is bfloat16 on TPUs and on GPUs from Ampere on, and float32 on other devices. Sums, softmax,
+norms, log-probs, the loss, and the products that compute logits are float32 on every device. In float32, a GPU rounds
+the operands of a product to TF32 and a TPU to bfloat16, unless `jax.config.update("jax_default_matmul_precision",
+"highest")` is set; the fused kernels always compute in exact float32, without tensor cores. The sampler and the scorer
+use the same dtypes but different programs, so they differ at precisions below float32. `sampler_gap` reports the
+difference, and a hint is given if it is more than rounding explains. The largest gaps measured on a CPU with operands
+rounded in this way are 4e-5 with exact products, 0.02 in TF32, 0.1 with a TPU's default for float32, and 0.54 in
+bfloat16; on an H100 in bfloat16 it was 0.06.
 
 ## Compiling in less time
 
-Where jax is told a directory for them, programs are kept from one run to the next (`JAX_COMPILATION_CACHE_DIR`; the
-scripts of this repository have one). For a first try a TPU's compiler can also be asked for less: with
-`JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-0.5` it compiles Qwen2.5-0.5B for a v5e-8 (T = 1,024) in 46 CPU s, and else in 114.
-For a whole run it is the wrong choice: by the compiler's own count, an update of four such layers on one v5e then takes
-2.2 times the cycles.
+If a cache directory is configured for JAX (`JAX_COMPILATION_CACHE_DIR`; the scripts of this repository set one),
+compiled programs are kept from one run to the next. For a first try, a TPU's compiler can also be set to a lower
+effort: with `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-0.5` it compiles Qwen2.5-0.5B for a v5e-8 (T = 1,024) in 46 CPU s
+instead of 114. Do not use this for a whole run: according to the compiler, an update of four such layers on one v5e
+then takes 2.2 times the cycles.
 
-## On a machine of your own
+## On your own machine
 
 ```
 grpo-jax plan --model Qwen/Qwen2.5-7B-Instruct --device H100-8 --mesh fsdp=8 --max_completion_length 8192
 python -m experiments.benchmark --device gpu
 ```
 
-The first needs no accelerator; the second measures one.
+The first command needs no accelerator; the second measures one.
 """
 
 
