@@ -58,7 +58,7 @@ def group_attention(
       start: slot of the first token of each prompt's completions [B], or of each completion [B, G]. If None, 0.
       window: number of positions that a query attends to, including its own. If None, it attends to all of them.
       soft_cap: c in c·tanh(scale·score/c). If None, scores are not capped.
-      sinks: [H_kv, R] float32, each head's score for a key without a value.
+      sinks: float32 scores [H_kv, R] of a key without a value, one per query head. If None, there is no such key.
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
@@ -266,6 +266,6 @@ def tiled_attention(
 
 
 def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
-    """Return those of the named axes that the mesh has, or None if their number of devices does not divide `size`."""
+    """Return the named axes that exist in the mesh, or None if their number of devices does not divide `size`."""
     names = tuple(name for name in names if name in mesh.shape)
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

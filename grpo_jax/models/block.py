@@ -138,8 +138,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
 
-    Params have Hugging Face's names. If `context.last` [B] is set, the hidden state is computed only for that token,
-    but keys and values for all tokens.
+    Params have Hugging Face's names. With `context.last` [B], hidden states are computed only for that token, but keys
+    and values for all tokens.
     """
 
     config: TransformerConfig
@@ -213,8 +213,7 @@ def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callabl
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
     XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it eliminates common subexpressions.
-    Here the recomputation differs from the forward pass, because 0 · (cotangents) is added to its arguments.
-    Forward-mode and second derivatives are not supported.
+    Here the recomputation adds 0 · (cotangents) to its arguments. Forward-mode and second derivatives do not work.
     """
 
     @jax.custom_vjp

@@ -144,7 +144,7 @@ class TransformerConfig:
     # (`fused_step`). "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh over which fused attention and experts are sharded; None for one device
-    float32_sums: bool | None = None  # compute bfloat16 products in float32 (`matmul`); None: if that is fastest
+    float32_sums: bool | None = None  # compute bfloat16 products in float32 (`matmul`); None selects the faster option
     # Without a cache, run layers of the same kind, or of a repeated pattern, in a loop that is compiled once. Needs an
     # additional copy of the layers' weights at run time.
     loop_layers: bool = False

@@ -147,9 +147,9 @@ def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
     """Return `slots` slots of a cache's ring, starting at slot `first` [B, G]; they repeat if `slots` is larger."""
     size = num_slots(cache)
 
-    def cut(x: jax.Array, axis: int) -> jax.Array:
+    def slice_slots(x: jax.Array, axis: int) -> jax.Array:
         long = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
         own = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=slots, axis=axis)
         return jax.vmap(jax.vmap(own, in_axes=(1, 0), out_axes=1))(long, first % size)
 
-    return _map_slots(cut, cache)
+    return _map_slots(slice_slots, cache)

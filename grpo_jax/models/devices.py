@@ -1,7 +1,6 @@
 """Memory and preferred dtypes of devices, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
 
-A program compiled for absent devices cannot be run, but its memory use, collectives and kernels can be inspected
-(`compile_program`). The compilers are optional packages:
+`compile_program` returns the memory use, collectives and kernels of a program for absent devices. Compiler packages:
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
     pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; must have the same version as jax
@@ -52,10 +51,7 @@ def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the memory available to programs on a device, in bytes, or None if unknown.
-
-    For a CPU, this is the memory of the machine or the limit of the container.
-    """
+    """Return a device's available memory in bytes (for a CPU, the machine's or container's), or None if unknown."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
@@ -75,8 +71,7 @@ CHIPS = {
     "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
     "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: memory of a chip in bytes, and topologies of slices, keyed by the number of chips. Targets with fewer than four
-chips use part of the smallest slice."""
+"""TPUs: bytes of a chip, and slice topologies keyed by the number of chips. Fewer than four use the smallest slice."""
 
 
 class GPU(NamedTuple):

@@ -33,8 +33,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """Return outputs [N, D] of tokens x [N, D], which have a batch axis of size `groups`, given the weights and
-        indices [N, k] of their chosen experts."""
+        """Return outputs [N, D] of tokens x [N, D] in `groups` prompts, given weights and expert indices [N, k]."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -74,14 +73,14 @@ class Experts(nn.Module):
         def devices(axes: tuple[str, ...]) -> int:
             return math.prod(mesh.shape[name] for name in axes)
 
-        def cut(size: int, *axes: str) -> tuple[str, ...]:
+        def divisible_axes(size: int, *axes: str) -> tuple[str, ...]:
             """Return the axes with more than one device, if they divide the size."""
             axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
             return axes if size % devices(axes) == 0 else ()
 
         # Each device sorts its own tokens: XLA's partitioner cannot shard a sort and would gather all of them.
-        inner, width = cut(c.expert_size, "tensor"), cut(c.hidden_size, "fsdp")
-        rows, of_data = cut(groups, "data", "fsdp"), cut(groups, "data")
+        inner, width = divisible_axes(c.expert_size, "tensor"), divisible_axes(c.hidden_size, "fsdp")
+        rows, of_data = divisible_axes(groups, "data", "fsdp"), divisible_axes(groups, "data")
         # With too few channels per device for a GPU kernel, tokens would be multiplied by all experts' matrices.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)

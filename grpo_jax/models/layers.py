@@ -9,8 +9,7 @@ nf4     uint8, two codes per byte  NF4[code], in [−1, 1]         64          f
 int8    int8                       the code, in −127..127        one row     float32
 ```
 
-A nested scale is levels[code] · outer + offset, with 8-bit codes and one outer scale per 256 scales: 4.127 bits per
-weight in total.
+A nested scale is levels[code] · outer + offset, with an outer scale per 256 scales: 4.127 bits per weight in total.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
     """Return Wᵀ in the dtype of x, dequantized only once x has been computed.
 
-    Without this dependency, the compiler may dequantize all matrices at the start, or hoist the dequantization out of a
-    loop over tokens.
+    Otherwise the compiler may dequantize all matrices at the start, or hoist this operation out of a loop over tokens.
     """
     x = jax.lax.stop_gradient(x)
 
@@ -134,7 +132,7 @@ def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _after_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Return codes XOR a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
+    """Return codes XORed with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 

@@ -41,8 +41,7 @@ CHUNK = 64
 class Positions(NamedTuple):
     """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence."""
 
-    # counted from the first token of the segment, or of the completion in this call
-    position: jax.Array  # [B, G or 1, T] int32
+    position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment, or of the call
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
     fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes a first token; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
@@ -299,28 +298,28 @@ def delta_rule(
 
     Args:
       q, k, v: [..., N, d] float32 queries, keys and values.
-      decay, beta: [..., N] float32, log α ≤ 0 and β in [0, 1]. Tokens with zeros do not change the memory.
+      decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with zeros do not change the memory.
       memory: [..., d_k, d_v] float32 memory before the first token.
       position: [..., N] int32 position of each token in its segment, broadcastable. Requires N to be a multiple of
         `chunk`. If None, there is one segment, which continues from `memory`.
       begins: [..., N / chunk, d_k, d_v] float32 initial memory of the segments that start in each chunk.
       chunk: number of tokens per chunk, a power of two.
-      precision: precision of the matrix products, as in `jnp.einsum`.
+
     """
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
     pad = -n % chunk
 
-    def cut(x: jax.Array, axes: int) -> jax.Array:
+    def split_chunks(x: jax.Array, axes: int) -> jax.Array:
         x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes)
         return x.reshape((*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :]))
 
-    q, k, v, decay, beta = cut(q, 1), cut(k, 1), cut(v, 1), cut(decay, 0), cut(beta, 0)
+    (q, k, v), (decay, beta) = (split_chunks(x, 1) for x in (q, k, v)), (split_chunks(x, 0) for x in (decay, beta))
     index = jnp.expand_dims(jnp.arange(chunk), tuple(range(len(rows) + 1)))
     i, j = index[..., :, None], index[..., None, :]
     visible, first = i >= j, None
     if position is not None:
-        first = index - cut(position, 0)  # index of the segment's first token; negative if in a previous chunk
+        first = index - split_chunks(position, 0)  # index of the segment's first token; negative if in a previous chunk
         visible = visible & (j >= first[..., None])
     product = functools.partial(jnp.einsum, precision=precision)
     # d[i, j]: decay between token j's write and token i's read. inward: decay from the start of the chunk or segment.

@@ -146,10 +146,7 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] with a `rope_table`.
-
-    Channels are rotated in halves, as in most Hugging Face checkpoints, or in pairs of adjacent channels if `pairs`.
-    """
+    """Rotate x [B, G, T, heads, d] with a `rope_table`, in halves (most Hugging Face models) or pairs of channels."""
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]

@@ -2,8 +2,7 @@
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
 (shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's
-partitioner (GSPMD) propagates the shardings of the arguments. A group is never split between devices, since batches are
-only sharded along the prompt axis.
+partitioner (GSPMD) propagates the shardings of the arguments. Only prompts are sharded, so groups are never split.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
 )
-"""Pairs of a regular expression that must match the full path of a parameter, and the mesh axis of each dimension.
+"""Regular expressions for full paths of parameters, and the mesh axis of each dimension. Others are replicated.
 
-Parameters without a match are replicated. The path of an optimizer moment ends with the path of its parameter, so both
-have the same sharding.
+The path of an optimizer moment ends with the path of its parameter, so both have the same sharding.
 """
 
 
@@ -66,8 +64,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
       A mesh with all three axes, of type Auto.
 
     Raises:
-      ValueError: if an axis is unknown, if there are too few devices, or if a mesh in several processes does not use
-        all devices.
+      ValueError: if an axis is unknown, there are too few devices, or several processes do not use all devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -265,8 +262,8 @@ def split_sharding(tree: Params, mesh: Mesh) -> Params:
     """Return the sharding that `split` gives each array of a tree."""
 
     def at(x: jax.Array) -> NamedSharding:
-        cut = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
-        return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if cut else PartitionSpec())
+        divisible = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
+        return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if divisible else PartitionSpec())
 
     return jax.tree.map(at, tree)
 

@@ -110,10 +110,8 @@ class Transformer(nn.Module):
           index: slot of the first token. Slots form a ring: slot S + 2 is slot 2.
           start: int32 slot of the first token of each prompt's completions [B], or of each completion [B, G].
           segments: segments of packed sequences [A, 1, N].
-          last: [B] int32 index of the only token whose hidden state is returned, as [B, G, 1, D]. Not supported for
-            packed sequences.
-          write: [B, G, T] bool mask of the tokens to write to the cache; contiguous. Requires a cache whose first three
-            axes are not merged.
+          last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
+          write: [B, G, T] bool mask of tokens to cache, contiguous. Requires a cache with three separate leading axes.
         """
         c = self.config
         b, g, t = tokens.shape
@@ -277,8 +275,8 @@ class Transformer(nn.Module):
                 logits.append(written)
             return x, (own, logits)
 
-        numbers = [range(first + j, first + period * times, period) for j in range(period)]
-        parts = [jax.tree.map(lambda *x: jnp.stack(x), *map(variables_of, some)) for some in numbers]
+        indices = [range(first + j, first + period * times, period) for j in range(period)]
+        parts = [jax.tree.map(lambda *x: jnp.stack(x), *map(variables_of, repeated)) for repeated in indices]
         x, (own, logits) = jax.lax.scan(body, x, parts)
         self._sow([[stacked[r] for r in range(times)] for stacked in jax.tree.leaves(logits)])
         return x, [jax.tree.map(lambda x, r=r: x[r], kept) for r in range(times) for kept in own]

@@ -90,7 +90,7 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Return the log-probs [..., T] of the policy that sampled the completions: the denominator of the ratio.
+    """Return the log-probs [..., T] of the policy that sampled the completions: the ratio's denominator in all turns.
 
     They were stored by the sampler (`rollout.draw.draw_next`), or computed by the trainer for completions of an engine.
     """
@@ -117,8 +117,7 @@ def loss_of(
       state: training state with the coefficient of the entropy bonus.
       totals: `count_totals` of the whole minibatch.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: whether the current params sampled the completions. If True, the ratio is 1 and old log-probs are not
-        used.
+      on_policy: whether the current params sampled the completions. If True, the ratio is 1 without old log-probs.
       surrogate: a custom surrogate to use instead of `loss_type`, or None; not used in SFT.
       selected: the part's slice of the `top_entropy_mask` of the whole minibatch, or None.
       router_coef: coefficient of the load-balancing loss in `scores`.

@@ -245,7 +245,7 @@ def choose_updater(
 ) -> Updater:
     """Return a `PackedUpdater` if the model and the teacher's model, if any, are of this package, else an `Updater`.
 
-    `micro` is (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
+    `micro` is the shape (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
     on_policy = config.on_policy if on_policy is None else on_policy

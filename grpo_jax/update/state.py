@@ -28,12 +28,12 @@ class TrainState(flax.struct.PyTreeNode):
         next iteration). Their log-probs are stored by the sampler, or computed by the trainer if an engine samples.
         None if an iteration has a single update, unless an engine samples during that update.
       ref_params: params of the reference in the KL term; None if beta is 0.
-      initial_params: params at the start of the run; None if the reference is frozen.
+      initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
       step: [] int32 number of optimizer steps.
       key: [] typed PRNG key of the run. Sampling keys are derived from it with the indices of prompt, completion and
         token.
-      entropy_coef: [] float32 coefficient of the entropy bonus; variable if it is adaptive.
+      entropy_coef: [] float32 coefficient of the entropy bonus; changes during training if it is adaptive.
       entropy_bonus: [] float32 coefficient used by the next update: `entropy_coef`, or 0 while an adaptive bonus is
         disabled because the entropy is above its target.
       skipped: [] int32 number of updates skipped because the loss or the gradient was not finite.
@@ -169,7 +169,7 @@ def finish_update(
     and `skipped` is incremented. `step` is always incremented, so that schedule, data and keys do not depend on skipped
     updates. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
     updates only. If `trained` is False because no token is trained, params and optimizer state do not change either,
-    although Adam's moments would move them. `sync_every` is None for a frozen reference; `sync_alpha` is α.
+    although the optimizer's moments would. `sync_every` is None for a frozen reference; `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

@@ -30,13 +30,13 @@ from grpo_jax.update.teaching import Teacher, compare
 class Updater(flax.struct.PyTreeNode):
     """Updater for any model: computes log-probs and updates in padded micro-batches.
 
-    A pytree that is an argument of its compiled functions: arrays of the model and the teacher are leaves, and settings
-    are static.
+    It is a pytree and is passed to its compiled functions. The arrays of the model and the teacher are leaves, and the
+    settings are static.
 
     Attributes:
       model: model, from `types.as_argument`.
       config: training settings.
-      micro: (prompts, completions per prompt) of a micro-batch.
+      micro: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
       on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
       mesh: mesh of the params, or None for one device.
@@ -106,7 +106,7 @@ def train_step(
       config: a `GRPOConfig` or `SFTConfig`.
       on_policy: whether the current params sampled these completions. If True, `grpo_loss` does not use old log-probs
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
-      micro: (prompts, completions per prompt) of a micro-batch, divisors of B and G. If None, the batch is not split.
+      micro: shape (prompts, completions per prompt) of a micro-batch, divisors of B and G; None: one micro-batch.
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
       teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
         provides only log-probs.
@@ -115,8 +115,7 @@ def train_step(
       The next state and the metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if
       the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 at the
       first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token of
-      the batch is trained, all metrics except counts are NaN and only `step` changes (and the reference, if a sync is
-      due).
+      the batch is trained, all metrics except counts are NaN and only `step` (and the reference, if due) changes.
 
     Example:
       A bigram model with nine params, and one step that makes token 2 more likely after token 1:
