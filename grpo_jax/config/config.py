@@ -58,11 +58,11 @@ class GRPOConfig(Settings):
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
     """Divisor of the logits, both in sampling and in the log-probs of the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
-    """Keep the smallest set of most likely tokens with this probability mass; 1.0 keeps all tokens."""
+    """Probability mass of the smallest set of most likely tokens to sample from; 1.0 keeps all tokens."""
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
-    """Keep this many of the most likely tokens; 0 keeps all tokens."""
+    """Number of most likely tokens to sample from; 0 keeps all tokens."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
-    """Remove tokens whose probability is below this fraction of the largest one; None disables it."""
+    """Smallest probability of a token relative to the most likely one; None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
     """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
     tokens of the matched string are included in training. If None, only an EOS ends a turn. Ours."""
@@ -83,8 +83,8 @@ class GRPOConfig(Settings):
     """Completions decoded at a time on all devices, with new prompts filling free slots; None decodes all at once. Each
     device of a mesh decodes the same number of whole groups. Ours."""
     rollout_ahead: bool = False
-    """Sample the completions of the next iteration while the reward functions run, before the updates of the current
-    one. The completions are then one iteration old, which the ratio corrects for. An inference server also samples
+    """Whether to sample the next iteration's completions while the reward functions run, before the updates of this
+    one. The completions are then one iteration old, and the ratio corrects for it. An inference server also samples
     during the updates. Ours."""
     environment_timeout: Positive | None = 300.0
     """Time limit in seconds for one call of an environment or a tool; None disables it. Ours."""
@@ -139,9 +139,10 @@ class GRPOConfig(Settings):
     vespo_lambda_neg: NotNegative = 2.0
     """Decay of vespo's weight where A < 0."""
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
-    """ρ, fraction of tokens, those with the highest entropy, that the policy loss includes (arXiv 2506.01939)."""
+    """ρ, fraction of tokens included in the policy loss, selected by highest entropy (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Mask out completions with A < 0 and mean l_sampling − l above this many nats (DeepSeek-V3.2); None: off."""
+    """Threshold in nats: completions with A < 0 and mean l_sampling − l above it are masked out (DeepSeek-V3.2). None
+    disables it."""
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )

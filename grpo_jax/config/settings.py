@@ -63,7 +63,7 @@ OTHER_NAMES = {
     "group_size": "use num_generations",
     "batch_size": "use per_device_train_batch_size (completions)",
 }
-"""Advice for setting names of other libraries."""
+"""Advice on setting names from other libraries."""
 
 
 def hints() -> dict[str, str]:

@@ -39,8 +39,8 @@ class SFTConfig(Settings):
     """Whether to train only on the `completion` of rows with a `prompt` (for token ids: where `completion_mask` is 1).
     None means True for such rows."""
     assistant_only_loss: bool = False
-    """Whether to train only on assistant messages, located with generation tags, template prefixes or
-    `assistant_masks`."""
+    """Whether to train only on assistant messages, located with generation tags, by rendering prefixes of the
+    conversation, or with `assistant_masks`."""
     dataset_text_field: str = "text"
     """Column that contains the text of rows without a prompt or messages."""
     shuffle_dataset: bool = False

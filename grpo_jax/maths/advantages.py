@@ -88,7 +88,7 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
     "opo": _opo,
     "reinforce_pp": _reinforce_pp,
 }
-"""Advantage estimators other than GRPO: functions of (rewards, scored, lengths, epsilon), all arrays [B, G]."""
+"""Advantage estimators other than GRPO: functions of rewards, scored and lengths (all [B, G]) and of epsilon."""
 
 
 def scale_of(scale_rewards: str | None, estimator: str) -> str:

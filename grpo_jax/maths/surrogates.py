@@ -324,7 +324,7 @@ class LossSettings:
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:
-        """The custom surrogate if given, otherwise the one of `loss_type`; and the reduction of `loss_type`."""
+        """Surrogate, custom if given, and reduction of `loss_type`."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 

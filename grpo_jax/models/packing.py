@@ -61,7 +61,7 @@ class PackedSequence(flax.struct.PyTreeNode):
         return taken if x.ndim == 2 else taken[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the values [A, S, T] of the segments to `whole` [B, G, T]. The inverse of `take` for a zero array."""
+        """Add the values [A, S, T] of the segments to `whole` [B, G, T]. Added to zeros, this inverts `take`."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
         added = jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x)

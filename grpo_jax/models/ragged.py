@@ -24,9 +24,9 @@ def ragged_dot(
     """Multiply each row of x [N, I] by the matrix of its group in w [E, I, O], with float32 accumulation.
 
     Returns x_n w_e(n), [N, O]. Rows are sorted by group, and `sizes` [E] int32 is the number of rows in each group.
-    "triton" uses kernels for NVIDIA GPUs (Ampere and later), and "interpreted" runs them on any platform. Both do not
-    support forward-mode differentiation. `jax.lax.ragged_dot` is used for other values, if I or O is not a multiple of
-    16, or if an array has 2³¹ or more elements.
+    "triton" uses kernels for NVIDIA GPUs (Ampere and later), and "interpreted" runs them on any platform. Neither
+    supports forward-mode differentiation. `jax.lax.ragged_dot` is used for all other implementations, and also if I or
+    O is not a multiple of 16 or an array has 2³¹ or more elements.
     """
     e, inner, outer = w.shape
     chex.assert_shape([x, sizes], [(None, inner), (e,)])

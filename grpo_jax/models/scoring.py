@@ -233,7 +233,7 @@ def score_packed(
 ) -> Scores:
     """Compute `Scores` [A, S, T] of the segments of a packed sequence, 0 past the end of each segment.
 
-    `read` and `lengths` [B] contain all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens of the
+    `read` and `lengths` [B] cover all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens of the
     router loss; None disables it. The arrays of `compared` are [A, N, X]. Other arguments are as in
     `score_completions`.
     """
