@@ -42,9 +42,9 @@ NotNegative = Annotated[float, In("[0, inf)", "use 0 or a positive number")]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
-"""How a setting may change when a run resumes. "free": freely, since the params do not depend on it. "rounding":
-freely, since it only splits batches differently, which affects rounding. "length": if the total number of steps is
-unchanged. "to none": only to "none", which would not have changed the previous steps."""
+"""How a setting may change when a run resumes. "free": freely, since the params do not depend on it. "rounding": if
+`Sizes` are unchanged, since batches are then only split differently. "length": if the total number of steps is
+unchanged or does not affect learning rates. "to none": only to "none", which would not have changed previous steps."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
