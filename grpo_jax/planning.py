@@ -272,12 +272,12 @@ class AbstractRun:
         """Derive the run from the content of a config.json and a config, on the first of the given devices."""
         _check(raw, config, loading)
         mesh = make_mesh(config.mesh or {}, devices)
-        on = list(mesh.devices.flat)
-        config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, on))
+        used = list(mesh.devices.flat)
+        config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, used))
         decoder = Transformer(read_config(without_quantization(raw), dtype=config.compute_dtype))
         params, base = loading.params(decoder.config)
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
-        model = with_settings(decoder if base is None else LoraModel(base, decoder), config, on, mesh)
+        model = with_settings(decoder if base is None else LoraModel(base, decoder), config, used, mesh)
         run, rollout = _DERIVE[type(config)](Policy(model, params, config=raw), config, mesh, prompt_length, memory)
         state, batch = abstract_arrays(run)
         return cls(run, mesh, memory, state, base, batch, rollout)
@@ -292,9 +292,9 @@ class AbstractRun:
     def plan(self, device: str, *, donate: bool) -> Plan:
         """Compile the programs and build the plan. `device` is the device kind that it reports."""
         config, held, costs = self.run.config, self.held(donate=donate), dict[str, ProgramCost]()
-        own = device_bytes((self.state.params, self.base), self.mesh)
+        params_size = device_bytes((self.state.params, self.base), self.mesh)
         for phase, lowered in self.lowered().items():
-            cost = compile_program(lowered, own)
+            cost = compile_program(lowered, params_size)
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         note = (
             f"distillation_coef = {config.distillation_coef}: the teacher's params and forward passes are not included"
@@ -325,9 +325,9 @@ class AbstractRun:
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
-        own = device_bytes((self.state.params, self.base), self.mesh)
+        params_size = device_bytes((self.state.params, self.base), self.mesh)
         kept, given = (_shard_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
-        return max(given, cost.arguments - own + kept) + cost.temporaries
+        return max(given, cost.arguments - params_size + kept) + cost.temporaries
 
 
 def _shard_bytes(tree: Params) -> int:

@@ -112,9 +112,9 @@ class Policy:
         try:
             logits = jax.eval_shape(lambda params: model.apply({"params": params}, tokens), self.params)
         except Exception as error:
-            raise ValueError(f"policy.model.apply raised {one_line(error)}; {MODEL_CALL}.") from error
+            raise ValueError(f"policy.model.apply raised {one_line(error)}. {MODEL_CALL}.") from error
         if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
-            raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]; {MODEL_CALL}.")
+            raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]. {MODEL_CALL}.")
 
     def check_held(self) -> None:
         """Raise ValueError if the params were donated to a run, directly or via another policy with the same arrays."""

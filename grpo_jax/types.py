@@ -177,8 +177,8 @@ class _Opaque:
 
 
 MODEL_CALL = (
-    "a model is called as apply({'params': params}, tokens [B, T]) without a dropout key and must return logits"
-    " [B, T, V]; use grpo_jax.from_nnx(module, tokenizer) to convert a flax.nnx module to a policy"
+    "A model is called as apply({'params': params}, tokens [B, T]) without a dropout key and must return logits"
+    " [B, T, V]. Use grpo_jax.from_nnx(module, tokenizer) to convert a flax.nnx module to a policy"
 )
 """Description of the `Model` interface in error messages."""
 
@@ -204,7 +204,7 @@ def as_argument(model: Model) -> Any:
       [2.0]
     """
     if not hasattr(model, "apply"):
-        raise ValueError(f"model must have an `apply` method; got {type(model).__name__}; {MODEL_CALL}.")
+        raise ValueError(f"model must have an `apply` method; got {type(model).__name__}. {MODEL_CALL}.")
     return _Opaque(model) if jax.tree_util.all_leaves([model]) else model
 
 

@@ -25,7 +25,7 @@ from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
 
-if TYPE_CHECKING:  # optional capabilities
+if TYPE_CHECKING:  # optional features, imported when used
     from grpo_jax.rollout.interaction import Interaction
     from grpo_jax.run.sampler import Sampler
 
@@ -158,8 +158,8 @@ def evaluate_rows(
         from grpo_jax.run.sampler import check_sampler
 
         check_sampler(sampler, interaction, ends)
-    own_columns = () if interaction is None else turns.REWARD_COLUMNS
-    check_reward_fns(fns, [*data.rows[0], *own_columns], rows=rows)
+    environment_columns = () if interaction is None else turns.REWARD_COLUMNS
+    check_reward_fns(fns, [*data.rows[0], *environment_columns], rows=rows)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=template_kwargs)
     weights = turns.environment_weights(config.reward_weights, fns)
@@ -217,10 +217,10 @@ def evaluate_encoded(
                 interrupt=interrupt,
             ).head(min(batch_size, count - start))
             interrupt()
-            own = call_reward_fns(
+            local = call_reward_fns(
                 policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
             )
-            scored.append(gather_rewards(own, reward_fns))
+            scored.append(gather_rewards(local, reward_fns))
             lengths.append(sampled.present.sum(-1).reshape(-1))
             ended.append(np.asarray(sampled.completions.ended).reshape(-1))
             rows += completion_rows(scored[-1], names, sampled)

@@ -118,12 +118,12 @@ def rehearse(
     micro = (1, run.sizes.micro_completions)
     # With `skip`, the backward pass would not run for equal rewards.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
-    of_group = dataclasses.replace(run, config=config, updater=updater)
-    batch, rollout, rows = collect(of_group, state, LocalRollouts(of_group, count=1), phase=phase)
+    group_run = dataclasses.replace(run, config=config, updater=updater)
+    batch, rollout, rows = collect(group_run, state, LocalRollouts(group_run, count=1), phase=phase)
     with phase("update"):
         after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
-    suspicious = [*_doubts_of_data(run), *_doubts_of_group(run, batch, rollout, rows, metrics)]
+    suspicious = [*_data_problems(run), *_group_problems(run, batch, rollout, rows, metrics)]
     if metrics["update_skipped"]:
         cause = name_not_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
@@ -134,10 +134,10 @@ def rehearse(
     with phase("memory analysis"):
         programs = _programs(run, after)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    most = sum(held.values()) + max(programs.values(), default=0)
-    if limit is not None and most > limit:
+    peak = sum(held.values()) + max(programs.values(), default=0)
+    if limit is not None and peak > limit:
         suspicious.append(
-            f"up to {most / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
+            f"up to {peak / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
             " per_device_train_batch_size or max_completion_length, or use compute_dtype='bfloat16'"
         )
     report = DryRun(sizes, held | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
@@ -162,7 +162,7 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     return memory
 
 
-def _doubts_of_data(run: Run) -> Iterator[str]:
+def _data_problems(run: Run) -> Iterator[str]:
     """Yield a sentence for each likely problem in the data and the settings."""
     data, config, sizes = run.data, run.config, run.sizes
     if dropped := len(data.dropped):
@@ -175,7 +175,7 @@ def _doubts_of_data(run: Run) -> Iterator[str]:
         yield f"an iteration uses {sizes.prompts} prompts, but the dataset has only {len(data.rows)}; prompts repeat"
 
 
-def _doubts_of_group(
+def _group_problems(
     run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
 ) -> Iterator[str]:
     """Yield a sentence for each likely problem in the completions, the rewards and the update."""
@@ -190,7 +190,7 @@ def _doubts_of_group(
         yield f"all {g} completions are empty; their first token ends them"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
-    yield from _doubts_of_rewards(run, rollout, rows)
+    yield from _reward_problems(run, rollout, rows)
     if not np.any(batch.advantages) and run.teaching is None:
         yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
@@ -206,12 +206,12 @@ def _doubts_of_group(
         )
 
 
-def _doubts_of_rewards(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
+def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each reward function that returns equal rewards, fails or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:
-        scores = np.array([row["rewards"][name] for row in rows], float)
-        scored = scores[~np.isnan(scores)]
+        values = np.array([row["rewards"][name] for row in rows], float)
+        scored = values[~np.isnan(values)]
         if not scored.size:
             yield f"reward function {name!r} returned no reward for any of the {g} completions"
         elif np.ptp(scored) == 0:

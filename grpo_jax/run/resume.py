@@ -98,7 +98,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     """Return one line per difference between two results of `describe` that prevents resuming at `step`."""
     kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
-        return [f"config: a {kinds[0]}, but the run has a {kinds[1]}"]
+        return [f"config: {kinds[0]}, but the run has {kinds[1]}"]
     turns = list(_turn_differences(saved, current))
     lines = [*_config_differences(saved, current, step), *turns]
     rows, now = saved["dataset"]["rows"], current["dataset"]["rows"]

@@ -145,9 +145,9 @@ def prepare_sft(
     faults.of(check_policy, policy)
     faults.of(check_optimizer, optimizer)
     rows = {"dataset": faults.of(_rows, dataset, config, "dataset")}
-    for name, some in named_datasets(eval_dataset).items():
+    for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = faults.of(_rows, some, config, argument)
+        rows[argument] = faults.of(_rows, source, config, argument)
     faults.raise_together("this run")
     encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
@@ -188,8 +188,8 @@ def derive_sft(
     """Derive the run from validated arguments. Params may be abstract; `longest` and `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
-    often = -(-sizes.prompts // len(data.blocks)) + 1
-    rows = sum(sorted(list(map(len, data.blocks)) * often, reverse=True)[: sizes.prompts])
+    repeats = -(-sizes.prompts // len(data.blocks)) + 1
+    rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # The common prefix of all examples serves as their prompt, which a model with a cache computes only once.
     shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
@@ -285,8 +285,8 @@ def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], No
         for start in range(0, count, rows):
             interrupt()
             batch = _batch(run, examples, range(start, min(start + rows, count)), rows)
-            scores = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
-            l = np.asarray(scores, np.float64)[batch.mask]
+            log_probs = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
+            l = np.asarray(log_probs, np.float64)[batch.mask]
             total += float(-(l if run.config.loss_type == "nll" else np.exp(l) * l).sum())
             tokens += l.size
         losses[f"{name}/loss" if name else "loss"] = total / tokens

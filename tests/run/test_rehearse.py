@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
-from grpo_jax.run.rehearse import DryRun, _doubts_of_group
+from grpo_jax.run.rehearse import DryRun, _group_problems
 from grpo_jax.update import packed
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
@@ -110,7 +110,7 @@ def test_numbers_that_look_wrong(monkeypatch):
     """On what `rehearse` sees, put together by hand."""
     seen = {}
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
-    monkeypatch.setattr(module, "_doubts_of_group", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
+    monkeypatch.setattr(module, "_group_problems", lambda run, *what: seen.update(run=run, what=what) or ["looked"])
     config = GRPOConfig(**SMALL, max_steps=50, reward_weights=[1e30])
     report = rehearse(tiny_policy(), ROWS, lambda completions: [0.0, 1e30, 0.0, 0.0], config)
     assert report.suspicious[0] == "looked"
@@ -123,7 +123,7 @@ def test_numbers_that_look_wrong(monkeypatch):
     slow = {"rewards/lambda/seconds": 20.0, "completions/max_length": 1.0}
     row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
-    assert list(_doubts_of_group(seen["run"], batch, rollout | slow, rows, metrics)) == [
+    assert list(_group_problems(seen["run"], batch, rollout | slow, rows, metrics)) == [
         "all 4 completions are empty; their first token ends them",
         "all 4 completions are identical: ''; increase temperature",
         "reward function 'lambda' would take about 40 s per iteration; make it async or run it in worker processes "
@@ -133,5 +133,5 @@ def test_numbers_that_look_wrong(monkeypatch):
         "same logits with and without a cache",
     ]
     engine = dataclasses.replace(seen["run"], sampler=print)
-    *_, last = _doubts_of_group(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)
+    *_, last = _group_problems(engine, batch, rollout | slow | {"sampler/importance_weight_mean": 0.2}, rows, metrics)
     assert last.startswith("the mean importance weight of the sampler's completions is 0.2")

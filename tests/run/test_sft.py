@@ -204,7 +204,7 @@ def test_it_learns_evaluates_and_keeps_its_best(learned):
         rows = [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}] if "seed" in changed else ROWS
         with pytest.raises(ValueError, match=message):
             sft(policy, rows, dataclasses.replace(config, **changed), eval_dataset=ROWS[:3], run_dir=run_dir)
-    with pytest.raises(ValueError, match="config: a GRPOConfig, but the run has a SFTConfig"):
+    with pytest.raises(ValueError, match="config: GRPOConfig, but the run has SFTConfig"):
         train(policy, ROWS, lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=run_dir)
 
 
