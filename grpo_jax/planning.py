@@ -159,7 +159,7 @@ def plan(
       model: model, as in `planning.programs`.
       config: config of `train` or `sft`.
       prompt_length: P, length of padded prompts in tokens.
-      device: name of a device type that is compiled for without hardware, such as "H100", "H100-8" or "v5e-8"
+      device: device type to compile for, which need not be available, such as "H100", "H100-8" or "v5e-8"
         (`models.devices`). If None, the devices of this machine are used.
       memory: memory of one device in bytes, used to decide whether the run fits. If None, the device's memory is used.
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
@@ -232,7 +232,7 @@ def answer(request: str) -> str:
 
 
 def _last_error(stderr: str) -> str:
-    """Return the line of a traceback with the exception. Messages of compilers may be much longer."""
+    """Return the line of a traceback with the exception; the full messages of compilers can be very long."""
     lines = stderr.strip().splitlines() or ["no message on standard error"]
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
@@ -248,7 +248,7 @@ class AbstractRun:
     """An abstract run of `train` or `sft`: shapes and shardings of its arrays, without values.
 
     `memory` is the memory of a device in bytes, None if unknown. `base` holds the frozen params of the base model of
-    adapters, `batch` the batch of an update. `rollout` is the largest call of the decoder, None for `sft`.
+    adapters, `batch` the batch of an update. `rollout` is the largest decoding call, None for `sft`.
     """
 
     run: BaseRun

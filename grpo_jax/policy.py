@@ -38,7 +38,7 @@ jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """A language model with all data of its checkpoint.
+    """A language model and the other contents of its checkpoint.
 
     Attributes:
       model: a `Transformer` or any other `types.Model`.
@@ -50,7 +50,7 @@ class Policy:
       extra_tensors: tensors of the checkpoint that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
       stacked_experts: whether the checkpoint stores each kind of expert weight of a layer as one stacked tensor.
-      loaded_tokenizer: `hub.policy.state_of` the tokenizer when it was loaded, to detect changes; None if not loaded.
+      loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes; None without `files`.
     """
 
     model: Any

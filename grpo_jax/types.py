@@ -1,4 +1,4 @@
-"""Axis names, and the pytrees and protocols that are shared by all modules.
+"""Axis names, pytrees and protocols that are shared by all modules.
 
 Axis letters used in all docstrings of this package:
 
@@ -72,7 +72,7 @@ class Completions(flax.struct.PyTreeNode):
         sampled tokens of all turns are True and observations are False.
       log_probs: [B, G, T] float32 log-probs under the distribution that was sampled from; 0 where `mask` is False.
       ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated at T.
-      present: [B, G, T] bool; True for all tokens of a multi-turn completion, including observations. If None, `mask`.
+      present: [B, G, T] bool; True for sampled and observed tokens. None for single-turn completions: equal to `mask`.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy, recomputed by the trainer; 0 where `mask` is
         False. None for the built-in sampler, whose `log_probs` are used as the old log-probs.
     """
@@ -114,7 +114,7 @@ class Batch(flax.struct.PyTreeNode):
         update (`Updater.score`); None if beta is 0.
       initial_log_probs: [B, G, T] float32 log-probs under the initial policy; None if it is the reference policy.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
-      old_log_probs: [B, G, T] float32 log-probs under the sampling policy, for engines. If None, `sampling_log_probs`.
+      old_log_probs: [B, G, T] float32 log-probs under the sampling policy, if an engine samples; otherwise None.
       teacher_log_probs: [B, G, T] float32 teacher log-probs of sampled tokens; None if the update does not use them.
       teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored; None if the update does not use them.
       teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs of `teacher_top_ids`, in nats.
@@ -186,8 +186,8 @@ MODEL_CALL = (
 def as_argument(model: Model) -> Any:
     """Convert a model to a pytree that can be passed to a compiled function.
 
-    If the model is a pytree (such as `LoraModel` with its frozen base), its arrays are passed as arguments. As closed-
-    over values, they would be constants and every compiled function would hold a copy. Other models are static.
+    If the model is a pytree (such as `LoraModel` with its frozen base), its arrays are passed as arguments. In a
+    closure, they would be constants and every compiled function would hold a copy. Other models are static.
 
     Args:
       model: model to convert.
@@ -259,15 +259,15 @@ Scores = Sequence[float | Sequence[float] | None]
 class RewardFn(Protocol):
     """A reward function with TRL's contract.
 
-    It is called once per batch with the keyword arguments that its signature accepts: `prompts`, `completions`,
-    `completion_ids`, and the other columns of the dataset by name. Each is a list with one entry per completion, in
-    prompt-major order (the G completions of the first prompt come first). Lists, dicts, sets and arrays in them are
-    copies that the function may modify; other objects are shared with the dataset.
+    It is called once per batch with the keyword arguments in its signature: `prompts`, `completions`, `completion_ids`,
+    and other columns of the dataset. Each is a list with one entry per completion, in prompt-major order (the G
+    completions of the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified;
+    other objects are shared with the dataset.
 
     It returns one float or None per completion. None means "not scored", which differs from a reward of 0. Instead of a
     float, it may return a list of rewards per turn or an array of rewards per token. The reward is then their sum, and
     `turn_credit` determines which tokens they are credited to. The function may be `async`. If it has a method
-    `check_rows(rows, argument="the dataset")`, this raises ValueError before sampling if a row cannot be scored.
+    `check_rows(rows, argument="the dataset")`, this is called before sampling and must raise ValueError for bad rows.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
@@ -314,7 +314,7 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Start with a copy of the dataset row. Return text to append to the prompt; it must be equal in a group."""
+        """Start with a copy of the dataset row. Return text to append to the prompt, the same within a group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:

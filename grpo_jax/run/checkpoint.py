@@ -1,7 +1,7 @@
 """Checkpoints of a run: one directory per checkpoint, with all state that is needed to continue the run exactly.
 
 ```
-checkpoints/40/   params   the trained params, as read for export
+checkpoints/40/   params   the trained params, the only part that is needed for export
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the current batch, if not all of its updates are done
                   ahead    completions that were sampled for the next iteration by a previous policy (`rollout_ahead`)
@@ -11,7 +11,7 @@ checkpoints/40/   params   the trained params, as read for export
 
 The frozen base model of adapters and the teacher are not stored, but resuming checks that they are unchanged.
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) only serve to resume. They do not affect which checkpoint is the best or which remain.
+error or `save_minutes`) only serve to resume and affect neither the best checkpoint nor which scheduled ones are kept.
 
 Orbax writes in the background to a temporary name and renames the directory at the end, so a killed process does not
 leave a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
@@ -49,9 +49,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 
 class Restored(NamedTuple):
-    """State that a run starts from. `progress` contains its counters and is None for a new run.
-
-    `batch` is an unfinished batch, and `transcript` belongs to the prefetched completions `ahead`.
+    """State that a run starts from. `progress` contains its counters and is None for a new run. `batch` is an unfinished
+    batch, and `transcript` belongs to the prefetched completions `ahead`.
     """
 
     state: TrainState
@@ -167,7 +166,7 @@ class Checkpoints:
     def measured(self, progress: Progress) -> None:
         """Record the value of `metric_for_best_model` at a scheduled step, if it is available.
 
-        If the run was stopped, its checkpoint may have been written before the evaluation, which the resumed run does.
+        A stopped run may write its checkpoint before the evaluation, which is then done after resuming.
         """
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.scheduled(step):

@@ -60,7 +60,7 @@ def evaluate(
       max_completion_length: T, maximum number of tokens in a completion.
       temperature: sampling temperature; 0 is greedy.
       batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples.
-      seed: seed of the samples. The PRNG keys of a prompt depend only on its index in the dataset.
+      seed: seed of the samples. The PRNG keys of a prompt depend only on the seed and its index in the dataset.
       tools: functions that the policy can call, as in `train`.
       environment_factory: environments of multi-turn completions, as in `train`.
       sampler: sampling engine that replaces `generate`, as in `train`. It receives `params` and one batch of prompts.
@@ -69,10 +69,10 @@ def evaluate(
 
     Returns:
       metrics: a dict with the mean of each function over the completions that it scored, under the function's name
-        (`rewards/<name>/mean` if one of the following metrics has that name); `reward`, the mean weighted sum of the
-        rewards of a completion (`rewards.calls.total_rewards`); `mean_length`, in tokens; `clipped_ratio`, the fraction
-        of truncated completions; and metrics logged with `log_metric`. With several datasets, each name starts with
-        `<dataset>/`.
+        (`rewards/<name>/mean` if one of the following metrics has that name); `reward`, the weighted sum of a
+        completion's rewards, averaged over completions (`rewards.calls.total_rewards`); `mean_length`, in tokens;
+        `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. With several
+        datasets, each name starts with `<dataset>/`.
       rows: one dict per completion, in dataset order, with prompt, completion, rewards and ended.
 
     Raises:

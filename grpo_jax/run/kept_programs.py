@@ -31,7 +31,7 @@ def keep_programs() -> Path | None:
 
     Programs for CPUs depend on the instruction set, and machines may share a home directory, so the directory is named
     after a hash of the instruction set. JAX's settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`)
-    take precedence. Multi-process runs do not use it: on GPUs, a compiling process would wait for one that had a hit.
+    take precedence. Multi-process runs do not use it: on GPUs, a process with a miss would wait for one with a hit.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")
@@ -50,7 +50,7 @@ def keep_programs() -> Path | None:
 
 
 def _setting(name: str) -> object:
-    """Return a JAX setting. `getattr` avoids errors of type checkers, which lack the names."""
+    """Return a JAX setting. `getattr` is used because type checkers do not recognize the names."""
     return getattr(jax.config, name)
 
 

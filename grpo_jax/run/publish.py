@@ -159,7 +159,7 @@ def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:
 
 
 class Publisher:
-    """Uploads of a run's policy to the Hub, from the subdirectory `hub` of the run directory. They block training."""
+    """Uploader of a run's policy. Files are written to `hub` in the run directory; training waits for uploads."""
 
     def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str]):
         self._config, self._policy = config, policy

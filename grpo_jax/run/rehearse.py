@@ -76,13 +76,13 @@ def rehearse(
     """Run each phase of `train` once on a single group of completions and print a report. No files are written.
 
     Args:
-      policy: as in `train`.
-      dataset: as in `train`.
-      reward_fns: as in `train`; each is called once.
-      config: as in `train`.
-      donate: whether to take the params of `policy`, as `train(..., donate=True)` does. The memory is reported for it.
-      arguments: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`, `advantage_fn`, `surrogate` and
-        `teacher`, as in `train`.
+      policy: policy to train, as in `train`.
+      dataset: training data, as in `train`.
+      reward_fns: reward functions, as in `train`; each is called once.
+      config: settings, as in `train`.
+      donate: whether to donate the params of `policy`, as in `train`. The reported memory depends on it.
+      arguments: other arguments of `train`: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`,
+        `advantage_fn`, `surrogate` and `teacher`.
 
     Returns:
       A `DryRun` with sizes, memory, duration of each phase, and likely problems.

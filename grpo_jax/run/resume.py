@@ -95,7 +95,7 @@ def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return one line per difference between two results of `describe` that prevents resuming at `step`."""
+    """Return one line per difference between two results of `describe` that prevents resuming from `step`."""
     kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: {kinds[0]}, but the run has {kinds[1]}"]
@@ -126,7 +126,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
 
 
 def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> list[str]:
-    """Return one line per reward function, tool or environment whose source has changed; `accept` warns instead."""
+    """Return one line per reward function, tool or environment with changed source. If `accept`, warn instead."""
     names = [
         f"{argument}: the source of {name}"
         for argument, sources in current["sources"].items()

@@ -223,7 +223,7 @@ def derive_sft(
 
 
 def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
-    """Load the rows of a dataset, from a stream only as many as the run needs."""
+    """Load the rows of a dataset. Streams are read only as far as the run needs."""
     most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
     if most is None and is_stream(dataset):
         raise ValueError(

@@ -84,7 +84,7 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
-    """Build a `kind` of abstract arrays from the result of `shapes_of`."""
+    """Build an instance of `kind` with abstract arrays from the result of `shapes_of`."""
     if shapes is None:
         return None
     if isinstance(shapes, dict):
