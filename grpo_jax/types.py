@@ -40,7 +40,7 @@ Message = dict[str, Any]
 """A message of a conversation with `role` and `content`. Assistant messages may have `tool_calls`."""
 
 Messages = list[Message]
-"""A conversation."""
+"""A conversation: a list of messages."""
 
 
 class Prompts(flax.struct.PyTreeNode):

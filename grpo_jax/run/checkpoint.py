@@ -49,8 +49,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 
 class Restored(NamedTuple):
-    """State that a run starts from. `progress` contains its counters and is None for a new run. `batch` is an unfinished
-    batch, and `transcript` belongs to the prefetched completions `ahead`.
+    """State that a run starts from. `progress` is None for a new run, `batch` is an unfinished batch, and `transcript`
+    belongs to the prefetched completions `ahead`.
     """
 
     state: TrainState
