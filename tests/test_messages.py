@@ -2,23 +2,9 @@
 
 import pytest
 
-from grpo_jax.messages import Faults, nearest, one_line, problems_of, raise_all, show, some
+from grpo_jax.messages import Faults, problems_of, raise_all
 
 pytestmark = pytest.mark.quick
-
-
-def test_values_errors_and_lists_are_shortened():
-    assert (show("abc", limit=5), show("abcd", limit=5)) == ("'abc'", "'abcd…")
-    assert len(show(list(range(1000)))) == 101
-    assert one_line(ValueError("first\nsecond")) == "ValueError: first"
-    assert one_line(ValueError("first"), limit=7) == "ValueEr"
-    texts = [some(["a", "b", "c"], most) for most in (1, 2, 3)]
-    assert texts == ["a and 2 more", "a, b and 1 more", "a, b, c"]
-
-
-def test_the_nearest_name_has_the_fewest_letters_changed():
-    assert nearest("betta", ["beta", "delta"]) == "beta"
-    assert nearest(7, ["beta"]) is None
 
 
 def test_faults_are_raised_together_and_a_single_one_unchanged():
@@ -39,11 +25,3 @@ def test_faults_are_raised_together_and_a_single_one_unchanged():
     assert problems_of(raised.value) == ["no disk", "a = 1: no", "b = 2: no", "c = 3: no"]
     with pytest.raises(KeyError):  # a bug, not an error of the arguments
         faults.of(broken)
-
-
-def test_headings_are_not_counted_as_errors():
-    with pytest.raises(ValueError, match="the template has 2 errors") as inner:
-        raise_all("the template", ["a", "b"])
-    with pytest.raises(ValueError, match="this run has 3 errors") as outer:
-        raise_all("this run", [str(inner.value), "c"])
-    assert str(outer.value).splitlines()[1:] == ["  the template: a", "  the template: b", "  c"]

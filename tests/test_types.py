@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.types import as_argument, is_cached
+from grpo_jax.types import as_argument
 
 
 def traces_of(models, params, tokens):
@@ -37,16 +37,6 @@ def test_the_base_of_an_adapter_is_an_argument_and_not_a_constant():
     (one, other), traces = traces_of([LoraModel(base, model), LoraModel(doubled, model)], adapters, tokens)
     assert traces == 1
     assert not jnp.array_equal(one, other)
-
-
-@pytest.mark.quick
-def test_which_models_have_a_cache():
-    model, base = tiny_model()
-    lora = LoraModel(base, model)
-    own = lambda: None
-    own.apply = model.apply
-    assert [is_cached(some) for some in (model, lora, as_argument(model), as_argument(lora))] == [True] * 4
-    assert [is_cached(some) for some in (own, as_argument(own))] == [False] * 2
 
 
 @pytest.mark.quick

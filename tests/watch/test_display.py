@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from grpo_jax.watch import display as display_module
-from grpo_jax.watch.display import Display, format_metrics
+from grpo_jax.watch.display import Display
 
 pytestmark = pytest.mark.quick
 
@@ -22,14 +22,6 @@ SECONDS = "5.0 s per iteration: rollout 2.1, update 2.4"
 
 def console(terminal=False):
     return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
-
-
-def test_the_numbers_in_words():
-    assert format_metrics(METRICS) == (NUMBERS, SECONDS)
-    assert format_metrics({}) == ("", "")
-    assert format_metrics({"reward": None, "kl": float("nan")}) == ("reward – · KL –", "")
-    assert format_metrics({"seconds/a": 2.0, "seconds/b": 4.0}, 2)[1] == "3.0 s per iteration: a 1.0, b 2.0"
-    assert format_metrics({"tokens_per_second": 12.345, "kl": 1e-7})[0] == "KL 1e-07 · tokens/s 12.3"
 
 
 def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
