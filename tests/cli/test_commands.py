@@ -198,7 +198,7 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
 
 
 def test_a_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
-    path = write_run(tmp_path, lora=2, quantize="int8")
+    path = write_run(tmp_path, lora={"rank": 2, "alpha": 4}, quantize="int8")
     policy = commands.load_policy(read_run(path, load=("model",)))
     wanted = adapted(tmp_path, quantize="int8")
     assert same((policy.params, as_argument(policy.model)), (wanted.params, as_argument(wanted.model)))

@@ -11,7 +11,7 @@ import pytest
 from cli_files import run, write_run
 
 from grpo_jax.cli import commands
-from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
+from grpo_jax.cli.keys import RUN_KEYS
 from grpo_jax.cli.main import COMMANDS, KEYS, main, make_parsers, parse
 from grpo_jax.cli.named import find
 from grpo_jax.rewards import compute_rewards
@@ -94,13 +94,6 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert (arguments.model, arguments.keys) == ("runs/x", {"model": "y"})
     assert (arguments.say, arguments.checkpoint) == (["a", "b"], None)
     assert parse(["train", "--max_steps", "3", "a.yaml"]).run == "a.yaml"
-
-
-def test_every_key_has_a_group():
-    assert GROUPS.keys() == RUN_KEYS.keys() | FIELDS.keys()
-    assert not RENAMED.keys() & GROUPS.keys()
-    groups = {"model": "The run", "num_generations": "Sampling", "seed": "Batches"}
-    assert groups.items() <= GROUPS.items()
 
 
 def test_several_processes_have_the_flags_of_the_api():

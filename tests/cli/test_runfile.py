@@ -1,12 +1,9 @@
 """RUN.yaml with the keys of the command line: what it becomes, and its errors, all at once."""
 
-import inspect
-
 import pytest
 from cli_files import write_run
 
-from grpo_jax import add_lora
-from grpo_jax.cli.runfile import read_lora, read_run
+from grpo_jax.cli.runfile import read_run
 from grpo_jax.cli.yaml12 import dump_yaml
 
 pytestmark = pytest.mark.quick
@@ -104,14 +101,3 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
 def test_a_wrong_value_is_refused_before_the_model_is_loaded(folder, changes, said):
     with pytest.raises(ValueError, match=said):
         read_run(write_run(folder, **changes), load=ALL)
-
-
-def test_adapters_are_a_rank_or_the_arguments_of_add_lora():
-    assert read_lora(4) == {"rank": 4, "alpha": 8.0}
-    assert read_lora({"rank": 4, "alpha": 4, "dropout": 0.1}) == {"rank": 4, "alpha": 4, "dropout": 0.1}
-    defaults = inspect.signature(add_lora).parameters
-    assert read_lora({}) == {name: defaults[name].default for name in ("rank", "alpha")}
-    assert read_lora(None) is None
-    for wrong in ("16", True, {"rank": "16"}, [16]):
-        with pytest.raises(ValueError, match=r"must be a rank|rank = .* must be"):
-            read_lora(wrong)
