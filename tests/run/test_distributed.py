@@ -102,16 +102,3 @@ def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
         main(["resume", str(tmp_path)])
     distributed._leave()
     assert exits == [1]
-
-
-@pytest.mark.usefixtures("exits")
-def test_an_error_that_ends_a_process_says_what_it_may_stand_for(capsys):
-    try:
-        raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")
-    except RuntimeError as error:
-        distributed._explain(type(error), error, error.__traceback__)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Traceback")
-    assert lines[-2] == "RuntimeError: Gloo all-reduce failed: Connection reset by peer"
-    assert "another process was lost" in lines[-1]
-    assert "Restart all processes with the same run_dir" in lines[-1]

@@ -101,28 +101,6 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
 
 
-@pytest.mark.parametrize("kept", [4, 1], ids=["all", "the first row"])
-def test_each_process_scores_the_episodes_whose_environments_it_has(monkeypatch, kept):
-    """Though what is kept of a batch that was filled up would be parted otherwise."""
-    played = [Played([(True, str(i))], [], i / 10, EpisodeCounts(turns=1)) for i in range(4 * G)]
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    found = []
-
-    def own(environments, environment_rewards):
-        found[-1] += zip(environments, environment_rewards, strict=True)
-        return [0.0] * len(environments)
-
-    for rows in (range(2), range(2, 4)):
-        found.append([])
-        monkeypatch.setattr(jax, "process_index", lambda rows=rows: rows.start // 2)
-        there = [i if i // G in rows else None for i in range(4 * G)]
-        sampled = RolloutResult(ROWS[:4], PROMPTS, completions(4), played, there, rows).head(kept)
-        scores = call_reward_fns(tiny_tokenizer(), [own], sampled, on_error="raise")
-        assert scores.values.shape == (len(found[-1]) // G, G, 1)
-    ends = min(2 * G, kept * G), kept * G
-    assert found == [[(i, i / 10) for i in range(ends[0])], [(i, i / 10) for i in range(2 * G, ends[1])]]
-
-
 def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch):
     def by_token(completion_ids, number, log_metric, log_extra):
         return [np.full(len(ids), n, np.float32) if n else None for n, ids in zip(number, completion_ids, strict=True)]
