@@ -25,17 +25,6 @@ def adapted(policy):
     return {"/".join(path[:-1]) for path in flatten_dict(policy.params)}
 
 
-def test_adapters_are_on_the_named_projections():
-    policy = with_adapters(tiny_policy(), peft_config(lora_dropout=0.1), seed=0)
-    assert (policy.model.scale, policy.model.dropout) == (2.0, 0.1)
-    assert adapted(policy) == {f"layers_0/self_attn/{name}_proj" for name in "qv"}
-    assert {x.shape[1] for path, x in flatten_dict(policy.params).items() if path[-1] == "a"} == {4}
-    stable = with_adapters(tiny_policy(), peft_config(use_rslora=True), seed=0)
-    assert (stable.model.scale, stable.model.dropout) == (4.0, 0)  # 8 / √4
-    other = with_adapters(tiny_policy(), peft_config(target_modules=["mlp.up_proj"]), seed=0)
-    assert adapted(other) == {"layers_0/mlp/up_proj"}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,6 +1,5 @@
 """The rollout: the same tokens however rows are laid out, the log-probs they were drawn with, and honest endings."""
 
-import dataclasses
 import functools
 import importlib
 
@@ -10,15 +9,10 @@ import numpy as np
 import pytest
 from tiny import scored, tiny_model
 
-from experiments.bounds import Work
 from grpo_jax import Completions, Prompts, generate, make_prompts
-from grpo_jax.models.config import DecodeStep
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.rollout import decode as decode_module
-from grpo_jax.rollout.draw import DecodeSettings, completion_keys
-from grpo_jax.rollout.ladder import decode_step
 from grpo_jax.rollout.programs import decode_variables
-from grpo_jax.types import as_argument
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
@@ -159,26 +153,6 @@ def test_greedy_rows_agree_and_follow_the_argmax():
     for row, found, prompt in zip(whole, following, PROMPTS, strict=True):
         at = slice(len(prompt), len(prompt) + 9)
         np.testing.assert_array_equal(row[at], found[len(prompt) - 1 : len(prompt) + 8])
-
-
-def test_the_cost_of_a_step_counts_the_bytes_of_the_arrays():
-    model, params = tiny_model()
-    prompts = make_prompts([[5, 6, 7], [7, 3]])
-    keys = completion_keys(jax.random.key(0), jnp.arange(2), 4)
-    stream, _ = decode_module.prefill(as_argument(model), params, prompts, keys, 0, slots=5, settings=DecodeSettings())
-    step = decode_step(as_argument(model), params, 3, 5, cpu=True)
-    norms = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 1)
-    weights = sum(x.size for x in jax.tree.leaves(params)) - norms
-    nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert step == DecodeStep(
-        weights=4 * weights,
-        prompt=nbytes(stream.prefix.layers) / 2,
-        own=nbytes(stream.cache) / 8,
-        products=pytest.approx(2 * weights * 0.13),
-    )
-    # Nine tokens per row: five slots on average.
-    work = Work(model.config, prompts=2, group=4, prompt_length=3, completion_length=9, itemsize=4)
-    assert work.decode_bytes == 9 * dataclasses.replace(step, products=0.0).cost(2, 4)
 
 
 @pytest.mark.quick
