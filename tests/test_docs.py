@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_readme import blocks
 from tiny import tiny_policy, tiny_tokenizer
 
 import grpo_jax
@@ -38,11 +39,6 @@ def import_name(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     if not hasattr(importlib.import_module(module), attribute):
         importlib.import_module(name)
-
-
-def blocks_of_code(page: Path) -> list[str]:
-    """The Python of a page, block by block."""
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
 @functools.cache
@@ -114,14 +110,14 @@ def test_names_and_fields_exist_in_the_code(page):
 
 @pytest.mark.quick
 def test_the_settings_to_start_with_are_a_config():
-    code = blocks_of_code(DOCS / "recipes.md")[0]
+    code = blocks(DOCS / "recipes.md")[0]
     names: dict[str, GRPOConfig] = {}
     exec(compile(code, "recipes.md", "exec"), names)
     assert names["config"].sizes()[:2] == (16, 128)
 
 
 def test_the_custom_algorithm_runs():
-    (code,) = (block for block in blocks_of_code(DOCS / "recipes.md") if "advantage_fn=" in block)
+    (code,) = (block for block in blocks(DOCS / "recipes.md") if "advantage_fn=" in block)
     config = GRPOConfig(num_generations=4, per_device_train_batch_size=8, max_completion_length=4, max_steps=1)
     seen: dict[str, Any] = {}
 
@@ -151,7 +147,7 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
     torch.manual_seed(0)
     for part in (tokenizer, Qwen2ForSequenceClassification(config)):
         part.save_pretrained(tmp_path / "model")
-    (code,) = blocks_of_code(DOCS / "rewards.md")
+    (code,) = blocks(DOCS / "rewards.md")
     code = re.sub(r"^MODEL = .*$", f"MODEL = {str(tmp_path / 'model')!r}", code, flags=re.M)
     (tmp_path / "judge.py").write_text(code.replace("BATCH = 16", "BATCH = 3"))
     monkeypatch.syspath_prepend(tmp_path)

@@ -8,28 +8,21 @@ import jax
 import numpy as np
 import pytest
 from stand_in import StandIn
+from test_sampler import POLICY, SMALL, G, T, rewards
+from test_turns_run import ROWS, Game
 from tiny import scored, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, evaluate, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.text.prompts import make_prompts
 
-POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ADAPTED = add_lora(POLICY, jax.random.key(7), rank=2)
-ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-G, T = 4, 8
-SMALL = {"num_generations": G, "per_device_train_batch_size": 2 * G, "max_completion_length": T, "learning_rate": 1e-2}
-SMALL |= {"gradient_checkpointing": False, "logging_steps": 1, "max_steps": 5, "lr_scheduler_type": "constant"}
 
 
 @pytest.fixture
 def server(tmp_path):
     with StandIn(POLICY) as one:
         yield one
-
-
-def rewards(completion_ids):
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def run(engine, **settings):
@@ -261,20 +254,6 @@ def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch):
     monkeypatch.setenv("SOME_KEY", server.key)
     draws(engine)
     assert server.key not in repr(engine) + repr(vars(engine))
-
-
-class Game:
-    """Says something three times; what it was told decides the reward."""
-
-    def reset(self, **row):
-        self.heard = []
-
-    def respond(self, text):
-        self.heard.append(text)
-        return None if len(self.heard) == 4 else f" {len(text)}: "
-
-    def get_reward(self):
-        return float(sum(map(len, self.heard)) % 5)
 
 
 STOP = [*"acegikmoqsuwy", "d\u00e9", "f "]

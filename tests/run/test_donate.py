@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from test_train import SMALL
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, add_lora, generate, make_prompts, save_pretrained, train
@@ -22,10 +23,7 @@ def fresh():
 
 
 def config_of(**settings):
-    small = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 2}
-    small |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "logging_steps": 1}
-    small |= {"gradient_checkpointing": False, "compute_dtype": "float32"}
-    return GRPOConfig(**small | settings)
+    return GRPOConfig(**SMALL | {"max_steps": 2, "compute_dtype": "float32"} | settings)
 
 
 def lengths(completions):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_train import lower_case
 from tiny import tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, generate, init_policy, make_prompts, train
@@ -19,10 +20,6 @@ from grpo_jax.update.state import create_state
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, None]
-
-
-def lower_case(completions):
-    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
 
 SMALL = {

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from test_train import SMALL
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, rehearse
@@ -15,12 +16,6 @@ from grpo_jax.run.rehearse import DryRun, _group_problems
 from grpo_jax.update import packed
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
-SMALL = {
-    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "learning_rate": 3e-3,
-    "lr_scheduler_type": "constant", "logging_steps": 1, "gradient_checkpointing": False, "seed": 0,
-}  # fmt: skip
-
-
 module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
 
 

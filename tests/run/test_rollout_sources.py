@@ -9,15 +9,14 @@ import jax
 import numpy as np
 import pytest
 from stand_in import StandIn
-from test_engine import POLICY, ROWS, SMALL, Game, rewards
+from test_sampler import POLICY, SMALL, G, T, rewards
+from test_turns_run import ROWS, Game
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.run.prepare import prepare
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
-
-G, T = SMALL["num_generations"], SMALL["max_completion_length"]
 
 
 @pytest.fixture

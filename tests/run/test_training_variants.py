@@ -4,22 +4,16 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from test_train import ROWS, SMALL, lower_case
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora, merge_lora, train
 
-ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-
-
-def lower_case(completions):
-    return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
-
 
 def learn(policy, rows=ROWS, steps=30, **settings):
     rewards = []
-    small = {"num_generations": 4, "per_device_train_batch_size": 24, "max_completion_length": 4, "logging_steps": 1}
-    small |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False, "seed": 0}
-    config = GRPOConfig(**small | settings, max_steps=steps)
+    settings = {"per_device_train_batch_size": 24, "learning_rate": 3e-2, "max_steps": steps} | settings
+    config = GRPOConfig(**SMALL | settings)
     state = train(policy, rows, lower_case, config, callbacks=[lambda step, m: rewards.append(m.get("reward"))])
     return state, rewards
 
