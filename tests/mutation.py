@@ -65,31 +65,22 @@ SAME_AXIS = "axis −1 is axis 1 of [B, G] and of [B, K]"
 CLAMPED = "an index beyond an axis of one is clamped to it"
 ZERO = "at A = 0 the surrogate is 0 either way"
 UNDER = "finite values under the mask do not count"
+AXIS_1 = [
+    "centered, std = _center(_weighted_sum", "centered, std = _center(r,", "centered, _ = _center",
+    "_, std = _center(_weighted_sum", "_, std = _center(r, scored", "_, std = _center(centered",
+    "count = jnp.sum(scored, axis=1", "mean = jnp.mean(r, axis", "total = jnp.sum(tokens", "baseline = jnp.sum(tokens",
+    "return jnp.all((std[",
+]  # fmt: skip
 EQUIVALENT = [
     ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own smallest: the sum is 0"),
     ("advantages", "mean = jnp.sum(shifted", "1 → -1", EMPTY),
     ("advantages", "rewards = jnp.asarray", "asarray(x) → x", ALREADY),
     ("advantages", "return rewards, weights", "astype(x) → x", ALREADY),
-    ("advantages", "centered, std = _center(_weighted_sum", "1 → -1", SAME_AXIS),
-    ("advantages", "centered, std = _center(r,", "1 → -1", SAME_AXIS),
-    ("advantages", "_, std = _center(r, scored", "1 → -1", SAME_AXIS),
-    ("advantages", "centered, _ = _center", "1 → -1", SAME_AXIS),
-    ("advantages", "_, std = _center(centered", "1 → -1", SAME_AXIS),
-    ("advantages", "count = jnp.sum(scored, axis=1", "1 → -1", SAME_AXIS),
-    ("advantages", "mean = jnp.mean(r, axis", "1 → -1", SAME_AXIS),
+    *(("advantages", line, "1 → -1", SAME_AXIS) for line in AXIS_1),
     ("advantages", "tokens = jnp.where(scored", "asarray(x) → x", ALREADY),
-    ("advantages", "total = jnp.sum(tokens", "1 → -1", SAME_AXIS),
-    ("advantages", "baseline = jnp.sum(tokens", "1 → -1", SAME_AXIS),
     ("advantages", "return jnp.all((std[", "0 → 1", CLAMPED),
-    ("advantages", "return jnp.all((std[", "1 → -1", SAME_AXIS),
-    ("advantages", "_, std = _center(_weighted_sum", "1 → -1", SAME_AXIS),
     ("advantages", "return std[:, 0] == 0", "0 → 1", CLAMPED),
-    (
-        "surrogates",
-        "return jnp.broadcast_to",
-        "broadcast_to(x) → x",
-        "[..., 1] broadcasts; the line only makes the documented shape",
-    ),
+    ("surrogates", "return jnp.broadcast_to", "broadcast_to(x) → x", "[..., 1] broadcasts to the documented shape"),
     ("surrogates", "tau = jnp.where(A > 0", "Gt → GtE", ZERO),
     ("surrogates", "k = jnp.where(A >= 0", "GtE → Gt", ZERO),
     ("surrogates", "lambda_ = jnp.where(A", "GtE → Gt", ZERO),
