@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generate import assert_same
 from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
@@ -51,10 +52,7 @@ def test_samples_are_those_of_one_stream(monkeypatch):
         monkeypatch.setattr(generate_module, "stream_count", lambda params, groups, width, n=n: min(n, groups))
         settings = {"num_generations": 4, "max_completion_length": 24, "eos_token_ids": (5, 7)}
         results.append(generate(model, params, make_prompts(LISTS), jax.random.key(0), **settings))
-    one, many = results
-    for name in ("tokens", "mask", "ended"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(many, name))
-    np.testing.assert_allclose(one.log_probs, many.log_probs, atol=1e-5)
+    assert_same(*results)
 
 
 @pytest.mark.quick

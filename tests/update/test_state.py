@@ -63,29 +63,6 @@ def test_the_snapshot_of_an_iteration_is_held_where_it_is_needed():
     assert begin_iteration(state) is state
 
 
-def test_an_update_that_is_not_ok_changes_nothing_but_the_counts():
-    before = state_of(keep_reference=True)
-    nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), GRADS)
-    after = jax.jit(lambda s, g, ok: finish_update(s, g, ok, OPTIMIZER))(before, nan, jnp.array(False))
-    chex.assert_trees_all_equal(after.params, before.params)
-    chex.assert_trees_all_equal(after.opt_state, before.opt_state)
-    assert (int(after.step), int(after.skipped)) == (1, 1)
-    good = finish_update(after, GRADS, jnp.array(True), OPTIMIZER)
-    assert (int(good.step), int(good.skipped)) == (2, 1)
-    assert not np.array_equal(good.params["a"]["w"], before.params["a"]["w"])
-
-
-def test_the_reference_follows_after_every_nth_step():
-    state, every = state_of(keep_reference=True), 2
-    expected = PARAMS["a"]["w"]
-    for step in range(1, 7):
-        state = finish_update(state, GRADS, jnp.array(True), OPTIMIZER, sync_every=every, sync_alpha=0.25)
-        if step % every == 0:
-            expected = 0.25 * state.params["a"]["w"] + 0.75 * expected
-        np.testing.assert_allclose(state.ref_params["a"]["w"], expected, rtol=1e-6)
-    chex.assert_trees_all_equal_dtypes(state.ref_params, PARAMS)
-
-
 HALF = {"w": jnp.linspace(0.5, 2.0, 64, dtype=jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
 
 
