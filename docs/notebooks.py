@@ -1,6 +1,6 @@
 """Execute notebooks and keep their outputs: `python docs/notebooks.py NAME ...`.
 
-Pictures are stored with a palette of 128 colours. `quickstart_zh` gets the code and the outputs of `quickstart`, cell
+Pictures are stored with a palette of 128 colors. `quickstart_zh` gets the code and the outputs of `quickstart`, cell
 by cell; its text is its own.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 NOTEBOOKS = Path(__file__).parent.parent / "experiments" / "notebooks"
 
 
-def in_few_colours(picture):
-    """A PNG in base64 with a palette of 128 colours: a third of the bytes."""
+def in_few_colors(picture):
+    """A PNG in base64 with a palette of 128 colors: a third of the bytes."""
     from PIL import Image
 
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
@@ -37,7 +37,7 @@ def executed(notebook, directory):
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
-                output["data"]["image/png"] = in_few_colours(output["data"]["image/png"])
+                output["data"]["image/png"] = in_few_colors(output["data"]["image/png"])
     return json.loads(nbformat.writes(made))
 
 

@@ -26,7 +26,7 @@ from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.run import distributed
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.watch.monitor import Callback, StopRun
-from grpo_jax.watch.plots import DARK, LIGHT, colour, save_figure
+from grpo_jax.watch.plots import DARK, LIGHT, color, save_figure
 from grpo_jax.watch.summary import held_out
 from grpo_jax.watch.writer import read_lines
 
@@ -354,7 +354,7 @@ def _panels(title: str, *, narrow: bool, dark: bool) -> tuple[Any, Any, Any]:
 
 def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name: str, *, dark: bool) -> None:
     """The curve of the held-out score."""
-    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    theme, pick = DARK if dark else LIGHT, functools.partial(color, dark=dark)
     axes.plot(steps, scores, color=pick("policy"), lw=2.4, marker="o", markersize=6)
     for i, what, where in ((0, "before", (10, 2)), (-1, "after", (-6, -20))):
         axes.annotate(
@@ -378,7 +378,7 @@ def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name:
 
 def _draw_texts(axes: Any, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool, size: float) -> None:
     """The completions, before and after in a column each."""
-    theme, pick = DARK if dark else LIGHT, functools.partial(colour, dark=dark)
+    theme, pick = DARK if dark else LIGHT, functools.partial(color, dark=dark)
     axes.set_axis_off()
     prompt = next(iter(samples.values()))[0]["prompt"]
     axes.set_title(f"What it writes after “{prompt}”", loc="left", fontsize=12, color=theme.ink)

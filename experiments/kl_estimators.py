@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.losses import grpo_loss
-from grpo_jax.watch.plots import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, color
 
 UPDATES = 8000
 """Gradient steps of a run; a multiple of 4."""
@@ -277,7 +277,7 @@ def draw(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]], out: Path) ->
             # Of several names the one that is farthest.
             distance = np.max([total_variation(curves[name][reuse], bandit.optimum) for name in names], axis=0)
             updates = np.arange(1, len(distance) + 1)
-            axes.plot(updates, np.maximum(distance, 1e-9), color=colour(meaning), linestyle=style, lw=2.2, label=label)
+            axes.plot(updates, np.maximum(distance, 1e-9), color=color(meaning), linestyle=style, lw=2.2, label=label)
         axes.axhline(0.01, color=LIGHT.grey, lw=1, linestyle=":")
         axes.text(9000, 0.0115, "1 % of the probability misplaced", color=LIGHT.grey, fontsize=8.5, ha="right")
         axes.set(xscale="log", yscale="log", ylim=(1e-4, 1.2))

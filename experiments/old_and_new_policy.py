@@ -36,7 +36,7 @@ from grpo_jax import completion_log_probs, compute_advantages, generate, grpo_lo
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Completions, Params, Prompts
-from grpo_jax.watch.plots import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, color
 
 VOCABULARY = 12
 LENGTH = 8
@@ -192,10 +192,10 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
             once = curves[REUSE[0], "clipped"]["reward"]
             rollouts = np.arange(1, len(once) + 1)
             if metric == "reward":
-                style = {"color": colour("start"), "lw": 1.4, "linestyle": (0, (4, 2))}
+                style = {"color": color("start"), "lw": 1.4, "linestyle": (0, (4, 2))}
                 axes.plot(rollouts, once, label="one update from each rollout: nothing to clip", **style)
             for way, (label, meaning) in ways.items():
-                axes.plot(rollouts, curves[reuse, way][metric], color=colour(meaning), lw=1.8, label=label)
+                axes.plot(rollouts, curves[reuse, way][metric], color=color(meaning), lw=1.8, label=label)
             axes.set_yscale("linear" if metric == "reward" else "symlog", **({} if metric == "reward" else SYMLOG))
             axes.grid(color=LIGHT.grid)
             axes.tick_params(colors=LIGHT.grey, which="both", length=0)

@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments.common import add_device_flags, on_mesh, start_processes
 from grpo_jax import GRPOConfig, Policy, init_policy, train
-from grpo_jax.watch.plots import LIGHT, colour
+from grpo_jax.watch.plots import LIGHT, color
 
 SYNC_STEPS = 16
 """Optimizer steps between two syncs."""
@@ -164,7 +164,7 @@ def draw(runs: Runs, out: Path) -> None:
         "kl_initial": ("KL to the initial policy", "nats per token"),
         "reward": ("reward", "share of vowels"),
     }
-    colours = {"frozen": colour("high"), "synced": colour("policy")}
+    colors = {"frozen": color("high"), "synced": color("policy")}
     figure = Figure(figsize=(10, 2.8 * len(BETAS)), dpi=80, layout="constrained", facecolor=LIGHT.page)
     title = "A synced reference bounds the KL to itself, not to the start; a frozen one stops learning at a large β"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
@@ -172,7 +172,7 @@ def draw(runs: Runs, out: Path) -> None:
     for (beta, name), lines in runs.items():
         steps = curve(lines, "step")
         for axes, (metric, (what, unit)) in zip(grid[BETAS.index(beta)], panels.items(), strict=True):
-            axes.plot(steps, curve(lines, metric), color=colours[name], lw=1.8, label=f"{name} reference")
+            axes.plot(steps, curve(lines, metric), color=colors[name], lw=1.8, label=f"{name} reference")
             if metric == "kl" and ARMS[name]:
                 for at in range(SYNC_STEPS, len(steps) + 1, SYNC_STEPS):
                     axes.axvline(at + 0.5, color=LIGHT.grid, lw=1.2, zorder=0)

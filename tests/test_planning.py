@@ -110,7 +110,7 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
 @pytest.mark.parametrize(
     ("fields", "settings", "said"),
     [
-        ({"quantize": "nf4"}, {}, "quantize='nf4' needs adapters; set lora to their rank"),
+        ({"quantize": "nf4"}, {}, "quantize='nf4' requires adapters; set lora to a rank"),
         ({"lora": 0}, {}, "lora must have a rank of at least 1; got 0"),
         ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
         ({"prompt_length": None}, {}, "prompt_length is missing"),

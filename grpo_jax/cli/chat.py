@@ -22,7 +22,7 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Prints a completion as its tokens arrive. Incomplete characters are held back, control characters escaped."""
+    """Printer of a completion during sampling. Holds back incomplete characters and escapes control characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""

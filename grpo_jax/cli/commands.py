@@ -176,7 +176,7 @@ def _last_dir(run: RunFile, run_dir: Path) -> Path:
 def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Copy the RUN.yaml into the run directory for later commands. Yields a callback for `train`.
 
-    If the directory already contains a file, the callback replaces it after the first logged step, since `train` may
+    If the directory already contains one, the callback replaces it after the first logged step, since `train` may
     reject the new settings. If a signal ends the run, the command that resumes it is printed.
     """
     if run.run_dir is None or jax.process_index() > 0:
@@ -213,7 +213,7 @@ def load_policy(run: RunFile) -> Policy:
 
 
 def load_teacher(run: RunFile) -> Policy | Scorer | None:
-    """Load the teacher of a run: a policy, a scorer, or None without a teacher."""
+    """Load the teacher of a run: a policy or a scorer. Returns None if there is no teacher."""
     if run.teacher is None:
         return None
     if isinstance(run.teacher, Mapping):

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
         usage = f"{prog} {usage}"
         super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
         self.keys = keys
-        self._positionals.title, self._optionals = "arguments", self._positionals  # list both in one section
+        self._positionals.title, self._optionals = "arguments", self._positionals  # one section for both kinds
         self.add_argument("-h", "--help", action="help", help="show this help")
         for key in keys:
             names = dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}"))
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
-    """Return the main parser, and a mapping from a command's name to its parser."""
+    """Return the main parser, and the parsers of the commands, keyed by name."""
     about = "Train language models with GRPO in JAX. A run is described in a YAML file."
     parser = _Parser("grpo-jax", "COMMAND ..., and grpo-jax COMMAND --help", about)
     parser.add_argument("--version", action="version", version=_version(), help="show the version")

@@ -31,7 +31,7 @@ def is_reference(text: object) -> TypeGuard[str]:
     """Return whether a value is a string `module:name` or `file.py:name`.
 
     Example:
-      >>> [is_reference(text) for text in ("my.rewards:right", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
+      >>> [is_reference(text) for text in ("my.rewards:correct", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
       [True, True, False, False]
     """
     return isinstance(text, str) and re.fullmatch(r"(?:[\w.]+|.+\.py):[A-Za-z_][\w.]*", text) is not None

@@ -188,7 +188,7 @@ def _read_stages(stated: Json) -> tuple[str, ...]:
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
     if "sft" in stages and not isinstance(stated.get("sft"), dict):
-        raise ValueError("sft is missing; set it to a mapping with data and fields of SFTConfig")
+        raise ValueError("stages includes sft, but sft is missing; set it to its data and fields of SFTConfig")
     if "sft" not in stages and "sft" in stated:
         raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)

@@ -52,7 +52,7 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Serialize a mapping to YAML. An empty mapping gives an empty string."""
+    """Serialize a mapping to YAML. Returns "" for an empty mapping."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
 
 
@@ -79,7 +79,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8 and for huge integers
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; use at most a few levels, as in a RUN.yaml") from error
+        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has only a few levels") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")
     return {str(name): value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Conversion of TRL configs: its `GRPOConfig` (`from_trl`) and the YAML config of its script (`from_trl_script`)."""
+"""Conversion of TRL configs: `GRPOConfig` (`from_trl`) and the YAML config of TRL's script (`from_trl_script`)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Migration:
     Attributes:
       values: fields of `GRPOConfig`.
       run_dir: argument `run_dir` of `train`, from `output_dir`.
-      translated: dict from TRL's field to the setting that replaces it.
-      left_out: dict from TRL's field to the reason why it is not needed, or where to set it instead.
-      missing: dict from unsupported field of TRL to advice. If empty, the run is equivalent.
+      translated: dict that maps TRL's fields to the settings that replace them.
+      left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
+      missing: dict that maps unsupported fields of TRL to advice. If empty, the run is equivalent.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
       sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
@@ -78,8 +78,8 @@ class Migration:
 def from_trl(values: Json) -> Migration:
     """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    Every value that differs from TRL's default has a note. Raises ValueError if a name is a field of neither TRL's
-    `GRPOConfig` nor `grpo_jax.GRPOConfig`. The message lists all such names.
+    Fields of both configs are copied. Other values that differ from TRL's default get a note. Raises ValueError if a
+    name is a field of neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig`. The message lists all such names.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -325,7 +325,7 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json
 
 
 def _quantize(script: Json, missing: dict[str, str]) -> str | None:
-    """Return the quantization method of the base model, or None."""
+    """Return the quantization method of the base model, or None if it is not quantized."""
     for bits, method in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if script.get(bits):
             if not script.get("use_peft"):

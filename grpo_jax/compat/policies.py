@@ -20,8 +20,8 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-# Accepted fields of a `LoraConfig`. They are read below, or are metadata, affect only PyTorch, or have an effect only
-# with rejected fields.
+# Accepted fields of a `LoraConfig`: fields that are read below, metadata, fields that affect only PyTorch, and fields
+# that have an effect only together with rejected fields.
 _PEFT_FIELDS = (
     "r lora_alpha lora_dropout use_rslora target_modules peft_type task_type auto_mapping peft_version revision"
     " base_model_name_or_path runtime_config fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying"

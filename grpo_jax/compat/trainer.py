@@ -137,13 +137,13 @@ class GRPOTrainer:
       reward_funcs: one or more reward functions; may be omitted if the environment has `get_reward`.
       args: `grpo_jax.compat.GRPOConfig` with the settings.
       train_dataset: rows with a `prompt`.
-      eval_dataset: rows for evaluation during the run, a dict from names to such datasets, or None.
+      eval_dataset: rows for evaluation, or a dict that maps names to such datasets. None disables evaluation.
       processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
       callbacks: callbacks as accepted by `add_callback`.
       optimizers: pair of an optax transformation (or None) and None.
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
-      tools: functions that the policy can call, as in `train`.
-      environment_factory: factory of environments, as in `train`.
+      tools: functions that the policy can call; see `train`.
+      environment_factory: factory of environments; see `train`.
       others: other arguments of TRL's trainer, which must be None.
 
     Attributes:
@@ -245,7 +245,7 @@ class GRPOTrainer:
         """Add a callback.
 
         Args:
-          callback: function of (step, metrics), as in `train`; or an instance or subclass of transformers'
+          callback: function of (step, metrics); see `train`. Also an instance or subclass of transformers'
             `TrainerCallback` with `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
         """
         callback = callback() if isinstance(callback, type) else callback

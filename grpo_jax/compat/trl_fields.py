@@ -23,7 +23,7 @@ class Elsewhere(NamedTuple):
       kind: "other name" if a different argument replaces it, "set outside" if it is set in the environment, JAX or
         Python, "not needed" if it would have no effect, or "not here" if it is not supported.
       advice: what to use instead, or why it is not needed.
-      field: field of `GRPOConfig` that replaces it and accepts the same values, or None.
+      field: field of `GRPOConfig` that replaces it and accepts the same values, or None if there is none.
     """
 
     default: object
@@ -105,7 +105,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_absent("set lora_dropout=0 in peft_config; models do not have other dropout", disable_dropout=False),
     **_needless("logits are always float32", cast_lm_head_to_fp32=False),
     **_other('use compute_dtype="bfloat16"', bf16=None),
-    **_other('use compute_dtype="auto": float16 needs loss scaling, which is not supported', fp16=False),
+    **_other('use compute_dtype="auto"; float16 and loss scaling are not supported', fp16=False),
     **_outside("set JAX_DEFAULT_MATMUL_PRECISION", tf32=None),
     **_needless("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.

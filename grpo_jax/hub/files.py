@@ -40,13 +40,13 @@ READ = ("F32", "F16", "BF16")
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether an error is an `Exception`, or a Rust panic in `tokenizers`, which is not an `Exception`."""
+    """Return whether an error is an `Exception` or a Rust panic in `tokenizers` (not a subclass of `Exception`)."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def reading(what: Path | str) -> Iterator[None]:
-    """Convert exceptions of a parser to a ValueError whose message names `what`, such as the path of the file."""
+    """Convert exceptions of a parser to a ValueError whose message contains `what`, such as the path of the file."""
     try:
         yield
     except BaseException as error:
@@ -58,7 +58,7 @@ def reading(what: Path | str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Json | None:
-    """Return the JSON object in a file; None if the file does not exist."""
+    """Return the JSON object in a file. Returns None if the file does not exist."""
     if not path.is_file():
         return None
     try:
@@ -75,7 +75,7 @@ POINTER = "a Git LFS pointer to the file; download the file with `git lfs pull`"
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is a Git LFS pointer."""
+    """Return whether a file is a Git LFS pointer."""
     with path.open("rb") as file:
         return file.read(64).startswith(b"version https://git-lfs")
 
@@ -98,7 +98,7 @@ class StoredTensor:
     """A tensor of a checkpoint that is read on demand, in slices along the first axis (rows).
 
     `read(start, count)` returns elements start..start+count-1 in C order, [count]; both are multiples of the row size.
-    `offset` is the byte offset of the elements in `file`; None if `file` does not store them in C order.
+    `offset` is the byte offset of the elements in `file`, or None if `file` does not store them in C order.
     """
 
     file: Path

@@ -38,15 +38,15 @@ _ENDS = (
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file at a path, in a directory, or in an installed package; None if there is none.
+    """Return the GGUF file at a path, in a directory or in an installed package. Returns None if there is none.
 
-    The package is not imported. Raises ValueError for a piece of a split file or a directory with several GGUF files.
+    The package is not imported. Raises ValueError for a part of a split file or a directory with several GGUF files.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and (part := re.search(r"\.gguf[.-]?(part-?\d+(of\d+)?|split-?[a-z]+)$", path.name, re.I)):
         whole = path.name[: part.start()] + ".gguf"
         raise ValueError(
-            f"name_or_directory {name!r} is one piece of a GGUF file; join the pieces with `cat {whole}.* > {whole}`"
+            f"name_or_directory {name!r} is one part of a GGUF file; join the parts with `cat {whole}.* > {whole}`"
             f" and pass {whole}."
         )
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -118,10 +118,10 @@ def _open(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError(f"{str(path)!r} is a GGUF file, which requires the package gguf: {NEEDS}") from error
+        raise ImportError(f"reading the GGUF file {str(path)!r} requires the package gguf; run `{NEEDS}`") from error
 
     class PlainReader(GGUFReader):
-        """A reader that slices a plain array; the 150,000 slices of a header take four times as long on a memmap."""
+        """A reader that slices an `ndarray`. The 150,000 slices of a header take four times as long on a memmap."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -135,7 +135,7 @@ def _open(path: Path) -> GGUFReader:
 
 
 def _header(reader: GGUFReader) -> Header:
-    """Return the header. Each float32 is converted to its shortest decimal, as in a config.json."""
+    """Return the header. Each float32 is converted to the shortest decimal that rounds to it, such as 0.1."""
     from gguf import GGUFValueType
 
     fields = {}

@@ -163,7 +163,7 @@ def _ministral3(header: Header, raw: Json) -> Json:
 
 
 def _query_scale(raw: Json) -> int:
-    """Return Gemma's query scale: the head size, except in 27B models (46 or 62 layers, as in llama.cpp)."""
+    """Return Gemma's query scale: the head size, except in 27B models. llama.cpp identifies them by 46 or 62 layers."""
     is_27b = raw["num_hidden_layers"] in (46, 62)
     return raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"]
 
@@ -228,7 +228,7 @@ splits digits first, so its ids differ from those of transformers if a number fo
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
-    """Build a transformers tokenizer from the keys of a GGUF file; None if the file has no tokenizer."""
+    """Build a transformers tokenizer from the keys of a GGUF file. Returns None if the file has no tokenizer."""
     kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None
@@ -236,7 +236,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import gguf_tokenizer_mapping as made
     except ImportError as error:
-        raise ImportError(f"transformers is too old to read the tokenizers of GGUF files: {NEEDS}") from error
+        raise ImportError(f"transformers is too old to read the tokenizers of GGUF files; run `{NEEDS}`") from error
     known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
     if kind == "gpt2" and split not in known:
         supported = ", ".join(sorted(known))

@@ -134,7 +134,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     raw = checkpoint_config(path)
     if (path / "adapter_config.json").is_file():
         warnings.warn(
-            f"name_or_directory {str(path)!r} also contains an adapter, which is not loaded; load it with"
+            f"name_or_directory {str(path)!r} also contains an adapter that is not loaded; load it with"
             f" load_lora({str(path)!r}, policy).",
             stacklevel=3,
         )
@@ -353,14 +353,17 @@ def find_files(
 
 
 def hub_endpoint() -> str | None:
-    """Return HF_ENDPOINT, or None for the default hub. huggingface_hub reads the variable only when it is imported."""
+    """Return HF_ENDPOINT, or None if it is unset. huggingface_hub reads the variable only when it is imported."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs with `tie_word_embeddings` of the checkpoint; False if its head and embedding differ."""
+    """Return both configs, with `tie_word_embeddings` set as in the checkpoint.
+
+    It is set to False if the LM head and the embedding of the checkpoint differ.
+    """
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
     names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
     tables = [stored[name] for name in names if name in stored]

@@ -117,7 +117,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
 
 
 def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return `sliding_window` for every layer; None if it is unset (full attention)."""
+    """Return `sliding_window` for every layer. Returns None if it is unset (full attention)."""
     if keys["sliding_window"] is None:
         return None
     return (check_window(keys),) * keys["num_hidden_layers"]
@@ -160,7 +160,8 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
         scaling["partial_rotary_factor"], fraction = fraction, 1.0
     if fraction != 1 and keys.architecture not in PARTIAL_ROTARY:
         # transformers ignores the factor for other architectures.
-        raise keys.refuse("partial_rotary_factor", fraction, f"1.0 except for {', '.join(PARTIAL_ROTARY)}")
+        supported = f"1.0 unless the architecture is one of {', '.join(PARTIAL_ROTARY)}"
+        raise keys.refuse("partial_rotary_factor", fraction, supported)
     return Rope(
         theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(scaling.items())), fraction=float(fraction)
     )
@@ -195,13 +196,13 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Vision-language models: a dict from `model_type` of the text model to its architecture, and defaults of its config.
+"""Vision-language models: a dict that maps the `model_type` of the text model to its architecture, and config defaults.
 
 Only the text model is loaded. `save_pretrained` copies all other tensors of the checkpoint."""
 
 
 def has_vision(raw: Json) -> bool:
-    """Whether a config.json describes a vision-language model."""
+    """Return whether a config.json describes a vision-language model."""
     names = raw.get("architectures") or []
     return len(names) == 1 and names[0] in VISION_MODELS
 

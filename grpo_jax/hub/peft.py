@@ -101,7 +101,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     is the sum of their ranks.
 
     Args:
-      directory: path of the directory to write, as in `save_pretrained`.
+      directory: path of the directory to write; see `save_pretrained`.
       policy: policy from `add_lora` or `load_lora`.
       base_name: name or directory of the base model, which PEFT reads from adapter_config.json.
 

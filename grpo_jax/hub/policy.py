@@ -1,4 +1,4 @@
-"""Policies with random weights or from a flax.nnx module, and the files of their tokenizers."""
+"""Creation of policies with random weights or from flax.nnx modules, and serialization of tokenizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def init_policy(
       config: content of config.json, with at least `architectures`, `vocab_size`, `hidden_size`, `intermediate_size`,
         `num_hidden_layers` and `num_attention_heads`. `model_type` is set automatically.
       key: typed PRNG key; do not reuse it.
-      tokenizer: transformers tokenizer, or None.
+      tokenizer: transformers tokenizer. None creates a policy without a tokenizer.
       generation_config: content of generation_config.json. If None, the token ids in `config` are used.
       dtype: dtype of the computation and the parameters.
 
@@ -134,7 +134,7 @@ class NnxModel:
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """Return a tokenizer with copies of its mutable attributes, to detect changes; None without a tokenizer."""
+    """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None for None."""
     if tokenizer is None:
         return None
     attributes = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]

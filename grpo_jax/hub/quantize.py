@@ -54,18 +54,18 @@ def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable
         return
     if any(part.stacked for part in parts):
         raise ValueError(
-            f"quantize={method!r} is not supported for {'/'.join(path)}, which is stored in one tensor with a different"
-            " projection (as in gpt-oss and Gemma 4); use quantize=None."
+            f"quantize={method!r} is not supported for {'/'.join(path)}, since its tensor also contains a different"
+            " projection (gpt-oss and Gemma 4); use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(
-            f"quantize='nf4' needs rows with a multiple of {BLOCK} weights, but the rows of {'/'.join(path)} have"
+            f"quantize='nf4' requires rows with a multiple of {BLOCK} weights, but the rows of {'/'.join(path)} have"
             f" {shape[-2]}; use quantize='int8'."
         )
 
 
 def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether a parameter is a projection in a decoder layer."""
+    """Return whether a parameter is a projection in a decoder layer."""
     named = any("proj" in name or name == "per_layer_input_gate" for name in path[-2:])
     return path[0].startswith("layers_") and len(shape) > 1 and named and "router" not in path
 

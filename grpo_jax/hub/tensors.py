@@ -64,7 +64,7 @@ _STACKED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None),
     "gate_bias": ("gate_up_proj_bias", 0), "up_bias": ("gate_up_proj_bias", 1), "down_bias": ("down_proj_bias", None),
 }  # fmt: skip
-"""Mapping from expert parameters to stacked tensors, and the columns or half there (0, 1, or None for all)."""
+"""Mapping from expert parameters to the name of a stacked tensor and their half of it (0, 1, or None for all)."""
 
 
 def abstract_params(config: TransformerConfig) -> Params:
@@ -88,7 +88,7 @@ def layout_of(names: Iterable[str]) -> int:
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
-    """Whether a checkpoint stores a projection of all experts of a layer in one tensor."""
+    """Return whether a checkpoint stores a projection of all experts of a layer in one tensor."""
     return any(re.match(r"(language_)?model\..*\.mlp\.experts\.down_proj$", name) for name in names)
 
 

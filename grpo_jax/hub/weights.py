@@ -43,8 +43,8 @@ class Loading:
     """Settings that determine the shapes of a run's params."""
 
     param_dtype: str = "float32"
-    lora: int | Json | None = None  # rank, or `rank` and `targets` as in `add_lora`; None trains all params
-    quantize: str | None = None  # quantization of the frozen base, as in `from_pretrained`
+    lora: int | Json | None = None  # rank, or a dict with `rank` and `targets` for `add_lora`; None trains all params
+    quantize: str | None = None  # quantization of the frozen base; see `from_pretrained`
 
     def check(self, raw: Json) -> None:
         """Raise ValueError if the model is not supported, or if params are quantized but no adapters are trained."""
@@ -53,7 +53,7 @@ class Loading:
         if self.lora is not None and self._rank < 1:
             raise ValueError(f"lora must have a rank of at least 1; got {self.lora}.")
         if self.lora is None and self.quantize is not None:
-            raise ValueError(f"quantize={self.quantize!r} needs adapters; set lora to their rank or omit quantize.")
+            raise ValueError(f"quantize={self.quantize!r} requires adapters; set lora to a rank or omit quantize.")
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
         """Return the shapes of the trained params and of the frozen base. The latter is None without adapters."""
@@ -126,7 +126,7 @@ def check_tensors(
 
 
 def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors of a checkpoint are equal."""
+    """Return whether two tensors of a checkpoint are equal."""
     if a.shape != b.shape:
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))

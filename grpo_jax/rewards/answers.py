@@ -63,7 +63,7 @@ _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the number that is the final answer of a completion or solution, or None.
+    r"""Return the number that is the final answer of a completion or solution, or None if there is none.
 
     This is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. If nothing is marked, it is
     the last number after "the answer is", else the last number. Marked text must contain one number or a chain such as
@@ -101,16 +101,16 @@ def sole_number(text: str) -> Fraction | None:
 def number_reward(column: str = "answer") -> RewardFn:
     r"""Return a reward function that is 1 if a completion's final number equals a dataset column, else 0.
 
-    The column holds numbers, strings, or solutions that end in `#### 18`, as in GSM8K. It is parsed with `sole_number`,
+    The column holds numbers, strings, or solutions that end in `#### 18` (GSM8K). It is parsed with `sole_number`,
     and completions with `final_number`. If the column is None, the completion is not scored. The function raises
     ValueError if a value is not a single number (3√13, an interval, a word). A run calls its `check_rows` before
     sampling to report all such rows.
 
     Example:
-      >>> right = number_reward()
-      >>> right(completions=["The answer is 1,018 apples.", "1018 or 1019"], answer=["1018", 1018])
+      >>> correct = number_reward()
+      >>> correct(completions=["The answer is 1,018 apples.", "1018 or 1019"], answer=["1018", 1018])
       [1.0, 0.0]
-      >>> right.check_rows([{"answer": "18"}, {"answer": r"3\sqrt{13}"}])
+      >>> correct.check_rows([{"answer": "18"}, {"answer": r"3\sqrt{13}"}])
       Traceback (most recent call last):
       ValueError: reward function 'accuracy': 1 of 2 rows of the dataset have no single number in the column ...
     """
@@ -147,7 +147,7 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """Return the last marked answer, or None."""
+    """Return the last marked answer, or None if nothing is marked."""
     marks = [(match.start(), match[1] if match[2] is None else match[2]) for match in _MARK.finditer(text)]
     marks += _boxes(text)
     return max(marks)[1] if marks else None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""A warning is issued if more than this share of a function's completions has a fault."""
+"""A warning is issued if more than this fraction of a function's completions have errors."""
 
 
 class Rewards(NamedTuple):
@@ -51,9 +51,9 @@ class Rewards(NamedTuple):
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
       stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
-        omitted if there are too few), `/missing` (share of completions without a score, including faults), `/errors`
-        (number of faults) and `/seconds`. `rewards/unscored` is the share of completions without any score.
-      parts: rewards per turn or token, where a function returned them. `values` contains their sum.
+        omitted if there are too few), `/missing` (fraction of completions without a score), `/errors` (number
+        of invalid results) and `/seconds`. `rewards/unscored` is the fraction of completions without any score.
+      parts: rewards per turn or token, if a function returned them. `values` contains their sum.
       metrics: values logged with `log_metric`, keyed by name.
       columns: values logged with `log_extra`, one dict for each of the B·G completions.
       completions: the B·G completions as passed to the functions.
@@ -86,8 +86,8 @@ def compute_rewards(
     event loop per process, so they can reuse clients and locks. `turns` has the number of turns of each completion. If
     it is None, functions cannot return rewards per turn or token.
 
-    A fault is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
-    nor None. If `on_error` is "raise", the first fault raises RewardError. If it is "none", the completion (or all, if
+    An error is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
+    nor None. If `on_error` is "raise", the first error raises RewardError. If it is "none", the completion (or all, if
     the whole call failed) is not scored. A `SetupError` is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
@@ -188,7 +188,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
-    """Describe the first fault, with prompt and completion if it affects a single completion."""
+    """Describe the first error, with prompt and completion if it affects a single completion."""
     index, fault = next(iter(faults.items()))
     message = f"reward function {name!r} {describe_fault(fault)}"
     if index is None:
@@ -196,7 +196,7 @@ def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], 
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
-    return message + (f", and has {len(faults) - 1} more faults" if len(faults) > 1 else "")
+    return message + (f", and has {len(faults) - 1} more errors" if len(faults) > 1 else "")
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
@@ -212,7 +212,7 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Compute Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64; NaN if none did.
+    """Compute Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64, or NaN if none did.
 
     The default weights are 1. The metric `reward` is the mean of these sums.
     """
@@ -221,7 +221,7 @@ def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -
 
 
 def mean_of_scored(totals: np.ndarray) -> float:
-    """Return the mean of all values that are not NaN; NaN if there are none."""
+    """Return the mean of all values that are not NaN, or NaN if there are none."""
     scored = totals[~np.isnan(totals)]
     return float(scored.mean()) if scored.size else float("nan")
 

@@ -1,6 +1,6 @@
 """Reward functions built from other functions: per row, clipped and gated.
 
-A combined function is asynchronous if one of its functions is. It reports their faults.
+A combined function reports the errors of its functions, and is asynchronous if any of them is.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Return a reward function that clips the rewards of `fn` to [low, high]. Infinite rewards are still faults."""
+    """Return a reward function that clips the rewards of `fn` to [low, high]. Infinite rewards are still errors."""
     if not low <= high:
         raise ValueError(f"low={low} must not exceed high={high}")
     return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
@@ -177,7 +177,7 @@ class _Gated(_Combinator):
 
 
 async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
-    """Call a function. Returns its scores (NaN for None) and the faults of single completions."""
+    """Call a function. Returns its scores (NaN for None) and the errors of individual completions."""
     outcome: object
     try:
         outcome = contract.call_selected(fn, inputs)

@@ -90,7 +90,7 @@ def takes_everything(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a dict from each keyword argument of a function to whether it is required.
+    """Return a dict that maps each keyword argument of a function to whether it is required.
 
     A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
     """
@@ -168,7 +168,7 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
         )
     if not unknown and not takes_everything(fn) and not named.keys() & {*known}:
         advice = f"if it is a factory, pass its result: {name}(...)"
-        yield f"reward function {name!r} takes none of the available arguments ({', '.join(known)}); {advice}"
+        yield f"reward function {name!r} accepts none of the available arguments ({', '.join(known)}); {advice}"
 
 
 _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))

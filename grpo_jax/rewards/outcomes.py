@@ -1,4 +1,4 @@
-"""Validation of reward functions' results: rewards of completions, turns or tokens, and faults."""
+"""Validation of the rewards that reward functions return for completions, turns or tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Faults = dict[int | None, BaseException | str]
 class PartialRewards(RewardError):
     """Error raised by a reward function that could score only some of its completions.
 
-    `values` has a float or None for each completion. `faults` has the reasons for missing values.
+    `values` has a float or None for each completion. `faults` contains the reasons for missing values.
     """
 
     def __init__(self, values: Scores, faults: Faults):
@@ -36,12 +36,12 @@ class PartialRewards(RewardError):
 
 
 def describe_fault(fault: BaseException | str) -> str:
-    """Describe a fault with a verb phrase that follows the name of the function."""
+    """Describe an error with a verb phrase that follows the name of the function."""
     return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
 
 
 def as_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
-    """Return scores as a list with None for NaN. Raises `PartialRewards` if there are faults."""
+    """Return scores as a list with None for NaN. Raises `PartialRewards` if there are errors."""
     scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0 turns −0 into 0
     if faults:
         raise PartialRewards(scores, faults)
@@ -53,8 +53,8 @@ def read_outcome(
 ) -> tuple[np.ndarray, Faults]:
     """Validate the result or exception of a reward function.
 
-    Returns scores [count] float64 (NaN if missing) and faults. `read(index, value)` converts one completion's value to
-    a float or a fault. The default is `read_number`.
+    Returns scores [count] float64 (NaN if missing) and errors. `read(index, value)` converts one completion's value to
+    a float or an error message. The default is `read_number`.
     """
     if isinstance(outcome, PartialRewards):
         values, faults = read_outcome(outcome.values, count, read)
@@ -73,7 +73,7 @@ def read_outcome(
 
 
 def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
-    """Convert a result to a list of `count` values. Returns a fault if it is invalid."""
+    """Convert a result to a list of `count` values. Returns an exception or error message if it is invalid."""
     if isinstance(outcome, BaseException):
         return outcome
     try:
@@ -94,7 +94,7 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
 
 
 def read_number(item: Any) -> float | str:
-    """Convert one reward to a float (NaN for None). Returns a fault if it is invalid."""
+    """Convert one reward to a float (NaN for None). Returns an error message if it is invalid."""
     if item is None:
         return np.nan
     try:
@@ -135,7 +135,7 @@ def read_parts(
     tokens: Sequence[int],
     found: list[RewardParts],
 ) -> float | str:
-    """Return the reward of a completion (NaN for None) or a fault, and append rewards of its parts to `found`.
+    """Return the reward of a completion (NaN for None) or an error message. Appends rewards of its parts to `found`.
 
     `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The reward of the
     completion is their sum. `turns` and `tokens` have the number of turns and tokens of each completion.

@@ -169,7 +169,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
     [math-verify](https://github.com/huggingface/Math-Verify) compares formulas; `number_reward` compares only numbers
     (see docs/suites.md). The column holds a number, a LaTeX formula with or without dollar signs, a string with
-    `\\boxed{…}`, or a solution that ends in `#### 18`, as in GSM8K. If it is None, the completion is not scored.
+    `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If it is None, the completion is not scored.
 
     Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
     seconds. If `timeout` is None, this process scores them without a limit. A run calls the function's `check_rows`

@@ -1,6 +1,6 @@
 """Reward functions in worker processes, with limits on time and memory.
 
-A batch is split into calls to a `pebble.ProcessPool`, which return scores and faults as JSON. This is not a sandbox: a
+A batch is split into calls to a `pebble.ProcessPool`, which return scores and errors as JSON. This is not a sandbox: a
 worker can read and write files, use the network and start processes. Run untrusted code in a container.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0  # time limit for a worker's imports
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
-_MAX_TEXT = 2000  # maximum length of a fault and of its traceback
+_MAX_TEXT = 2000  # maximum length of an error message and of its traceback
 _NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 
 _Outcome = tuple[np.ndarray, Faults]
@@ -60,8 +60,8 @@ def isolated(
     this process. Define the function at the top level of a module other than the running script. If a worker cannot
     import it, the run ends.
 
-    A fault (an exception, a limit, a crashed worker) affects only the completions of its call. Processes started by a
-    killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
+    An error (exception, exceeded limit, crashed worker) affects only the completions of its call. Processes started by
+    a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
     reply to a different call. Nothing else is restricted; see SECURITY.md.
 
     Args:
@@ -141,7 +141,7 @@ class _IsolatedFunction:
             self._pool = None
 
     def _call_all(self, calls: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
-        """Run calls, which are pairs (number of completions, pickled arguments). Returns scores and faults of each."""
+        """Run calls, given as (number of completions, pickled arguments). Returns the scores and errors of each."""
         outcomes: dict[int, _Outcome] = {}
         try:
             # Retry: pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call.
@@ -171,7 +171,7 @@ class _IsolatedFunction:
         return pool
 
     def _schedule(self, pool: ProcessPool, calls: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
-        """Run calls in the pool. Returns scores and faults of each call, or None if the pool broke before its end."""
+        """Run calls in the pool. Returns scores and errors of each call, or None if the pool broke before it ended."""
         requests = [(secrets.token_hex(8), count, inputs) for count, inputs in calls]
         try:
             futures = [pool.schedule(_serve, request, timeout=timeout) for request in requests]
@@ -318,7 +318,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _serve(nonce: str, count: int, inputs: bytes) -> str:
-    """Call the function and return its scores and faults as JSON."""
+    """Call the function and return its scores and errors as JSON."""
     outcome: object = []
     try:
         if not callable(_served):

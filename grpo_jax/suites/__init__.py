@@ -1,4 +1,4 @@
-"""Adapters for task suites of other packages. In a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000}`."""
+"""Adapters for task suites from other packages. In a RUN.yaml, set `data: {reasoning_gym: chain_sum, size: 2000}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_jax.types import Json
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""Maps keys of `data` in a RUN.yaml to functions. The key's value is the first argument, the others are keywords."""
+"""Maps keys of `data` in a RUN.yaml to functions. The key's value is the first argument; other keys are keywords."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
@@ -27,7 +27,7 @@ def suite_of(source: Json, argument: str = "data") -> Suite:
     """Build the suite described by a mapping. Raises ValueError, with `argument` as its prefix, if it is invalid."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
-        raise ValueError(f"{argument} must have the key of exactly one suite; got {' and '.join(names)}")
+        raise ValueError(f"{argument} must name exactly one suite; got {' and '.join(names)}")
     function, keywords = SUITES[names[0]], {name: value for name, value in source.items() if name != names[0]}
     try:
         inspect.signature(function).bind(source[names[0]], **keywords)

@@ -1,11 +1,11 @@
-"""An agent for verifiers whose model is the policy: a chat with tools that runs in this process.
+"""Agent of the `verifiers` package with the policy as its model: a chat with tools that runs in this process.
 
 ```
-the environment's run ──► policy_agent ──► a verifiers rollout: tools, stops, hooks, limits, scores
+the environment's run ──► policy_agent ──► a `verifiers` rollout: tools, stops, hooks, limits, scores
 the rollout ──► ToolChat ──► the rollout's model server ──► Conversation ──► the policy
 ```
 
-verifiers supports a harness in the caller's process if it requests each turn from the rollout's model server. This
+`verifiers` supports a harness in the caller's process if it requests each turn from the rollout's model server. This
 server records the conversation and stops the rollout. It forwards requests to a client, here a `Conversation`.
 """
 
@@ -32,10 +32,10 @@ Results: TypeAlias = list[tuple[str, bool]]
 
 
 class Conversation:
-    """A verifiers model client that exchanges the policy's turns and the episode's replies between concurrent tasks.
+    """A `verifiers` model client that exchanges the policy's turns and the episode's replies between concurrent tasks.
 
     Attributes:
-      trace: verifiers' trace of the conversation, or None before it starts.
+      trace: `verifiers` trace of the conversation, or None before it starts.
       schemas: schemas of the tools in the prompt, or None if not yet known.
       problems: call id → reason why the call could not be parsed.
       failed: ids of failed calls.
@@ -73,10 +73,10 @@ class Conversation:
         calls: list[Json] = [{"id": next(self._ids), "type": "function", "function": one} for one in functions]
         malformed = calls[len(calls) - len(problems) :]
         self.problems |= {call["id"]: problem for call, problem in zip(malformed, problems, strict=True)}
-        thought, end, content = (message["content"] or "").rpartition("</think>")
+        reasoning, end, content = (message["content"] or "").rpartition("</think>")
         turn: Message = {"role": "assistant", "content": content.lstrip() if end else content}
-        if thought := thought.strip().removeprefix("<think>").strip():
-            turn["reasoning_content"] = thought
+        if reasoning := reasoning.strip().removeprefix("<think>").strip():
+            turn["reasoning_content"] = reasoning
         if calls:
             turn["tool_calls"] = calls
         await self._turns.put(turn)
@@ -89,14 +89,14 @@ class Conversation:
         return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
-        """Return the policy's turn for a request of the model server. Implements a method of verifiers' clients."""
+        """Return the policy's turn for a request of the model server. Implements a method of `verifiers` clients."""
         messages: Messages = body["messages"]
         if list(map(_role_and_text, messages[: len(self._seen)])) != self._seen:
-            raise ValueError("the environment changes earlier messages, which are already part of the completion")
+            raise ValueError("the environment must not change earlier messages, which are part of the completion")
         new = messages[len(self._seen) :]
         results = [(_text(one), one["tool_call_id"] in self.failed) for one in new if one["role"] == "tool"]
         if results and len(results) < len(new):
-            raise ValueError("the environment adds messages after tool results, which is not supported")
+            raise ValueError("messages of the environment after tool results are not supported")
         await self._replies.put(results or "\n\n".join(map(_text, new)))
         message = await self._turns.get()
         if message is None:
@@ -123,7 +123,7 @@ def _role_and_text(message: Message) -> tuple[str, str]:
 class Servers:
     """Model server and tool servers of a taskset, shared by all episodes until the process exits."""
 
-    _stack = contextlib.AsyncExitStack()  # never closed, because verifiers stops its processes at exit
+    _stack = contextlib.AsyncExitStack()  # never closed, because `verifiers` stops its processes at exit
 
     def __init__(self, environment: Foreign):
         self.environment = environment
@@ -145,7 +145,7 @@ class Servers:
 
 
 class _ModelServer:
-    """Model server of verifiers that forwards the requests of a rollout to a `Conversation`."""
+    """Wrapper of a `verifiers` model server that forwards the requests of a rollout to a `Conversation`."""
 
     def __init__(self, server: Foreign, conversation: Conversation):
         self._server, self._conversation = server, conversation
@@ -192,7 +192,7 @@ def policy_agent(
 
 
 def _tool_error(name: str, error: BaseException) -> Foreign:
-    """Return verifiers' exception for a tool server that does not respond."""
+    """Return the `verifiers` exception for a tool server that does not respond."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = f"{type(error).__name__}: {error}"
@@ -225,7 +225,7 @@ class ToolChat:
         if self._conversation.schemas is None:
             self._conversation.schemas = self._tools
         elif self._conversation.schemas != self._tools:
-            raise ValueError("the tools of this task differ from the first task's, which are in all prompts")
+            raise ValueError("the tools of this task differ from those of the first task; use one set of tools")
         if system is not None:
             self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):

@@ -43,7 +43,7 @@ def reasoning_gym(
       seed: seed of the dataset.
       system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which ask for `<answer>`.
       answer_tag: name of the tag. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, this is
-        "answer" for named system prompts; otherwise the answer is the whole completion, stripped of white space.
+        "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
       timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). If None, this process
         scores without a limit. Some verifiers call `eval` on the completion.
       settings: settings of the task, such as `max_terms`.

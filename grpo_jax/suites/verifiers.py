@@ -1,4 +1,4 @@
-"""verifiers: tasks with environments whose agent is the policy."""
+"""Tasks of the `verifiers` package, whose environments use the policy as their agent."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in verifiers' servers. The tools of a task use one server per completion; those of a taskset
+    Tools (`toolsets`) run in `verifiers` servers. The tools of a task use one server per completion; those of a taskset
     use one per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
     limits on tokens, remote tools and `@intercept` hooks are not supported.
 
     Args:
-      taskset: module name of an installed taskset, or of one that is part of verifiers.
+      taskset: module name of an installed taskset, or of one that is part of `verifiers`.
       size: number of tasks. If None, all tasks are used.
       env: id of an environment. If "", the taskset's default is used.
       settings: settings of the taskset's config, such as `game`.
@@ -43,7 +43,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"verifiers cannot load {taskset!r} ({type(error).__name__}: {error})") from error
     if programs := [one.id for one in described.agent_harnesses().values() if one.id not in ("bash", "null")]:
-        raise ValueError(f"{taskset} needs a harness with a program ({programs[0]}), which is not supported")
+        raise ValueError(f"taskset {taskset!r} uses the harness {programs[0]!r}; only 'bash' and 'null' are supported")
     if size is None and not environment.taskset.bounded:
         raise ValueError(f"the taskset {taskset!r} is infinite; set size to the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
@@ -55,7 +55,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     try:
         schemas = call_within(None, _schemas, servers, tasks[0]) if toolsets else []
     except Exception as error:
-        raise ValueError(f"cannot start the tools of {taskset} ({one_line(error)})") from error
+        raise ValueError(f"cannot start the tools of {taskset!r} ({one_line(error)})") from error
     return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, servers, tasks, schemas))
 
 
@@ -71,24 +71,22 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
     """Return the toolsets of an environment. Raises ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
-        raise ValueError(f"{name}: its environment must have one agent; got {', '.join(configs)}")
+        raise ValueError(f"{name!r}: the environment must have one agent; got {', '.join(configs)}")
     if not tasks:
-        raise ValueError(f"{name} has no tasks; use a different taskset or setting")
+        raise ValueError(f"{name!r} has no tasks; use a different taskset or setting")
     (config,) = configs.values()
     limits = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limited := [limit for limit in limits if getattr(config, limit) is not None]:
-        raise ValueError(
-            f"{name}: its agent sets {limited[0]}, which is not supported; set max_completion_length instead"
-        )
+        raise ValueError(f"{name!r}: {limited[0]} of the agent is not supported; set max_completion_length instead")
     if type(tasks[0]).NEEDS_CONTAINER:
-        raise ValueError(f"{name}: its tasks need a container, which is not supported")
+        raise ValueError(f"{name!r}: tasks that need a container are not supported")
     taskset, remote = environment.taskset, import_extra(f"{V1}.interception", PACKAGE).requires_tunnel
     toolsets = [*taskset.toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)]
     if far := [one.server_name for one in toolsets if remote(True, [one.config])]:
-        raise ValueError(f"{name}: its tools {', '.join(far)} run on a different machine, which is not supported")
+        raise ValueError(f"{name!r}: tools that run on a different machine ({', '.join(far)}) are not supported")
     hooks = import_extra(f"{V1}.utils.decorators", PACKAGE).discover_decorated(tasks[0], "intercept")
     if hooks:
-        raise ValueError(f"{name}: its tasks have the @intercept hook {hooks[0].__name__}, which is not supported")
+        raise ValueError(f"{name!r}: tasks with @intercept hooks ({hooks[0].__name__}) are not supported")
     return toolsets
 
 
@@ -136,7 +134,7 @@ async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
 
 
 class VerifiersEnv:
-    """The environment of one completion: an episode of verifiers (see `verifiers`)."""
+    """The environment of one completion: an episode of a task (see `verifiers`)."""
 
     def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
         self._servers, self._tasks = servers, tasks
@@ -146,7 +144,7 @@ class VerifiersEnv:
 
     @property
     def trace(self) -> Foreign:
-        """verifiers' trace of the episode, or None before it starts."""
+        """Trace of the episode, or None before it starts."""
         return self._conversation.trace
 
     async def reset(self, index: int, **_: object) -> str:

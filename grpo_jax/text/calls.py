@@ -34,7 +34,7 @@ class Parsed:
     """A parsed turn of the policy.
 
     Attributes:
-      content: text without parsed calls and special tokens. It includes thoughts and malformed calls.
+      content: text without parsed calls and special tokens. It includes `<think>` blocks and malformed calls.
       problems: error messages for the policy, one per malformed call.
     """
 
@@ -55,15 +55,15 @@ class Format:
 
     Attributes:
       name: key of the format in `FORMATS`.
-      recognise: function that returns whether a chat template uses this format.
+      recognize: function that returns whether a chat template uses this format.
       parse: parser of one decoded turn. `schemas` maps tool names to schemas; formats that do not distinguish strings
         from numbers use them. `thinking` is True if the generation prompt opens <think>.
       keeps_special_tokens: whether turns are decoded with special tokens, which delimit the calls of this format.
-      markers: strings that delimit calls and thoughts. They are kept even if they are special tokens.
+      markers: strings that delimit calls and reasoning. They are kept even if they are special tokens.
     """
 
     name: str
-    recognise: Callable[[str], bool]
+    recognize: Callable[[str], bool]
     parse: Parse
     keeps_special_tokens: bool
     markers: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ def tool_message(name: str, text: str) -> Message:
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
-    """Return the ids of special tokens to remove before parsing; None if no marker is a special token."""
+    """Return the ids of special tokens to remove before parsing. Returns None if no marker is a special token."""
     special = special_tokens(tokenizer)
     marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
     return tuple(sorted(special.keys() - marks)) if marks else None
@@ -195,7 +195,7 @@ def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[in
 
 
 def call_fault(template: ChatTemplate, form: Format) -> str:
-    """Check that a call of the first tool can be rendered, tokenized and parsed. Returns the error or ""."""
+    """Check that a call of the first tool can be rendered, tokenized and parsed. Returns an error message, or ""."""
     tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}

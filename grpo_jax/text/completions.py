@@ -91,7 +91,7 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
             text = tokenizer.decode(last, skip_special_tokens=True)
             if text:
                 break
-    # If the template strips trailing white space from the prefill, the completion may start with it.
+    # If the template strips trailing whitespace from the prefill, the completion may start with it.
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
@@ -139,7 +139,7 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return a dict from the id of each special token to its string."""
+    """Return a dict that maps the id of each special token to its string."""
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return added | {index: token for index, token in named if index is not None}  # None if not in the vocabulary

@@ -1,6 +1,6 @@
-"""Tokenization and loss masks of SFT examples, as in TRL.
+"""Tokenization and loss masks of SFT examples, compatible with TRL.
 
-| columns of a row | tokens with a loss |
+| columns of a row | tokens included in the loss |
 |---|---|
 | `prompt` and `completion`, strings or messages | the completion; all with `completion_only_loss=False` |
 | `messages` | all; only assistant messages with `assistant_only_loss` |
@@ -42,13 +42,13 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
-_IGNORED = -100  # label of tokens without a loss in PyTorch
+_IGNORED = -100  # label of tokens excluded from the loss in PyTorch
 _MASKS = ("assistant_masks", "completion_mask")
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """Tokenized SFT examples. `token_ids` holds whole examples, and `masks` is True on tokens with a loss.
+    """Tokenized SFT examples. `token_ids` holds whole examples, and `masks` is True on tokens included in the loss.
 
     `blocks` lists the indices of the examples in each packed block. Without packing, a block is one example.
     """
@@ -58,7 +58,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """Length of the longest prefix that all examples share and that has no loss in any of them."""
+        """Length of the longest prefix that all examples share and that is excluded from the loss in all of them."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -88,7 +88,7 @@ class Examples(EncodedPrompts):
         )
 
     def count_tokens(self, blocks: Sequence[int]) -> int:
-        """Return the number of tokens in the given blocks, with or without a loss."""
+        """Return the number of tokens in the given blocks, including tokens excluded from the loss."""
         return sum(len(self.token_ids[index]) for block in blocks for index in self.blocks[block])
 
 
@@ -142,9 +142,9 @@ def encode_examples(
 ) -> Examples:
     """Tokenize the rows of `load_examples`, compute their loss masks and truncate them to `config.max_length`.
 
-    Examples without a loss are dropped. If `packing`, examples are packed into blocks of `max_length` tokens with best
-    fit decreasing. Both are as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`). Raises
-    ValueError if a row lacks columns that the config needs, or if the assistant's turns cannot be located.
+    Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of `max_length`
+    tokens with best fit decreasing. Both match TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
+    Raises ValueError if a row lacks columns that the config requires, or if the assistant's turns cannot be located.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
@@ -154,11 +154,11 @@ def encode_examples(
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
-        raise ValueError(f"{argument}: none of the {len(rows)} rows has a token with a loss; {fix}")
+        raise ValueError(f"{argument}: none of the {len(rows)} rows has tokens included in the loss; {fix}")
     if truncated or dropped:
         warnings.warn(
             f"{argument}: {truncated} of {len(rows)} examples are longer than max_length={length} and were truncated;"
-            f" {len(dropped)} examples without a loss were dropped",
+            f" {len(dropped)} examples without tokens in the loss were dropped",
             stacklevel=2,
         )
     token_ids = [found[i].ids for i in kept]
@@ -220,10 +220,10 @@ class _Encoder:
         messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
         if config.completion_only_loss and columns != ("prompt", "completion"):
             raise ValueError(
-                f"completion_only_loss=True needs a 'prompt' and a 'completion' in {where}; set it to None"
+                f"completion_only_loss=True requires a 'prompt' and a 'completion' in {where}; set it to None"
             )
         if config.assistant_only_loss and not messages:
-            raise ValueError(f"assistant_only_loss=True needs messages in {where}; set it to False")
+            raise ValueError(f"assistant_only_loss=True requires messages in {where}; set it to False")
         if messages:
             return self.encode_messages(row, columns, where)
         whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
@@ -240,7 +240,7 @@ class _Encoder:
         for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
             if needed and mask not in row and "labels" not in row:
                 raise ValueError(
-                    f"{name}=True needs {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them"
+                    f"{name}=True requires {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them"
                 )
         if "labels" in row:
             return _Example(ids, [label != _IGNORED for label in row["labels"]])
@@ -295,7 +295,7 @@ class _Encoder:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
                     f" {where} up to message {i} differently from the same messages in the whole conversation (many"
-                    " templates omit earlier thoughts). Put {% generation %} … {% endgeneration %} around the"
+                    " templates omit previous reasoning). Put {% generation %} … {% endgeneration %} around the"
                     " assistant's text in the template, or use a row with 'prompt' and 'completion' for each turn"
                 )
             ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in self.ends]

@@ -35,7 +35,7 @@ ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
 def _parse_tagged(
     text: str, *, read: ReadCall, form: str, schemas: Mapping[str, Json] | None = None, thinking: bool = False
 ) -> Parsed:
-    """Parse all calls outside of thoughts. `form` is an example of the correct syntax."""
+    """Parse all calls outside `<think>` blocks. `form` is an example of the correct syntax."""
     schemas = schemas or {}
     calls: list[ToolCall] = []
     problems: list[str] = []
@@ -95,7 +95,7 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 
 def _skip(text: str, start: int) -> int:
-    """Return the position of the first character at or after `start` that is not white space."""
+    """Return the position of the first character at or after `start` that is not whitespace."""
     found = _BLANK.match(text, start)
     return found.end() if found else start
 
@@ -157,7 +157,7 @@ _LLAMA_CALL = re.compile(r'\{"name":.{0,200}"parameters":', re.DOTALL)
 
 def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     start = _end_of(text, "</think>", 0) if thinking or text.lstrip().startswith("<think>") else 0
-    thought, message = text[:start], text[start:]
+    reasoning, message = text[:start], text[start:]
     before, tag, after = message.partition(_TAG)
     written = _plain(after if tag else message).strip()
     if not tag and not _is_called(written):
@@ -167,7 +167,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
         call = parse_call(written)
     except MalformedCall as error:
         return Parsed(_plain(text), (), (problem_message(str(error), _LLAMA_FORM),))
-    return Parsed(_plain(thought + (before if tag else "")).strip(), (call,))
+    return Parsed(_plain(reasoning + (before if tag else "")).strip(), (call,))
 
 
 def _is_called(written: str) -> bool:
@@ -203,8 +203,8 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             kept.append(_plain(header + body))
             continue
         if not recipient:
-            thought = channel is not None and channel[1] == "analysis"
-            kept.append(f"<think>\n{_plain(body)}\n</think>" if thought else _plain(body))
+            is_reasoning = channel is not None and channel[1] == "analysis"
+            kept.append(f"<think>\n{_plain(body)}\n</think>" if is_reasoning else _plain(body))
             continue
         try:
             calls.append(_addressed(recipient[1], body, end))
@@ -257,10 +257,10 @@ FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
 
 
 def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return the tool call format of a chat template, or None. Among named templates, "tool_use" is preferred."""
+    """Return the tool call format of a chat template, or None if unknown. Prefers the named template "tool_use"."""
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("tool_use") or chat_template.get("default")
     if not chat_template:
         return None
     written = chat_template.replace('\\"', '"')
-    return next((entry for entry in FORMATS.values() if entry.recognise(written)), None)
+    return next((entry for entry in FORMATS.values() if entry.recognize(written)), None)

@@ -185,7 +185,7 @@ def template_messages(
     """Return messages with tool call arguments in the form that the chat template expects (`decode_arguments`).
 
     Raises ValueError if the template omits a message or call. The check renders markers instead of the contents, since
-    templates may modify contents on purpose (white space, earlier thoughts). `seen` collects the structures of checked
+    templates may modify contents on purpose (whitespace, earlier reasoning). `seen` collects the structures of checked
     conversations, since each structure is checked only once.
     """
     keywords = {**keywords, "tokenize": False}

@@ -134,7 +134,7 @@ def _message_fault(message: object) -> str:
     others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
     if others:
         return f"it has a part of type {min(others)!r}, but models support text only; use parts of type 'text'"
-    # Content may be None only in a message with tool calls. Templates render it as "None" in others.
+    # None is valid only in a message with tool calls. In other messages, templates render it as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"
     return ""
@@ -188,7 +188,7 @@ def _filled(template: str, row: Json, where: str) -> str:
         value = _column(row, name)
         if value is _ABSENT or spec or conversion:
             names = sorted(map(str, row))
-            raise ValueError(f"prompt: {{{name}}} is not a column of {where}, which has {names}; {_BRACES}")
+            raise ValueError(f"prompt: {where} has no column {name!r}; its columns are {names}; {_BRACES}")
         if value is None:
             raise ValueError(f"prompt: {{{name}}} is None in {where}; set a value or remove the row")
         parts.append(str(value))

@@ -36,7 +36,7 @@ Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
 
 
 def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
-    """Return the rows of a dataset without validation. The arguments are as in `load_rows`."""
+    """Return the rows of a dataset without validation. See `load_rows` for the arguments."""
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
@@ -136,7 +136,7 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{problem} hub datasets need the package datasets: pip install datasets") from error
+        raise ValueError(f"{problem} hub datasets require the package datasets; run `pip install datasets`") from error
     try:
         found: Iterable[object] = datasets.load_dataset(name, config, split=split)
     except Exception as error:
@@ -157,7 +157,7 @@ def _read_file(path: Path, argument: str) -> list[object]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(f"{argument}={str(path)!r}: Parquet needs the package pyarrow: pip install pyarrow") from error
+        raise ValueError(f"{argument}={str(path)!r}: Parquet requires pyarrow; run `pip install pyarrow`") from error
     return list(parquet.read_table(path).to_pylist())
 
 

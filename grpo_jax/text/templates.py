@@ -7,7 +7,7 @@ user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
          ▲ placeholder     ▲ closing token; the observation is the text after it
 ```
 
-Only the text after the closing token is used. Changes that a template makes to earlier turns (many remove thoughts)
+Only the text after the closing token is used. Changes that a template makes to earlier turns (many remove reasoning)
 therefore have no effect.
 """
 
@@ -64,8 +64,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template that transformers uses, or None. Among named templates, it uses the keyword `chat_template`
-        if set, else "tool_use" if there are tools, else "default"."""
+        """Template that transformers uses, or None if there is none. Among named templates, this is the keyword
+        `chat_template` if set, else "tool_use" if there are tools, else "default"."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @property
     def opens_thinking(self) -> bool:
-        """Whether the generation prompt opens <think>, so that a turn starts inside a thought."""
+        """Whether the generation prompt opens <think>, so that a turn starts inside a `<think>` block."""
         text = self.render([_USER])
         opening = text[text.rfind(_USER["content"]) :]
         return opening.rfind("<think>") > opening.rfind("</think>")
@@ -141,8 +141,8 @@ class ChatTemplate:
     def turn_of(self, message: Message) -> tuple[str, bool]:
         """Render an assistant message, and remove the generation prompt from its start.
 
-        Also returns whether the whole prompt was there: many templates open a thought in the generation prompt, but
-        omit the thoughts of earlier turns. Raises ValueError if the template rejects the message.
+        Also returns whether the whole prompt was there: many templates open <think> in the generation prompt, but omit
+        the reasoning of earlier turns. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
@@ -153,7 +153,7 @@ class ChatTemplate:
         return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the first special token after a final assistant turn; None if there is none or an EOS follows."""
+        """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
         try:
             after = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -163,7 +163,7 @@ class ChatTemplate:
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
     def opening_token(self, role: str) -> int | None:
-        """Return the EOS that both ends a turn and opens a message of `role` (GLM-4's <|user|>), or None."""
+        """Return the EOS that ends a turn and also opens a message of `role` (GLM-4's <|user|>), or None."""
         try:
             end = self._end_of_turn(role, _MARK)
         except ValueError:
@@ -235,7 +235,7 @@ def _placeholder(message: Message, mark: str) -> Message:
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first position of any of the tokens and the longest token at that position, or None."""
+    """Return the first position of any of the tokens and the longest token at that position, or None if none occurs."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(places)[0], min(places)[2]) if places else None
 

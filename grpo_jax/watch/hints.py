@@ -19,7 +19,7 @@ from grpo_jax.watch.summary import finite_values
 from grpo_jax.watch.writer import Line
 
 KL_WINDOW = 50
-"""Number of logged steps over which a steadily rising KL gives a hint."""
+"""Number of logged steps over which a steadily rising KL triggers a hint."""
 WINDOW = 10
 """Number of logged steps over which the current value of a metric is averaged."""
 FIRST, LAST = 12, 100
@@ -33,9 +33,9 @@ temperatures 1 and 0.5) and of random models with 2 to 8 layers is 4e-5 in float
 in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is given. bfloat16 engines reach 0.01."""
+"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered. bfloat16 engines reach 0.01."""
 ENGINE_WEIGHT = 0.5
-"""Mean importance weight of an engine's completions below which a hint is given."""
+"""Mean importance weight of an engine's completions below which a hint is triggered."""
 ONE_TURN = 1.02
 """Mean number of turns up to which a run is considered single-turn."""
 
@@ -51,17 +51,17 @@ def sampler_gap_limit(compute_dtype: str) -> float:
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
     """Report that almost all groups have equal rewards, so their advantages are 0."""
-    share, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
-    if share is None or share < 0.95:
+    fraction, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
+    if fraction is None or fraction < 0.95:
         return None
     if unscored > 0.5:  # missing rewards count as equal
         return (
-            f"{100 * unscored:.0f} % of the completions of the last {WINDOW} logged steps had no reward and did not"
+            f"{100 * unscored:.0f}% of the completions of the last {WINDOW} logged steps had no reward and did not"
             " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
         )
     more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
-        f"{100 * share:.0f} % of the groups of the last {WINDOW} logged steps had equal rewards and zero gradient. If"
+        f"{100 * fraction:.0f}% of the groups of the last {WINDOW} logged steps had equal rewards and zero gradient. If"
         " all completions are correct, the task is learned. Otherwise, use rewards that distinguish completions, raise"
         f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){more}"
     )
@@ -69,8 +69,8 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
     """Report that almost all completions are truncated, so that rewards are computed from incomplete text."""
-    share, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
-    if share is None or share < (0.9 if turns > ONE_TURN else 0.995):
+    fraction, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
+    if fraction is None or fraction < (0.9 if turns > ONE_TURN else 0.995):
         return None
     fixes = (
         ", or check that the model was trained with this chat template and EOS. mask_truncated_completions=True leaves"
@@ -82,13 +82,13 @@ def truncated(history: History, config: GRPOConfig) -> str | None:
         )
         fixes += " of turns (set max_tool_calling_iterations, or return None from respond)"
     return (
-        f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps were truncated at"
+        f"{100 * fraction:.0f}% of the completions of the last {WINDOW} logged steps were truncated at"
         f" max_completion_length = {config.max_completion_length} tokens. Raise it{fixes}"
     )
 
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
-    """Report that the KL to a frozen reference keeps rising. TR-DPO's moving reference limits it."""
+    """Report that the KL to a frozen reference keeps rising. A moving reference (TR-DPO) limits it."""
     values = finite_values(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
@@ -157,10 +157,10 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
     """Report that almost no completion has a second turn, or that most completions exceed the limit on tool calls."""
-    turns, share = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
-    if share is not None and share >= 0.5:
+    turns, fraction = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
+    if fraction is not None and fraction >= 0.5:
         return (
-            f"{100 * share:.0f} % of the completions of the last {WINDOW} logged steps ended with a tool call beyond"
+            f"{100 * fraction:.0f}% of the completions of the last {WINDOW} logged steps ended with a tool call beyond"
             f" the limit. Raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state the limit"
             " in the prompt, or reward shorter dialogues"
         )
@@ -183,7 +183,7 @@ def failing_tools(history: History, config: GRPOConfig) -> str | None:
     seconds = config.environment_timeout
     late = "" if seconds is None else f"; calls longer than environment_timeout = {seconds:g} s fail"
     return (
-        f"{100 * failures / calls:.0f} % of the tool calls of the last {WINDOW} logged steps failed. Read the calls and"
+        f"{100 * failures / calls:.0f}% of the tool calls of the last {WINDOW} logged steps failed. Read the calls and"
         " their results (report.html, log_completions=True). The prompt contains only the names, docstrings and type"
         f" hints of tools{late}"
     )
@@ -201,7 +201,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 
 
 class Hints:
-    """Applies the hints to the metrics of a run. Each hint is reported once."""
+    """Hints for the metrics of a run. Each hint is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config

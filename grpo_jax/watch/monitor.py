@@ -52,7 +52,7 @@ class Progress:
       skipped: number of latest consecutive updates that were skipped because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
       asked: whether an engine is already sampling completions of the prompts that start at `cursor`.
-      window: dict from metric name to [sum, count] since the last logged line.
+      window: dict that maps each metric name to [sum, count] since the last logged line.
     """
 
     step: int = 0

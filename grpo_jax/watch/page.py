@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax.rewards.contract import RUN_COLUMNS
 from grpo_jax.watch.display import escape_controls
-from grpo_jax.watch.plots import COLOURS, Panel, draw_report, find_panels, reward_colours, save_figure
+from grpo_jax.watch.plots import COLORS, Panel, draw_report, find_panels, reward_colors, save_figure
 from grpo_jax.watch.summary import changed_settings, finite_values, headline, metric_names
 from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
 
@@ -67,7 +67,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "warnings": [_shown(line) for line in read_lines(run_dir / "warnings.jsonl")],
         "panels": [_as_json(panel) for panel in find_panels(lines)],
         "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
-        "functions": reward_colours(metric_names(lines)),
+        "functions": reward_colors(metric_names(lines)),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
         "extras": sorted({name for row in rows for name in row.keys() - {*RUN_COLUMNS}}),
         "steps": steps,
@@ -75,7 +75,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "settings": settings if about else [],
     }
     sentence = headline(lines)
-    light, dark = (" ".join(f"--{name}: {both[i]};" for name, both in COLOURS.items()) for i in (0, 1))
+    light, dark = (" ".join(f"--{name}: {both[i]};" for name, both in COLORS.items()) for i in (0, 1))
     filled = {
         "%TITLE%": html.escape(run_dir.resolve().name),
         "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
@@ -100,7 +100,7 @@ def _as_json(panel: Panel) -> dict[str, object]:
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
 
     curves = [
-        {"label": label, "colour": meaning, "y": rounded(y)} | ({} if soft is None else {"smooth": rounded(soft)})
+        {"label": label, "color": meaning, "y": rounded(y)} | ({} if soft is None else {"smooth": rounded(soft)})
         for label, meaning, y, soft in panel.curves
     ]
     return {"title": panel.title, "unit": panel.unit, "low": panel.low, "x": panel.steps.tolist(), "curves": curves}
@@ -146,7 +146,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:
-    """Return a dict from step to the byte offsets of its lines. For speed, the JSON is not parsed."""
+    """Return a dict that maps each step to the byte offsets of its lines. For speed, the JSON is not parsed."""
     offsets: dict[int, list[int]] = {}
     if not path.exists():
         return offsets

@@ -22,7 +22,7 @@ POINTS = 400
 SMOOTHED = 20
 """Minimum number of values of a smoothed curve."""
 
-COLOURS = {
+COLORS = {
     "policy": ("#0072b2", "#56b4e9"),
     "reference": ("#5c4d9e", "#a99be6"),
     "start": ("#52606d", "#b8c2cc"),
@@ -55,10 +55,10 @@ DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
 
 
 class Curve(NamedTuple):
-    """A metric in a panel: label, key of `COLOURS`, values [n] (NaN if missing), and smoothed values [n] or None."""
+    """A metric in a panel: label, key of `COLORS`, values [n] (NaN if missing), and smoothed values [n] or None."""
 
     label: str
-    colour: str
+    color: str
     values: np.ndarray
     smoothed: np.ndarray | None
 
@@ -85,15 +85,15 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
     ("Completion length", "tokens", 0.0,
      {"completions/mean_length": ("mean", "policy"), "completions/max_length": ("longest", "high"),
       "completions/min_length": ("shortest", "low")}),
-    ("Truncated completions", "share of completions", 0.0, {"completions/clipped_ratio": ("truncated", "high")}),
-    ("Zero-signal groups", "share of groups", 0.0, {"frac_reward_zero_std": ("equal rewards", "nothing")}),
-    ("Clip fraction", "share of tokens", 0.0,
+    ("Truncated completions", "fraction of completions", 0.0, {"completions/clipped_ratio": ("truncated", "high")}),
+    ("Zero-signal groups", "fraction of groups", 0.0, {"frac_reward_zero_std": ("equal rewards", "nothing")}),
+    ("Clip fraction", "fraction of tokens", 0.0,
      {"clip_fraction_low": ("below the range", "low"), "clip_fraction_high": ("above the range", "high")}),
     ("Gradient norm", "before clipping", 0.0, {"grad_norm": ("all parameters", "policy")}),
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
 # fmt: on
-"""(title, unit, lower limit of the y axis, dict from regular expressions of metric names to (label, meaning)).
+"""(title, unit, lower limit of the y axis, dict that maps regular expressions of metrics to (label, meaning)).
 
 If the label is empty, group 1 of the match is used. If the meaning is empty, the color of the reward function is used.
 """
@@ -102,15 +102,15 @@ _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
 """Panels whose all-zero curves are omitted. They occur without a reference, and with one update per batch."""
 
 
-def colour(meaning: str, *, dark: bool = False) -> str:
-    """Return the color for a meaning (a key of `COLOURS`)."""
-    return COLOURS[meaning][dark]
+def color(meaning: str, *, dark: bool = False) -> str:
+    """Return the color for a meaning (a key of `COLORS`)."""
+    return COLORS[meaning][dark]
 
 
 def find_panels(lines: Sequence[Line]) -> list[Panel]:
     """Return the panels with at least one logged metric."""
     names, steps = metric_names(lines), np.array([line["step"] for line in lines], float)
-    labels, functions = held_out_scores(names), reward_colours(names)
+    labels, functions = held_out_scores(names), reward_colors(names)
     metrics = {f"held out: {labels[name]}" if name in labels else name: _values(lines, name) for name in names}
     panels = []
     for title, unit, low, patterns in _PANELS:
@@ -138,8 +138,8 @@ def _curve(label: str, meaning: str, values: np.ndarray) -> Curve:
     return Curve(label, meaning, y, smooth(y, width=len(y) / 40) if np.isfinite(y).sum() >= SMOOTHED else None)
 
 
-def reward_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from label to key of `COLOURS` for the training and held-out rewards among metric names."""
+def reward_colors(names: Iterable[str]) -> dict[str, str]:
+    """Return a dict that maps labels of training and held-out rewards to keys of `COLORS`, given metric names."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -215,16 +215,16 @@ def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] |
 def _draw(axes: Axes, panel: Panel) -> None:
     sizes = []
     for curve in panel.curves:
-        logged, line_colour = np.isfinite(curve.values), colour(curve.colour)
+        logged, line_color = np.isfinite(curve.values), color(curve.color)
         x, y = panel.steps[logged], (curve.values if curve.smoothed is None else curve.smoothed)[logged]
         name = curve.label.lstrip("_") or "--"  # matplotlib hides labels that start with an underscore
         label = _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {y[-1]:.3g}")
         sizes.append(len(label) + 6)
         if curve.smoothed is None:
-            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=label, color=line_colour)
+            axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=label, color=line_color)
         else:
-            axes.plot(x, curve.values[logged], linewidth=0.8, alpha=0.25, color=line_colour)
-            axes.plot(x, y, linewidth=1.8, label=label, color=line_colour)
+            axes.plot(x, curve.values[logged], linewidth=0.8, alpha=0.25, color=line_color)
+            axes.plot(x, y, linewidth=1.8, label=label, color=line_color)
     columns = len(sizes) if sum(sizes) <= _LETTERS else max(1, _LETTERS // max(sizes))
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=columns, handlelength=1.4, columnspacing=1.4)
     axes.set_title(panel.title, pad=8 + 12.5 * -(-len(sizes) // columns))  # above the legend

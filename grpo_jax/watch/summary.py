@@ -26,14 +26,14 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
 
 
 def held_out(name: str) -> str | None:
-    """Return the label of a held-out reward, such as "right" for "eval/right". Returns None for other metrics."""
+    """Return the label of a held-out reward, such as "accuracy" for "eval/accuracy". Returns None for other metrics."""
     if not name.startswith("eval/") or name.rpartition("/")[2] in _NOT_REWARDS:
         return None
     return name.removeprefix("eval/").removeprefix("rewards/").removesuffix("/mean")
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from metric to label of the held-out rewards. A redundant `eval/reward` is omitted."""
+    """Return a dict that maps the metric of each held-out reward to its label. A redundant `eval/reward` is omitted."""
     found = {name: label for name in names if (label := held_out(name))}
     if len(found) == 2:
         found.pop("eval/reward", None)
@@ -60,7 +60,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
     """
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
-    if config.num_generations == 1:  # SFT, where a sequence is an example or a packed block
+    if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block
         row = "sequence"
         iteration, total = f"update: {count_of(sizes.prompts, row)}", count_of(steps, "optimizer step")
     else:

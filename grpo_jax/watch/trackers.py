@@ -4,7 +4,7 @@
 
 ```python
 with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as tracker:
-    train(policy, rows, right, config, run_dir="runs/sums", callbacks=[tracker])
+    train(policy, rows, reward_fn, config, run_dir="runs/sums", callbacks=[tracker])
 ```
 """
 
@@ -53,7 +53,7 @@ class Tracker:
 
 
 def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergence")) -> Tracker:
-    """Return a tracker that plots metrics in a notebook cell. `only` lists panel titles, as in `plots.draw_report`."""
+    """Return a tracker that plots metrics in a notebook cell. `only` lists panel titles; see `plots.draw_report`."""
     from grpo_jax.watch.plots import draw_report, save_figure
 
     display = import_extra("IPython.display", "ipython")

@@ -36,10 +36,10 @@ Line = Mapping[str, float | None]
 """A line of `metrics.jsonl`: a dict with "step" and the metrics. Values that are not finite are None."""
 
 CompletionRow = Mapping[str, Any]
-"""A line of `completions.jsonl`: "prompt" and "completion" (strings or messages), "rewards" (dict from function to
-reward, or None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`.
+"""A line of `completions.jsonl`: "prompt" and "completion" (strings or messages), "rewards" (dict that maps functions
+to rewards, or to None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`.
 Completions with several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have
-"turn_rewards" (dict from function to one reward per turn)."""
+"turn_rewards" (dict that maps functions to one reward per turn)."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")

@@ -202,7 +202,7 @@ def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
         ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged; download it again"),
         ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
         ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it starts with b'PK"),
-        ("model.gguf.part1of2", lambda raw: raw, r"one piece of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
+        ("model.gguf.part1of2", lambda raw: raw, r"one part of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_named_with_the_fix(name, change, message, tmp_path):

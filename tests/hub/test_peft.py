@@ -134,7 +134,7 @@ def test_an_adapter_next_to_a_model_is_pointed_out(tmp_path):
     save_lora(tmp_path / "adapter", lora_policy())
     for path in (tmp_path / "adapter").iterdir():
         path.rename(tmp_path / "model" / path.name)
-    with pytest.warns(UserWarning, match=r"model' also contains an adapter, which is not loaded; load it with"):
+    with pytest.warns(UserWarning, match=r"model' also contains an adapter that is not loaded; load it with"):
         policy = from_pretrained(tmp_path / "model")
     assert load_lora(tmp_path / "model", policy).model.scale == 2.0
 

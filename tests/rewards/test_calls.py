@@ -233,7 +233,7 @@ def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none
     with pytest.raises(RewardError) as caught:
         score(returns(error))
     assert caught.value.__cause__ is error
-    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has 2 more faults\. Fix"):
+    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and has 2 more errors\. Fix"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
     with pytest.raises(KeyboardInterrupt):
         score(returns(KeyboardInterrupt()), on_error="none")

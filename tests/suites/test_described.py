@@ -69,7 +69,7 @@ def test_what_a_run_says_replaces_the_suites(tmp_path):
     ("data: {made: sums, size: 0}", "data: made: size = 0: give more"),
     ("data: {made: sums, sead: 0}", "data: made: got an unexpected keyword argument 'sead'"),
     ("data: {openenv: 'http://127.0.0.1:1'}", "data: openenv: missing a required .*argument: 'prompt'"),
-    ("data: {made: sums, reasoning_gym: acre}", "the key of exactly one suite; got made and reasoning_gym"),
+    ("data: {made: sums, reasoning_gym: acre}", "must name exactly one suite; got made and reasoning_gym"),
     ("data: {path: rows.jsonl}\nrewards: [suite]", "unknown reward function"),
 ])  # fmt: skip
 def test_errors_name_the_key(tmp_path, text, message):

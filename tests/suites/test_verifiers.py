@@ -54,14 +54,14 @@ def test_rewards_of_one_turn_are_weighted():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"taskset": "no_such_tasks"}, "verifiers cannot load 'no_such_tasks' .ModuleNotFoundError"),
     ({"taskset": "sums_of_verifiers", "cuont": 3}, "verifiers cannot load 'sums_of_verifiers' .ValidationError"),
-    ({"taskset": "sums_of_verifiers", "count": 0}, "sums_of_verifiers has no tasks"),
-    ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "its tasks need a container"),
-    ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "its tasks have the @intercept hook polite"),
+    ({"taskset": "sums_of_verifiers", "count": 0}, "'sums_of_verifiers' has no tasks"),
+    ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "tasks that need a container are not supported"),
+    ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "@intercept hooks .polite. are not supported"),
     ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "must have one agent; got .*"),
-    ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "its agent sets max_total_tokens"),
+    ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens of the agent is not supported"),
     (
         {"taskset": "tools_of_verifiers", "task": {"tools": {"runtime": {"type": "prime"}}}},
-        "its tools sum run on a different machine",
+        "tools that run on a different machine .sum. are not supported",
     ),
 ])  # fmt: skip
 def test_unsupported_tasks_are_refused(arguments, message):

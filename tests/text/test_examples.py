@@ -76,7 +76,7 @@ def test_masks_of_tokens_say_what_is_learned():
         assert [x for x, learned in zip(row["input_ids"], found, strict=True) if learned] == wanted, settings
     for setting, name in (("assistant_only_loss", "assistant_masks"), ("completion_only_loss", "completion_mask")):
         with pytest.raises(
-            ValueError, match=f"{setting}=True needs '{name}' or 'labels' next to 'input_ids' in dataset row 0"
+            ValueError, match=f"{setting}=True requires '{name}' or 'labels' next to 'input_ids' in dataset row 0"
         ):
             learned([{name: x for name, x in MASKED.items() if name == "input_ids"}], **{setting: True})
     for name in ("labels", "completion_mask"):
@@ -101,10 +101,10 @@ def test_what_the_template_or_the_rows_do_not_allow_is_refused():
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
-    with pytest.raises(ValueError, match="assistant_only_loss=True needs messages in dataset row 0"):
+    with pytest.raises(ValueError, match="assistant_only_loss=True requires messages in dataset row 0"):
         learned([{"text": "a"}], assistant_only_loss=True)
     with pytest.raises(
-        ValueError, match="completion_only_loss=True needs a 'prompt' and a 'completion' in dataset row 0"
+        ValueError, match="completion_only_loss=True requires a 'prompt' and a 'completion' in dataset row 0"
     ):
         learned([{"text": "a"}], completion_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 consists of messages, but the tokenizer has no chat template"):
@@ -174,10 +174,10 @@ def test_bad_rows(row, said):
 def test_long_examples_are_cut_and_those_with_nothing_left_go():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
     with pytest.warns(
-        UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without a loss were"
+        UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without tokens in the loss were"
     ):
         assert learned(rows, max_length=4) == [("abcd", "bcd")]
-    with pytest.raises(ValueError, match="none of the 1 rows has a token with a loss; increase max_length=4"):
+    with pytest.raises(ValueError, match="none of the 1 rows has tokens included in the loss; increase max_length=4"):
         learned(rows[:1], max_length=4)
 
 

@@ -216,7 +216,7 @@ def test_reading_takes_linear_time(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_is_recognised_by_its_template(name):
+def test_each_family_is_recognized_by_its_template(name):
     found = format_of(FAMILIES[name][0])
     assert found is FORMATS[name]
     assert found.keeps_special_tokens == (name in ("llama3", "harmony"))

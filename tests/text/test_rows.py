@@ -45,7 +45,7 @@ def test_a_template_of_messages():
 @pytest.mark.parametrize(("shape", "said"), [
     ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
     ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to old names"),
-    ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} is not a column of data row 0, which has \['question'"),
+    ({"prompt": "{quetsion}"}, r"prompt: data row 0 has no column 'quetsion'; its columns are \['question'"),
     ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
     ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
     *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),

@@ -1,4 +1,4 @@
-"""The picture and the panels show what was logged: gaps, long runs, hostile names, one colour for one meaning."""
+"""The picture and the panels show what was logged: gaps, long runs, hostile names, one color for one meaning."""
 
 import io
 
