@@ -80,7 +80,6 @@ def _read(arguments: Namespace, path: str | Path) -> RunFile:
 
 
 def _run_file(run_dir: Path) -> Path:
-    """Return the path of the RUN.yaml in a run directory."""
     if (run_dir / NAME).is_file():
         return run_dir / NAME
     if (run_dir / "run.json").is_file():
@@ -127,7 +126,6 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
 
 
 def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None:
-    """Call `train` or `rehearse` with the arguments of a run."""
     function(
         policy,
         run.rows,
@@ -168,7 +166,6 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """Return the directory of the latest stage that has started."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
@@ -236,7 +233,6 @@ def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
 
 
 def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
-    """Load a pretrained model with the dtypes and the mesh of a run."""
     return from_pretrained(
         name,
         dtype=compute_dtype(run.config.compute_dtype),

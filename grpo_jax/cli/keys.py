@@ -57,7 +57,6 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
 def _read_groups() -> dict[str, str]:
-    """Parse the group of each field from the comments in the source."""
     groups: dict[str, str] = {}
     for module in (config, settings):
         title = ""

@@ -107,7 +107,6 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
 
 
 def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _Server:
-    """Call a factory with arguments from a RUN.yaml: a mapping, a list or a single value."""
     try:
         if isinstance(arguments, dict):
             return factory(**arguments)

@@ -91,8 +91,6 @@ class RunFile:
 
 
 class _Problems(list[str]):
-    """List of error messages."""
-
     def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Call a function and return its result. On an error, append "key = value: message" and return None.
 
@@ -183,7 +181,6 @@ def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
 
 
 def _read_stages(stated: Json) -> tuple[str, ...]:
-    """Return the stages of a run, by default only GRPO."""
     stages = stated.get("stages", ["grpo"])
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
@@ -221,7 +218,6 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
 
 
 def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
-    """Load the reward functions, tools and other objects of a run. The suite provides defaults."""
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns
@@ -238,7 +234,6 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
 
 
 def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
-    """Load the rows for training and evaluation."""
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
@@ -284,7 +279,6 @@ def read_lora(entry: object) -> dict[str, Any] | None:
 
 
 def _check_model(entry: object, folder: Path) -> None:
-    """Raise ValueError or OSError if the entry does not name an existing model."""
     if is_reference(entry):
         find(entry, folder)
     elif isinstance(entry, str):
@@ -294,7 +288,6 @@ def _check_model(entry: object, folder: Path) -> None:
 
 
 def _check_teacher(entry: object, folder: Path) -> None:
-    """Raise ValueError or OSError if the entry is not a server or an existing teacher."""
     if isinstance(entry, dict):
         server_of(entry, vllm_scorer)
     else:

@@ -143,7 +143,6 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
-    """Translate `logging_strategy`, `eval_strategy` or `save_strategy`."""
     steps = name.replace("strategy", "steps")
     if value == "steps":
         return
@@ -158,7 +157,6 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
 
 
 def _translate_model(moved: Migration, name: str, value: Json) -> None:
-    """Translate the arguments of transformers' `from_pretrained`."""
     kwargs = {key: x for key, x in value.items() if x not in (None, False)}
     stored = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
     kwargs.pop("torch_dtype", None)
@@ -188,7 +186,6 @@ def _translate_generation(moved: Migration, name: str, value: Json) -> None:
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:
-    """Set `eval_steps` and `metric_for_best_model`."""
     evaluates = values.get("eval_strategy") == "steps"
     if evaluates and moved.values.get("eval_steps") is None:
         steps = moved.values.get("logging_steps", GRPOConfig.logging_steps)
@@ -325,7 +322,6 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json
 
 
 def _quantize(script: Json, missing: dict[str, str]) -> str | None:
-    """Return the quantization method of the base model, or None if it is not quantized."""
     for bits, method in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         if script.get(bits):
             if not script.get("use_peft"):
@@ -338,7 +334,6 @@ def _quantize(script: Json, missing: dict[str, str]) -> str | None:
 
 
 def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
-    """Return the value of `lora`, with the defaults of TRL's `ModelConfig`."""
     lora: dict[str, object] = {"rank": script.get("lora_r", 16), "alpha": float(script.get("lora_alpha", 32))}
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")

@@ -20,8 +20,7 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.policy import Policy
 from grpo_jax.types import Tokenizer
 
-# Accepted fields of a `LoraConfig`: fields that are read below, metadata, fields that affect only PyTorch, and fields
-# that have an effect only together with rejected fields.
+# Accepted fields of a `LoraConfig`: fields that are read below, metadata, and fields that have no effect here.
 _PEFT_FIELDS = (
     "r lora_alpha lora_dropout use_rslora target_modules peft_type task_type auto_mapping peft_version revision"
     " base_model_name_or_path runtime_config fan_in_fan_out megatron_core qalora_group_size ensure_weight_tying"
@@ -32,8 +31,7 @@ _PEFT_FIELDS = (
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
     """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run.
 
-    If `dtype` is None, float32 is used. If it is "auto", the checkpoint's dtype is used, and if that is bfloat16, also
-    as the compute dtype.
+    None is float32. "auto" is the checkpoint's dtype; if it is bfloat16, it is also the compute dtype.
     """
     if isinstance(model, Policy):
         if dtype is not None:
@@ -61,8 +59,7 @@ def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
 def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
     """Add new adapters to a policy, as configured by a `peft.LoraConfig`.
 
-    `target_modules` must be a list of names, such as "q_proj" or "self_attn.q_proj", or "all-linear". Raises
-    ValueError if an unsupported field is set.
+    `target_modules` must be "all-linear" or a list of names, such as "q_proj" or "self_attn.q_proj".
     """
     kind = getattr(peft, "peft_type", "LORA")
     if getattr(kind, "value", kind) != "LORA":
@@ -89,7 +86,6 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
 
 
 def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
-    """Return the paths of the projections that `target_modules` selects."""
     paths = [path for path in ("/".join(path) for path, _ in projections(policy.params)) if re.fullmatch(TARGETS, path)]
     if isinstance(names, str) and names.lower() == "all-linear":
         return paths

@@ -225,7 +225,6 @@ class GRPOTrainer:
         self._tokenizer, self.policy = tokenizer, policies.with_tokenizer(self.policy, tokenizer)
 
     def _load_policy(self, model: str | Path | Policy, peft_config: Any) -> Policy:
-        """Load the initial policy of the run."""
         policy, compute = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
         if compute != self.config.compute_dtype:
             self.args.compute_dtype = compute

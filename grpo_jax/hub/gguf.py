@@ -69,8 +69,7 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
 def read_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file as a checkpoint, without reading its weights.
 
-    Raises ImportError if `gguf` is missing or transformers is too old. Raises ValueError if the file is damaged or
-    not supported.
+    Raises ImportError if `gguf` is missing or transformers is too old, and ValueError for invalid files.
     """
     with _parsed(path) as (reader, header):
         row, raw = read_header(header)
@@ -104,7 +103,6 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    """Describe why a file cannot be parsed, and how to fix it."""
     with path.open("rb") as file:
         start = file.read(4)
     if is_pointer(path):
@@ -182,10 +180,7 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 def _find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a plan, keyed by their Hugging Face names, from the tensors of a file.
-
-    Raises ValueError if tensors of the file are missing, are unknown, or have the wrong shape.
-    """
+    """Return the tensors of a plan, keyed by Hugging Face name. Raises ValueError if the file has different tensors."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (architecture,) = (key for key, known in MODEL_ARCH_NAMES.items() if known == name)

@@ -128,7 +128,6 @@ def from_pretrained(
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
-    """Open a directory or a GGUF file as a checkpoint, without reading its weights."""
     if path.is_file():
         return read_gguf(path)
     raw = checkpoint_config(path)
@@ -252,7 +251,6 @@ def save_pretrained(
 
 
 def _check_plain(policy: Policy) -> None:
-    """Raise ValueError if a policy cannot be written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
             "policy must come from from_pretrained or init_policy to be written as a checkpoint; its model is a"
@@ -294,8 +292,8 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer of a directory. Raises ValueError if it cannot be loaded or encodes text to no ids.
 
-    For some values of `model_type`, transformers builds a different type of tokenizer from the vocabulary. If that one
-    encodes text to no ids (for example, for a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded.
+    For some values of `model_type`, transformers builds a different type of tokenizer. If this tokenizer encodes text
+    to no ids (for example, for a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -360,10 +358,7 @@ def hub_endpoint() -> str | None:
 def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs, with `tie_word_embeddings` set as in the checkpoint.
-
-    It is set to False if the LM head and the embedding of the checkpoint differ.
-    """
+    """Return both configs with `tie_word_embeddings` as in the checkpoint, or False if head and embedding differ."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
     names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
     tables = [stored[name] for name in names if name in stored]

@@ -108,7 +108,6 @@ def gemma4(keys: Keys) -> Fields:
 
 
 def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
-    """Return the number of layers that reuse the keys and values of an earlier layer."""
     shared, layers = keys["num_kv_shared_layers"], keys["num_hidden_layers"]
     if not isinstance(shared, int) or not 0 <= shared < layers:
         raise keys.refuse("num_kv_shared_layers", shared, f"between 0 and num_hidden_layers − 1 = {layers - 1}")
@@ -118,7 +117,6 @@ def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
 
 
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """Return the number of key-value heads and the head size in layers with full attention."""
     heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
     per_layer = keys["per_layer_config"]
     if per_layer is None:

@@ -97,8 +97,7 @@ def merge_lora(policy: Policy) -> Policy:
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
     """Write adapters in PEFT's format as float32, together with the tokenizer.
 
-    If the base stores several projections as one tensor (as in Phi-3), their adapters are combined into one, whose rank
-    is the sum of their ranks.
+    If the base stores several projections as one tensor (Phi-3), their adapters are combined, and their ranks add up.
 
     Args:
       directory: path of the directory to write; see `save_pretrained`.
@@ -196,8 +195,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
 
     Raises:
       FileNotFoundError: if the directory does not contain an adapter.
-      ValueError: if the type of adapter is not supported, the adapters do not match the base model, or `revision` is
-        set for a local directory.
+      ValueError: if the adapters are not supported or do not match the policy, or `revision` is set for a directory.
 
     Example:
       >>> import tempfile

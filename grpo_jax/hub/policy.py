@@ -157,10 +157,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Initialize the params of a model.
-
-    Except on CPUs, each shape is compiled separately: one program for all 24 layers takes 71 s to compile on an H100.
-    """
+    """Initialize params. Except on CPUs, each shape is compiled separately; one program takes 71 s on an H100."""
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]

@@ -173,7 +173,6 @@ def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _all(stored: StoredTensor) -> np.ndarray:
-    """Read all elements of a tensor, [n]."""
     return stored.read(0, math.prod(stored.shape))
 
 

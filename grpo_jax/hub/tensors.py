@@ -132,7 +132,6 @@ def _hf_name(modules: Sequence[str], prefixes: tuple[str, str]) -> str:
 
 
 def _stored_shape(parts: tuple[Part, ...], *, stacked: bool) -> tuple[int, ...]:
-    """Return the shape of the tensor that stores these parts."""
     first = parts[0].shape
     if parts[0].column is not None:
         return *first[:-1], 2 * first[-1]

@@ -179,7 +179,6 @@ def read_params(
 
 
 def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
-    """Read a parameter in blocks, without quantization."""
     array = np.empty(shape, dtype)
     for tensor, first, part in sources:
         out = array if part.expert is None else array[part.expert]
@@ -199,7 +198,6 @@ def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) 
 
 
 def _place(path: tuple[str, ...], array: np.ndarray | Quantized, mesh: jax.sharding.Mesh | None) -> Params:
-    """Copy a parameter to the devices of the mesh, or to the default device."""
     if isinstance(array, Quantized):
         return jax.tree_util.tree_map_with_path(lambda at, x: _place((*path, at[0].name), x, mesh), array)
     if mesh is None:

@@ -90,8 +90,7 @@ def final_number(text: str) -> Fraction | None:
 def sole_number(text: str) -> Fraction | None:
     r"""Return the only number in a string, or in its last marked answer (see `final_number`).
 
-    Words and units are ignored. Returns None for strings without a number or with several numbers, for formulas, for
-    intervals and for numerals with a base.
+    Words and units are ignored. Returns None for no or several numbers, formulas, intervals and numerals with a base.
     """
     text = _plain(text)
     marked = _marked(text)
@@ -147,7 +146,6 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """Return the last marked answer, or None if nothing is marked."""
     marks = [(match.start(), match[1] if match[2] is None else match[2]) for match in _MARK.finditer(text)]
     marks += _boxes(text)
     return max(marks)[1] if marks else None

@@ -153,7 +153,6 @@ def check_rows(
 
 
 def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: str) -> Iterator[str]:
-    """Yield the reasons why a function cannot be called."""
     known, named = [*SAMPLED, *columns, *EXTRAS], arguments_of(fn)
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
         yield f"reward function {name!r} has positional-only parameters; make them keyword parameters"
@@ -175,10 +174,7 @@ _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy lists, dicts, tuples, sets and arrays recursively.
-
-    Other objects, such as clients and images, are not copied. They may be large, shared on purpose, or uncopyable.
-    """
+    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects may be large or shared."""
     kind = type(value)
     if kind in _IMMUTABLE:
         return value

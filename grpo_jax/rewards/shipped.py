@@ -117,8 +117,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Penalize completions near the maximum length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
-    L_max is `max_completion_len` and L_cache is `soft_punish_cache`, in tokens. |y| includes the EOS. DAPO, arXiv
-    2503.14476, equation 13.
+    L_max is `max_completion_len`, L_cache is `soft_punish_cache`, and |y| includes the EOS (arXiv 2503.14476, eq. 13).
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(f"soft_punish_cache must be in 0..{max_completion_len}; got {soft_punish_cache}")
@@ -210,7 +209,6 @@ class _FormulaReward(ColumnReward):
 
 @functools.lru_cache(1024)  # the completions of a group share one answer
 def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
-    """Parse a correct answer with math-verify."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
     text = text.rpartition("####")[2].strip()  # GSM8K
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"

@@ -57,8 +57,7 @@ def isolated(
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
     Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. Define the function at the top level of a module other than the running script. If a worker cannot
-    import it, the run ends.
+    this process. Define the function at the top level of a module other than the running script.
 
     An error (exception, exceeded limit, crashed worker) affects only the completions of its call. Processes started by
     a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
@@ -68,8 +67,7 @@ def isolated(
       fn: a reward function, synchronous or asynchronous, without `log_metric` and `log_extra`.
       timeout: time limit of one call in seconds. A batch of n calls takes at most ceil(n / workers) · timeout, plus
         restarts.
-      memory_mb: limit of the address space in MiB, in addition to the worker's size after the imports. Linux only. None
-        disables the limit.
+      memory_mb: limit of the address space in MiB, beyond the size after the imports (Linux). None disables it.
       workers: number of processes.
       completions_per_call: number of completions per call. The limits apply to each call. If None, the batch is split
         evenly among the workers.
@@ -99,8 +97,6 @@ def isolated(
 
 
 class _IsolatedFunction:
-    """A reward function that is called in worker processes."""
-
     def __init__(self, fn: RewardFn, timeout: float, memory_mb: int | None, workers: int, per_call: int | None):
         self.fn = fn
         self.__name__ = function_name(fn)
@@ -291,7 +287,6 @@ _event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, si
 
 
 def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:
-    """Initialize a worker process and load its function."""
     global _served
     os.setsid()
     # Ignore SIGTERM, which batch systems send to all processes of a run: the run needs the rewards to finish its step.

@@ -192,7 +192,6 @@ def policy_agent(
 
 
 def _tool_error(name: str, error: BaseException) -> Foreign:
-    """Return the `verifiers` exception for a tool server that does not respond."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = f"{type(error).__name__}: {error}"

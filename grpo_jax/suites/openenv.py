@@ -121,7 +121,6 @@ class OpenEnv:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _answered(self, response: Awaitable[_Result]) -> _Result:
-        """Await the server's response. Closes the session on failure."""
         try:
             return await response
         except Exception as error:

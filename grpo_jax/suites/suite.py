@@ -16,8 +16,7 @@ Foreign = Any
 class Suite:
     """Tasks of an external package, as arguments of `train` with the same names.
 
-    `rows` contains one dict per task, with a `prompt` and the columns for the rewards. `reward_fns` is empty if
-    environments return the rewards.
+    `rows` has a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
     """
 
     rows: list[Row]

@@ -91,7 +91,6 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
 
 
 def _prompt(task: Foreign) -> Messages:
-    """Return the initial messages of a task."""
     data = task.data
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
@@ -102,7 +101,6 @@ def _prompt(task: Foreign) -> Messages:
 
 
 async def _run_episode(servers: Servers, task: Foreign, conversation: Conversation) -> None:
-    """Run an episode of the environment, with the policy as its agent."""
     v1, environment = import_extra(V1, PACKAGE), servers.environment
     about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     try:

@@ -74,10 +74,7 @@ class MalformedCall(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON from untrusted input.
-
-    Replaces lone surrogates. Raises ValueError for invalid JSON, Infinity, NaN and more than 100 levels of nesting.
-    """
+    """Parse untrusted JSON. Replaces lone surrogates. Raises ValueError for Infinity, NaN and over 100 nested levels."""
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
         if "\\ud" in text.lower():  # files and tokenizers reject lone surrogates
@@ -227,7 +224,6 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
 
 
 def _example(schema: Json) -> Any:
-    """Return an example value of a JSON schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type")

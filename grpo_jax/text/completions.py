@@ -119,7 +119,6 @@ class CachedTokenizer:
 
 
 def _prefill(prompt: str | Messages) -> str:
-    """Return the assistant prefill at the end of a prompt, or "" if there is none."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return ""
     content = prompt[-1]["content"]

@@ -184,7 +184,6 @@ def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
-    """Return the names of the columns to tokenize."""
     for columns in (("input_ids",), ("prompt", "completion"), ("messages",), (text_field,)):
         if all(row.get(name) is not None for name in columns):
             return columns
@@ -192,7 +191,6 @@ def _columns_of(row: Json, text_field: str) -> tuple[str, ...]:
 
 
 def _ids_fault(row: Json) -> str:
-    """Return why token ids, labels or masks are invalid, or "" if they are valid."""
     for name in ("input_ids", "labels", *_MASKS):
         values = row.get(name, row["input_ids"])
         if not isinstance(values, list) or not values or not all(isinstance(x, int) for x in values):

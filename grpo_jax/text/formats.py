@@ -124,7 +124,6 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
 
 
 def _properties(schema: Json | None) -> Json:
-    """Return the schemas of a tool's arguments, keyed by name."""
     if not schema:
         return {}
     return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
@@ -177,7 +176,6 @@ def _is_called(written: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Remove special tokens."""
     return _SPECIAL.sub("", text)
 
 

@@ -36,8 +36,7 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
       `Prompts` with tokens [B, P] int32, padded with 0, and lengths [B] int32.
 
     Raises:
-      ValueError: if there are no prompts, if a prompt is empty or longer than `length`, or if an id is not an integer
-        in 0..2³¹−1.
+      ValueError: if there are no prompts, a prompt is empty or too long, or an id is not an integer in 0..2³¹−1.
 
     Example:
       >>> prompts = make_prompts([[5, 6, 7], [8]])
@@ -62,7 +61,6 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
 
 
 def _id_array(ids: object, where: str) -> np.ndarray:
-    """Convert the token ids of one prompt to an array. Raises ValueError if they are invalid."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{where} must be a non-empty list of token ids; got {show(ids)}; use encode_prompts")
@@ -121,8 +119,7 @@ def encode_prompts(
     `on_long_prompt` is "drop". Prompts are never truncated.
 
     Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, or if
-    the chat template rejects or omits a message, as many templates do with unknown roles. `argument` is the name of the
-    dataset in error messages.
+    the chat template rejects or omits a message. Messages start with `argument`, the name of the dataset.
     """
     if on_long_prompt not in ("error", "drop"):
         raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")

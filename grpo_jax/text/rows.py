@@ -72,7 +72,6 @@ def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], 
 
 
 def _row_fault(row: object, first: Json) -> str:
-    """Return why a row of prompts is invalid, or "" if it is valid."""
     if not isinstance(row, Mapping):
         return f"must be a dict with a 'prompt'; got {show(row)}"
     if "prompt" not in row:
@@ -120,7 +119,6 @@ def messages_fault(value: object, column: str) -> str:
 
 
 def _message_fault(message: object) -> str:
-    """Return why a message is invalid, or "" if it is valid."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         return f"a message must be a dict with 'role' and 'content': {_PROMPT}"
     if not isinstance(message["role"], str):
@@ -187,8 +185,8 @@ def _filled(template: str, row: Json, where: str) -> str:
             continue
         value = _column(row, name)
         if value is _ABSENT or spec or conversion:
-            names = sorted(map(str, row))
-            raise ValueError(f"prompt: {where} has no column {name!r}; its columns are {names}; {_BRACES}")
+            names = f"{where} has the columns {sorted(map(str, row))}"
+            raise ValueError(f"prompt: {{{name}}} must name a column, without a format; {names}; {_BRACES}")
         if value is None:
             raise ValueError(f"prompt: {{{name}}} is None in {where}; set a value or remove the row")
         parts.append(str(value))

@@ -131,7 +131,6 @@ def _read_described(source: Json, argument: str) -> list[object]:
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:
-    """Load a split of a hub dataset with the package `datasets`."""
     problem = f"{argument}={name!r} is not a file, and"
     try:
         import datasets
@@ -197,7 +196,6 @@ def _read_csv(path: Path, argument: str) -> list[object]:
 
 
 def _read_jsonl(path: Path, argument: str) -> list[object]:
-    """Read one JSON object from each non-empty line."""
     rows: list[object] = []
     for number, line in enumerate(_read_lines(path, argument), start=1):
         if not line.strip():

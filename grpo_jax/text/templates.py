@@ -7,8 +7,7 @@ user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
          ▲ placeholder     ▲ closing token; the observation is the text after it
 ```
 
-Only the text after the closing token is used. Changes that a template makes to earlier turns (many remove reasoning)
-therefore have no effect.
+Only the text after the closing token is used, so a template's changes to earlier turns (reasoning) have no effect.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ class ChatTemplate:
         return ids if drawn is None or drawn in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
-        """Raise ValueError unless the template supports multi-turn rollouts.
-
-        It must render the tools and messages of all `roles`, and end the policy's turn with an EOS.
-        """
+        """Raise ValueError unless the template renders tools and all `roles`, and ends turns with an EOS."""
         if self.source is None:
             raise ValueError(
                 "multi-turn rollouts need a chat template, but the tokenizer has none; set tokenizer.chat_template or"
@@ -141,7 +137,7 @@ class ChatTemplate:
     def turn_of(self, message: Message) -> tuple[str, bool]:
         """Render an assistant message, and remove the generation prompt from its start.
 
-        Also returns whether the whole prompt was there: many templates open <think> in the generation prompt, but omit
+        Also returns whether the whole prompt was removed: many templates open <think> in the generation prompt, but omit
         the reasoning of earlier turns. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])

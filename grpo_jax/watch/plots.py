@@ -154,10 +154,7 @@ def _values(lines: Sequence[Line], name: str) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Smooth [n] values with a centered Gaussian kernel of standard deviation `width`.
-
-    NaN values are excluded from the averages and stay NaN.
-    """
+    """Smooth [n] values with a Gaussian kernel of standard deviation `width`. NaN values are excluded and stay NaN."""
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)
     there = np.isfinite(values)
@@ -192,8 +189,7 @@ _STYLE: Any = {  # matplotlib's type stubs list every key
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
     """Draw the panels of a run from the lines of `metrics.jsonl`. `only` selects panels by their titles.
 
-    Curves with at least `SMOOTHED` values are smoothed, with the raw values in a paler color. Legends show the last
-    value of each curve.
+    Curves with at least `SMOOTHED` values are smoothed; their raw values are paler. Legends show the last values.
     """
     import matplotlib
     from matplotlib.figure import Figure

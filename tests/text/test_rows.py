@@ -45,9 +45,9 @@ def test_a_template_of_messages():
 @pytest.mark.parametrize(("shape", "said"), [
     ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
     ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to old names"),
-    ({"prompt": "{quetsion}"}, r"prompt: data row 0 has no column 'quetsion'; its columns are \['question'"),
-    ({"prompt": "{question.x}"}, r"prompt: \{question.x\} is not a column"),
-    ({"prompt": "{question!r}"}, r"prompt: \{question\} is not a column"),
+    ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} must name a column, .*; data row 0 has the columns \['question'"),
+    ({"prompt": "{question.x}"}, r"prompt: \{question.x\} must name a column"),
+    ({"prompt": "{question!r}"}, r"prompt: \{question\} must name a column"),
     *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),
     ({"prompt": [{"role": "user", "content": 7}]}, "^prompt must be a string or messages"),
     *(({"prompt": template}, f"^prompt='{template}'") for template in ("{question", "a } b")),

@@ -184,7 +184,7 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
     heights = [float(point.split(",")[1]) for point in found["curves"][0][1:].split("L")]
     assert len(heights) == 3
     assert heights[0] > heights[1] > heights[2], "the reward rises from step to step, and y grows downwards"
-    assert found["times"] == ["rollout", "12.0 s", "72.7 %", "update", "3.0 s", "18.2 %", "other", "1.5 s", "9.1 %"]
+    assert found["times"] == ["rollout", "12.0 s", "72.7%", "update", "3.0 s", "18.2%", "other", "1.5 s", "9.1%"]
     # In the order of the run, then descending, ascending and as before; missing values are last.
     as_run = ["-0.5", "0.5"] * 6
     assert found["advantages"] == [as_run, ["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, as_run]
