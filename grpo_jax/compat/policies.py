@@ -57,7 +57,7 @@ def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
 
 
 def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
-    """Add new adapters to a policy, as configured by a `peft.LoraConfig`.
+    """Add new adapters to a policy, as configured by a `peft.LoraConfig`. Raises ValueError for unsupported fields.
 
     `target_modules` must be "all-linear" or a list of names, such as "q_proj" or "self_attn.q_proj".
     """

@@ -69,7 +69,7 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
 def read_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file as a checkpoint, without reading its weights.
 
-    Raises ImportError if `gguf` is missing or transformers is too old, and ValueError for invalid files.
+    Raises ImportError if `gguf` is missing or transformers is too old, and ValueError for damaged or unsupported files.
     """
     with _parsed(path) as (reader, header):
         row, raw = read_header(header)

@@ -69,9 +69,8 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: directory, name of a model on the hub (at HF_ENDPOINT if it is set), or GGUF file (needs `pip
-        install 'grpo_jax[gguf]'`). A directory or an installed package with a GGUF file also works. Quantized tensors
-        (GGUF, bitsandbytes NF4, MXFP4) are dequantized.
+      name_or_directory: directory, name on the hub (at HF_ENDPOINT if it is set), or GGUF file (its path, directory or
+        installed package; requires `grpo_jax[gguf]`). GGUF, bitsandbytes NF4 and MXFP4 tensors are dequantized.
       dtype: compute dtype, "float32" or "bfloat16". Norms, softmax and logits are always computed in float32.
       param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.

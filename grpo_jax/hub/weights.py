@@ -96,12 +96,9 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_tensors(
     directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], raw: Json, *, tied: bool
 ) -> list[str]:
-    """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model.
-
-    If `tied`, a stored LM head is ignored, because the embedding is used instead.
-    """
+    """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
-    heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []
+    heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []  # the embedding is used instead
     unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # older files store the RoPE frequencies
     prefixes = LAYOUTS[layout_of(stored)] if has_vision(raw) else ("",)
     inside = {name for name in stored if name.startswith(prefixes)}

@@ -75,7 +75,6 @@ class _FromRow:
 
 
 def _without_exceptions(outcomes: list[Any]) -> list[Any]:
-    """Return `outcomes`. Raises `PartialRewards` if any of them is an exception."""
     faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if faults:
         raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)

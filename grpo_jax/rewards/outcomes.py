@@ -115,13 +115,10 @@ def read_number(item: Any) -> float | str:
 
 
 class RewardParts(NamedTuple):
-    """Rewards from one function for the turns of one completion, or for its tokens if `per_token` is True.
+    """Rewards from one function for the turns of one completion, or for its tokens if `per_token` is True."""
 
-    `completion` is a prompt-major index and `function` an index in 0..K−1.
-    """
-
-    completion: int
-    function: int
+    completion: int  # prompt-major index
+    function: int  # index in 0..K−1
     per_token: bool
     values: list[float]
 

@@ -117,7 +117,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Penalize completions near the maximum length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
-    L_max is `max_completion_len`, L_cache is `soft_punish_cache`, and |y| includes the EOS (arXiv 2503.14476, eq. 13).
+    L_max is `max_completion_len`, L_cache is `soft_punish_cache`; |y| includes the EOS. DAPO, arXiv 2503.14476, eq. 13.
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(f"soft_punish_cache must be in 0..{max_completion_len}; got {soft_punish_cache}")

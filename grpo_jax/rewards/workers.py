@@ -57,7 +57,7 @@ def isolated(
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
     Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. Define the function at the top level of a module other than the running script.
+    this process. The function must be at the top level of a module, not of the running script; otherwise the run ends.
 
     An error (exception, exceeded limit, crashed worker) affects only the completions of its call. Processes started by
     a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the

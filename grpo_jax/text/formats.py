@@ -1,7 +1,6 @@
 """Tool call formats. For each, `FORMATS` has a parser and a function that recognizes its chat templates.
 
-The parsed text is untrusted. Parsing takes linear time and never raises. For each malformed call, `Parsed.problems`
-contains a message for the policy.
+The parsed text is untrusted. Parsing takes linear time and never raises. `Parsed.problems` reports malformed calls.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class ChatTemplate:
     def turn_of(self, message: Message) -> tuple[str, bool]:
         """Render an assistant message, and remove the generation prompt from its start.
 
-        Also returns whether the whole prompt was removed: many templates open <think> in the generation prompt, but omit
-        the reasoning of earlier turns. Raises ValueError if the template rejects the message.
+        Also returns whether the whole prompt was removed: many templates open <think> in the generation prompt, but
+        omit the reasoning of earlier turns. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)

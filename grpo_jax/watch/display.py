@@ -36,10 +36,7 @@ _ESCAPES: dict[int, int | str] = {
 
 
 def escape_controls(text: str) -> str:
-    r"""Replace characters that control the terminal or reorder text with visible escapes such as ␛ or `\u202e`.
-
-    The replaced characters are control characters (except newline and tab), bidirectional controls and surrogates.
-    """
+    """Replace control characters (except newline and tab), bidirectional controls and surrogates with visible escapes."""
     return text.translate(_ESCAPES)
 
 
@@ -117,7 +114,6 @@ class Display:
             self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Display the metrics of a logged step."""
         self._lines = format_metrics(metrics, max(step - self._logged, 1) / self._updates)
         if self._lines[1]:
             self._logged = step

@@ -329,10 +329,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 
 
 def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:
-    """Call each callback with a copy of the metrics as Python scalars. Returns whether one raised `StopRun`.
-
-    Other exceptions propagate with a note that contains the index of the callback.
-    """
+    """Call each callback with a copy of the metrics as Python scalars. Returns whether one raised `StopRun`."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
     stop = False
     for i, callback in enumerate(callbacks):

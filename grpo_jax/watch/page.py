@@ -1,8 +1,7 @@
 """The report of a run: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
 The page does not need a server, and its content security policy forbids requests. Data is embedded as escaped JSON and
-inserted as text, never as markup. Its size is bounded: curves have at most `POINTS` values, and completions are shown
-for `STEPS` steps, up to `COMPLETION_BYTES` in total.
+inserted as text, never as markup. Its size is bounded by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def short_number(number: float, unit: str = "") -> str:
 
 
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str) -> str:
-    """Describe the sizes of a run in three lines. `state_bytes` is the size of the `TrainState`."""
+    """Describe the sizes of a run in three lines. `state_bytes` is the size of the state, `device` the device kind."""
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
     if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block

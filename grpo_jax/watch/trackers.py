@@ -42,7 +42,6 @@ class Tracker:
         self._close = close
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the finite metrics of a step."""
         self._log(step, {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)})
 
     def __enter__(self) -> Tracker:
