@@ -36,7 +36,7 @@ _ESCAPES: dict[int, int | str] = {
 
 
 def escape_controls(text: str) -> str:
-    """Replace control characters (except newline and tab), bidirectional controls and surrogates with visible escapes."""
+    """Replace control characters (except newline and tab), bidirectional controls and surrogates with escapes."""
     return text.translate(_ESCAPES)
 
 
