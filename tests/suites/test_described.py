@@ -80,5 +80,5 @@ def test_errors_name_the_key(tmp_path, text, message):
 def test_a_suite_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.utils", None)
-    with pytest.raises(ValueError, match=r"data: reasoning_gym: reasoning-gym is needed .* pip install reasoning-gym"):
+    with pytest.raises(ValueError, match=r"data: reasoning_gym: reasoning-gym is required .*pip install reasoning-gym"):
         suite_of({"reasoning_gym": "chain_sum"})
