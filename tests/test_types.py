@@ -20,6 +20,7 @@ def traces_of(models, params, tokens):
     return [apply(as_argument(model), params, tokens) for model in models], len(count)
 
 
+@pytest.mark.quick
 def test_equal_models_are_compiled_once_and_other_ones_again():
     model, params = tiny_model()
     same = type(model)(model.config)
@@ -37,18 +38,3 @@ def test_the_base_of_an_adapter_is_an_argument_and_not_a_constant():
     (one, other), traces = traces_of([LoraModel(base, model), LoraModel(doubled, model)], adapters, tokens)
     assert traces == 1
     assert not jnp.array_equal(one, other)
-
-
-@pytest.mark.quick
-def test_a_custom_model_keeps_its_attributes():
-    class Own:
-        width = 3
-
-        def apply(self, variables, tokens):
-            return tokens
-
-    own = Own()
-    wrapped = as_argument(own)
-    assert (wrapped.width, as_argument(wrapped)) == (3, wrapped)
-    assert jax.tree.leaves(wrapped) == []
-    assert as_argument(own) == wrapped

@@ -48,6 +48,10 @@ def array(entry):
     return np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"]).reshape(entry["shape"])
 
 
+def dequantized(name):
+    return np.frombuffer(base64.b64decode(GOLDEN[name]["float32"]), np.float32).reshape(GOLDEN[name]["shape"])
+
+
 def in_memory(x):
     return computed(Path(), x.shape, lambda first, count: x[first : first + count], x.dtype)
 
@@ -124,9 +128,8 @@ def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["k_proj", "o_proj", "v_proj"])
 def test_tensors_of_bitsandbytes_are_the_weights_that_pytorch_dequantizes(name):
-    golden = GOLDEN[name]
-    weights = np.frombuffer(base64.b64decode(golden["float32"]), np.float32).reshape(golden["shape"])
-    (plain,) = find_plain({f"w{part}": in_memory(array(x)) for part, x in golden["parts"].items()}).values()
+    weights = dequantized(name)
+    (plain,) = find_plain({f"w{part}": in_memory(array(x)) for part, x in GOLDEN[name]["parts"].items()}).values()
     np.testing.assert_array_equal(plain.rows(0, len(weights)), weights)
     np.testing.assert_array_equal(plain.rows(3, 2), weights[3:5])
 
@@ -136,11 +139,10 @@ def test_a_checkpoint_of_bitsandbytes_is_read_plain_or_with_its_own_codes(checkp
     plain, held = from_pretrained(directory), from_pretrained(directory, quantize="nf4")
     assert "quantization_config" not in plain.config
     for name in ("k_proj", "v_proj"):
-        golden = GOLDEN[name]
-        weights = np.frombuffer(base64.b64decode(golden["float32"]), np.float32).reshape(golden["shape"])
+        weights = dequantized(name)
         np.testing.assert_array_equal(kernel(plain, "self_attn", name), weights.T)
         again = kernel(held, "self_attn", name)
-        np.testing.assert_array_equal(again.codes.ravel(), array(golden["parts"][""]).ravel())
+        np.testing.assert_array_equal(again.codes.ravel(), array(GOLDEN[name]["parts"][""]).ravel())
         np.testing.assert_allclose(again.rows(jnp.float32), weights, rtol=0.02)  # scales are nested again
 
 

@@ -31,7 +31,7 @@ def _logits(model, params, head, tokens):
 
 
 class StandIn:
-    """`with StandIn(policy) as server:` serves at `server.url`; `requests` has (path, body, headers) of all.
+    """`with StandIn(policy) as server:` serves at `server.url`; `requests` has (path, body) of all.
 
     Attributes:
       fault: `fault(path, body, n)` of the n-th request: None, a status, "hang", "drop" (the connection), "abort",
@@ -41,9 +41,9 @@ class StandIn:
       drawn: (version of the weights, body) of each completion, in the order of their requests.
     """
 
-    def __init__(self, base, *, key=None, room=LENGTH, raw=False, deaf_head=False, version=True):
-        self.base, self.key, self.room, self.raw = base, key, room, raw
-        self.deaf_head, self.says_version = deaf_head, version
+    def __init__(self, base, *, key=None):
+        self.base, self.key, self.room, self.raw = base, key, LENGTH, False
+        self.deaf_head, self.says_version = False, True
         self.requests, self.fault, self.port, self.most = [], lambda path, body, n: None, 0, 0
         self.drawn, self.late, self.max_logprobs = [], 0, 20
         self._at_once, self._lock = 0, threading.Lock()
@@ -77,7 +77,7 @@ class StandIn:
                 one.shutdown(socket.SHUT_RDWR)
 
     def posts(self, path):
-        return [body for asked, body, _ in self.requests if asked.split("?")[0] == path]
+        return [body for asked, body in self.requests if asked.split("?")[0] == path]
 
     def answer(self, path, body):
         """(status, content) of a request."""
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server_of
         with server._lock:
             n = len(server.requests)
-            server.requests.append((self.path, body, dict(self.headers)))
+            server.requests.append((self.path, body))
         if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
             return self.send(401, {"error": "Unauthorized"})
         fault = server.fault(self.path, body, n)

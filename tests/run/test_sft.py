@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from test_teacher import Pairs
 from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, SFTConfig, save_pretrained, sft, train
@@ -224,10 +225,6 @@ def test_examples_that_begin_alike_are_dealt_out_evenly():
 
 
 def test_an_object_that_only_has_apply_learns():
-    class Pairs:
-        def apply(self, variables, tokens):
-            return variables["params"]["logits"][tokens]
-
     policy, losses = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer()), []
     config = settings(max_steps=10, learning_rate=0.5, packing=True)
     sft(policy, ROWS, config, callbacks=[lambda step, m: losses.append(m["loss"])])

@@ -133,11 +133,9 @@ def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
         {"prompt": [user(" hi\n"), assistant("<think>hm</think>yes?"), user("bye")]},
         {"prompt": [user("hi"), assistant("<think>hm</think>"), {"role": "human", "content": " "}, user("bye")]},
         {"prompt": [user("hi"), {"role": "tool", "content": None, "tool_calls": [{}]}]},
-        {"prompt": [user("hi"), assistant("So")]},
     ]
     texts = [tokenizer.decode(ids) for ids in lib.encode_prompts(rows, tokenizer).token_ids]
     assert texts[0] == "<s>user:hi</s><s>assistant:yes?</s><s>user:bye</s><s>assistant:"
-    assert texts[3] == "<s>user:hi</s><s>assistant:So"
     strict = make_tokenizer(
         chat_template="{% if 'hi' not in messages[0].content %}{{ raise_exception('?') }}{% endif %}x"
     )
