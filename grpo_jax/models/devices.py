@@ -200,6 +200,16 @@ def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramC
 
     `arguments` is the size in bytes per device of arguments that the caller counts separately, such as the params.
     """
+    key = hash((lowered.as_text(), arguments))  # `plan` needs the update twice
+    if key not in _costs:
+        _costs[key] = _compile(lowered, arguments)
+    return _costs[key]
+
+
+_costs: dict[int, ProgramCost] = {}
+
+
+def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
     begin = time.monotonic()
     try:
         compiled = lowered.compile()

@@ -1,4 +1,4 @@
-"""Memory estimates of a run's largest programs, and the default of `gradient_checkpointing` based on them."""
+"""The memory of a run's largest programs, and the default of `gradient_checkpointing` based on it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from grpo_jax.models.sharding import (
     split_sharding,
     tree_sharding,
 )
+from grpo_jax.models.streams import devices_of
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
 from grpo_jax.types import Batch, Params, as_argument
 from grpo_jax.update.objective import sampling_of
-from grpo_jax.update.programs import update_bytes, update_calls
+from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
-
-FILLED = 0.7
-"""Fraction of a device's memory that the estimate may use. The rest is for temporaries that it does not include."""
 
 COMPILED = 0.9
 """Fraction of a device's memory that the compiler's figure may use. The rest is for fragmentation."""
@@ -35,17 +33,16 @@ COMPILED = 0.9
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
 
-    Activations are kept if they fit in memory together with the state and the caller's params. `peak_bytes` is an upper
-    estimate, since it includes everything that a traced forward pass keeps. If it does not fit, the update is compiled
-    to compare the compiler's figure. With several processes, the smallest memory determines the choice for all.
+    Activations are kept if the compiled update fits in memory together with the state and the caller's params. On CPUs
+    they are always kept, since packed sequences are short there. With several processes, the smallest memory determines
+    the choice for all.
     """
     if run.config.gradient_checkpointing is not None:
         return run
     kept, limits = _with_recomputation(run, recompute=False), gather_objects(memory)
-    if None not in limits:
-        least = min(limits)
-        if peak_bytes(kept) <= FILLED * least or compiled_peak_bytes(kept) <= COMPILED * least:
-            return kept
+    on_cpu = all(device.platform == "cpu" for device in devices_of(run.policy.params))
+    if on_cpu or (None not in limits and compiled_peak_bytes(kept) <= COMPILED * min(limits)):
+        return kept
     return _with_recomputation(run, recompute=True)
 
 
@@ -56,15 +53,12 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
     return dataclasses.replace(run, config=config, policy=policy, updater=updater)
 
 
-def peak_bytes(run: Run) -> int:
-    """Estimate the peak memory of an update per device, in bytes, without compiling it."""
-    held, state, batch = _held(run)
-    return held + update_bytes(run.updater, state, batch)
-
-
 def compiled_peak_bytes(run: Run) -> int:
     """Return the peak memory of an update per device, in bytes, as reported by the compiler."""
-    held, state, batch = _held(run)
+    state, batch = abstract_arrays(run)
+    held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
+    if run.teaching is not None:
+        held += device_bytes(run.teaching.teacher, run.mesh)
     arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return held + added_bytes(run, state, batch, cost)
@@ -80,7 +74,7 @@ def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
-    """Return the shapes of the initial state and of a minibatch. Without a mesh, only the params have shardings."""
+    """Return the initial state and a minibatch as abstract arrays. Without a mesh, only the params have shardings."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -93,17 +87,11 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
     return state, placed_shapes(batch, split_sharding(batch, run.mesh))
 
 
-def _held(run: Run) -> tuple[int, TrainState, Batch]:
-    """Return the bytes that stay allocated per device between programs, and the shapes of the state and a minibatch."""
-    state, batch = abstract_arrays(run)
-    held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
-    if run.teaching is not None:
-        held += device_bytes(run.teaching.teacher, run.mesh)
-    return held, state, batch
-
-
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """Return the call of a rollout's largest decode program; None without a KV cache, or if an engine samples."""
+    """Bind a rollout's largest decode program to abstract arguments (see `decode_call`).
+
+    Returns None for a model without a KV cache, or if an engine samples.
+    """
     config = run.config
     if run.sampler is not None:
         return None

@@ -1,4 +1,4 @@
-"""The largest compiled functions of an update, with the shapes of their arguments, for planning without arrays."""
+"""The largest compiled functions of an update, bound to abstract arguments, for planning without arrays."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.extend.core import Var
 
-from grpo_jax.models.scoring import read_prompts, score_packed
-from grpo_jax.models.sharding import abstract, device_bytes, place_of, shard_count, split_sharding, tree_sharding
-from grpo_jax.types import Batch, Params
-from grpo_jax.update.objective import count_totals, sampling_of
+from grpo_jax.models.sharding import abstract, place_of, shard_count, split_sharding, tree_sharding
+from grpo_jax.types import Batch
+from grpo_jax.update.objective import count_totals
 from grpo_jax.update.packed import Packed, PackedUpdater, add_gradients, score_part, zero_gradients
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.step import Updater, score_padded, update_padded, zeros_like
+from grpo_jax.update.step import Updater, score_padded, update_padded
 
 Tree = TypeVar("Tree")
 
 
 class UpdateCalls(NamedTuple):
-    """Calls of the largest compiled functions of an updater, for completions of the maximum length T.
+    """The largest compiled functions of an updater, bound to abstract completions of the maximum length T.
 
     Attributes:
       update: gradient of one part of a minibatch, or the whole step if completions are padded.
@@ -33,7 +31,7 @@ class UpdateCalls(NamedTuple):
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
-    """Return the calls of an updater with shapes as arguments. `state` and `batch` contain arrays or shapes."""
+    """Return the `UpdateCalls` of an updater. `state` and `batch` may contain arrays or `ShapeDtypeStruct`s."""
     scored_by = state.params if state.ref_params is None else state.ref_params
     if not isinstance(updater, PackedUpdater):
         scores = functools.partial(score_padded, updater, scored_by, batch.prompts, batch.tokens, batch.mask)
@@ -54,7 +52,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
 
 
 def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Packed:
-    """Return the shapes of a part of a minibatch with completions of the maximum length T."""
+    """Return an abstract part of a minibatch with completions of the maximum length T."""
     _, _, each = updater.count_parts(state.params, batch)
     rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
     part: Batch = jax.tree.map(lambda x: np.zeros((rows, *x.shape[1:]), x.dtype), batch.replace(counted=None))
@@ -65,38 +63,9 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
     return _placed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed), updater.mesh)
 
 
-def update_bytes(updater: Updater, state: TrainState, batch: Batch) -> int:
-    """Estimate the additional memory of an update per device, in bytes: gradients and stored activations.
-
-    Activations are those of a part's prompts and of one packed sequence, estimated from the residuals of a traced
-    forward pass. Compiled programs store fewer, since cheap operations are recomputed: on an H100, three quarters for
-    Qwen3-1.7B and 16 completions of 512 tokens.
-    """
-    if not isinstance(updater, PackedUpdater):  # the residuals of other models are unknown
-        return 0
-    part, sampling = abstract_part(updater, state, batch), sampling_of(updater.config)
-    streams, _, _ = updater.count_parts(state.params, batch)
-
-    def forward(params: Params, updater: PackedUpdater, part: Packed) -> list[jax.Array]:
-        def scores(params: Params) -> tuple[jax.Array, jax.Array]:
-            prompts = part.batch.prompts
-            read = read_prompts(updater.model, params, prompts)
-            return score_packed(updater.model, params, read, prompts.lengths, part.sequence(0), sampling)[:2]
-
-        return jax.tree.leaves(jax.vjp(scores, params)[1])
-
-    arguments = abstract((state.params, updater, part))
-    traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
-    inputs = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
-    kept = {x: at for x, at in zip(traced.jaxpr.outvars, shapes, strict=True) if isinstance(x, Var) and x not in inputs}
-    activations = sum(x.size * x.dtype.itemsize for x in kept.values()) // shard_count(updater.mesh)
-    gradients = device_bytes(jax.eval_shape(zeros_like, state.params), updater.mesh)
-    return streams * (gradients + activations)
-
-
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to shapes. On a mesh, params are sharded according to the table and other arrays along prompts.
-    Without a mesh, the sharding is that of arrays computed from `source`."""
+    """Add shardings to abstract arrays. On a mesh, params are sharded according to the table and other arrays along
+    prompts. Without a mesh, they get the sharding of arrays that are computed from `source`."""
     if mesh is None:
         at = place_of(source)
         return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)
@@ -107,6 +76,6 @@ def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -
 
 
 def _at(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """Return a shape with the given sharding, unless it already has one."""
+    """Return an abstract array with the given sharding, unless it already has one."""
     sharding = getattr(x, "sharding", None) or sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
