@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
         usage = f"{prog} {usage}"
         super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
         self.keys = keys
-        self._positionals.title, self._optionals = "arguments", self._positionals  # one section for both kinds
+        self._positionals.title, self._optionals = "arguments", self._positionals  # positional and optional ones
         self.add_argument("-h", "--help", action="help", help="show this help")
         for key in keys:
             names = dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}"))

@@ -244,7 +244,7 @@ class GRPOTrainer:
         """Add a callback.
 
         Args:
-          callback: function of (step, metrics); see `train`. Also an instance or subclass of transformers'
+          callback: function of (step, metrics), or an instance or subclass of transformers'
             `TrainerCallback` with `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
         """
         callback = callback() if isinstance(callback, type) else callback

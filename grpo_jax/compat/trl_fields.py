@@ -221,8 +221,8 @@ def trl_names(
     """Rename the metrics of a line, except "step", to TRL's names. `parts` are the names of evaluation datasets.
 
     Example:
-      >>> trl_names({"step": 3, "loss": 0.5, "eval/right": 1.0, "eval/hard/reward": 0.0}, ["right"], ["hard"])
-      {'loss': 0.5, 'eval_rewards/right/mean': 1.0, 'eval_hard_reward': 0.0}
+      >>> trl_names({"step": 3, "loss": 0.5, "eval/exact": 1.0, "eval/hard/reward": 0.0}, ["exact"], ["hard"])
+      {'loss': 0.5, 'eval_rewards/exact/mean': 1.0, 'eval_hard_reward': 0.0}
     """
     rewards, named = set(reward_names), {}
     for name, number in metrics.items():

@@ -196,7 +196,7 @@ def _phi3(header: Header, raw: Json) -> Json:
 
 
 def _olmo(header: Header, raw: Json) -> Json:
-    """Return the additional keys of Olmo 3, which has sliding windows. Olmo 2 needs none."""
+    """Return the additional keys of Olmo 3, which has sliding windows. Olmo 2 has no additional keys."""
     if not (window := header.get("attention.sliding_window")):
         return {}
     usual = [(i + 1) % 4 for i in range(raw["num_hidden_layers"])]

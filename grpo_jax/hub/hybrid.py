@@ -80,7 +80,7 @@ def gemma4(keys: Keys) -> Fields:
     """Return the fields of Gemma 4."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
-    windows = (*windows[:-1], None)  # as in transformers, the last layer always has full attention
+    windows = (*windows[:-1], None)  # transformers always uses full attention in the last layer
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0
     if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:

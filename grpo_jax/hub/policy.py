@@ -134,7 +134,7 @@ class NnxModel:
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None for None."""
+    """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None if there is none."""
     if tokenizer is None:
         return None
     attributes = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]

@@ -56,7 +56,7 @@ class Loading:
             raise ValueError(f"quantize={self.quantize!r} requires adapters; set lora to a rank or omit quantize.")
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
-        """Return the shapes of the trained params and of the frozen base. The latter is None without adapters."""
+        """Return the shapes of the trained params and of the frozen base (None if there are no adapters)."""
 
         def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]

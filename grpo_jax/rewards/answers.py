@@ -65,7 +65,7 @@ _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;
 def final_number(text: str) -> Fraction | None:
     r"""Return the number that is the final answer of a completion or solution, or None if there is none.
 
-    This is the last marked number, as in `#### 18`, `\boxed{18}` or `<answer>18</answer>`. If nothing is marked, it is
+    This is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`). If nothing is marked, it is
     the last number after "the answer is", else the last number. Marked text must contain one number or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
     (`1e6`) are supported; number words are not.

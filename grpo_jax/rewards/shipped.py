@@ -31,7 +31,7 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
     If the column is None, the completion is not scored. `extract` selects the answer in the completion. A regular
     expression selects the first group of its last match, or the whole match if it has no groups (`.` matches line
-    breaks). A function maps the completion to the answer or None. If `extract` is None, the whole completion is used.
+    breaks). A function returns the answer, or None if not found. If `extract` is None, the whole completion is used.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")

@@ -92,7 +92,7 @@ def isolated(
     if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
     if not hasattr(os, "killpg") or (memory_mb is not None and not sys.platform.startswith("linux")):
-        raise ValueError(f"isolated needs a POSIX system, and memory_mb needs Linux; got {sys.platform}")
+        raise ValueError(f"isolated requires a POSIX system, and memory_mb requires Linux; got {sys.platform}")
     return _IsolatedFunction(fn, timeout, memory_mb, workers, completions_per_call)
 
 

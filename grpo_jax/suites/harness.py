@@ -48,8 +48,8 @@ class Conversation:
         self.failed: set[str] = set()
         self._seen = list(map(_role_and_text, prompt))  # prefix of the messages in every request
         self._ids = map("call_{}".format, itertools.count())
-        self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # the policy's turns; None when it ends
-        self._replies: asyncio.Queue[str | Results | None] = asyncio.Queue()  # the episode's replies; None when it ends
+        self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # the policy's turns, then None
+        self._replies: asyncio.Queue[str | Results | None] = asyncio.Queue()  # the episode's replies, then None
 
     @property
     def policy_ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""OpenEnv: environments on an HTTP server, with one session per completion."""
+"""Environments on an OpenEnv server, with one session per completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reasoning-gym: more than a hundred procedurally generated tasks with verifiers."""
+"""More than a hundred procedurally generated tasks with verifiers, from the `reasoning-gym` package."""
 
 from __future__ import annotations
 

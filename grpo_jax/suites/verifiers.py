@@ -132,7 +132,7 @@ async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
 
 
 class VerifiersEnv:
-    """The environment of one completion: an episode of a task (see `verifiers`)."""
+    """Environment of one completion, which runs an episode of a task (see `verifiers`)."""
 
     def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
         self._servers, self._tasks = servers, tasks

@@ -159,7 +159,7 @@ class ChatTemplate:
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
     def opening_token(self, role: str) -> int | None:
-        """Return the EOS that ends a turn and also opens a message of `role` (GLM-4's <|user|>), or None."""
+        """Return the EOS that ends a turn and opens a message of `role` (GLM-4's <|user|>), or None if none does."""
         try:
             end = self._end_of_turn(role, _MARK)
         except ValueError:

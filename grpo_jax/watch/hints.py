@@ -1,7 +1,7 @@
 """Hints: messages about problems visible in the logged metrics, with the config fields that address them.
 
-A hint is a pure function of the logged lines and the config, and returns a message or None. `HINTS` lists all hints;
-`Hints` applies them to each new line and reports each one once. A resumed run first replays the lines in its files.
+A hint is a pure function of the logged lines and the config. It returns a message, or None if there is no problem.
+`Hints` applies all `HINTS` to each new line and reports each hint once. A resumed run first replays the logged lines.
 """
 
 from __future__ import annotations

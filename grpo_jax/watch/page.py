@@ -140,7 +140,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    found = f"{total:,} completions of {len(at):,} steps" if kept < total else "no others"
+    found = f"{total:,} completions of {len(at):,} steps" if kept < total else "no other completions"
     return steps, f"completions.jsonl contains {found}"
 
 

@@ -55,7 +55,7 @@ DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
 
 
 class Curve(NamedTuple):
-    """A metric in a panel: label, key of `COLORS`, values [n] (NaN if missing), and smoothed values [n] or None."""
+    """A metric in a panel: label, key of `COLORS`, values [n] (NaN if missing), smoothed values [n] (None if few)."""
 
     label: str
     color: str

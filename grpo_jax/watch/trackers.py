@@ -88,7 +88,7 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
     for name in names:
         import_extra(_PACKAGES[name], _PACKAGES[name])
     if "tensorboard" in names and run_dir is None:
-        raise ValueError(f"report_to = {config.report_to!r} needs a directory for TensorBoard's files; pass run_dir")
+        raise ValueError(f"report_to = {config.report_to!r} requires a directory for TensorBoard's files; pass run_dir")
     return names
 
 

@@ -85,7 +85,7 @@ def test_environment_variables_and_an_active_run_of_wandb(packages, tmp_path, mo
 
 
 def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="report_to = 'tensorboard' needs a directory"):
+    with pytest.raises(ValueError, match="report_to = 'tensorboard' requires a directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb is required but cannot be imported"):
