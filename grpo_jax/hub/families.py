@@ -27,7 +27,7 @@ from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return Qwen's sliding windows, by default in the layers from `max_window_layers` on. Returns None if disabled."""
+    """Return Qwen's sliding windows, by default for layers from `max_window_layers` on. Returns None if disabled."""
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
     windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None

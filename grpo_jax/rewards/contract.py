@@ -174,7 +174,7 @@ _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects may be large or shared."""
+    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects may be large, so they are not copied."""
     kind = type(value)
     if kind in _IMMUTABLE:
         return value
