@@ -341,6 +341,6 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     if targets and targets != ["all-linear"]:
         lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
     elif targets is None:
-        note = "by default all projections get adapters, in PEFT those of the model family; list them explicitly"
+        note = "by default, all projections get adapters, but PEFT selects them by model family; list them"
         missing["lora_target_modules"] = note
     return lora

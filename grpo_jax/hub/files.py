@@ -97,7 +97,7 @@ def write_json(path: Path, content: Json) -> None:
 class StoredTensor:
     """A tensor of a checkpoint that is read on demand, in slices along the first axis (rows).
 
-    `read(start, count)` returns elements start..start+count-1 in C order, [count]; both are multiples of the row size.
+    `read(start, count)` returns elements start..start+count-1 in C order, [count]. Both are multiples of the row size.
     `offset` is the byte offset of the elements in `file`, or None if `file` does not store them in C order.
     """
 

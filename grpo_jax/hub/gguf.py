@@ -156,7 +156,7 @@ def _end_ids(fields: Json) -> list[int]:
 
 
 def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
-    """Return a tensor of a file as float32. A read dequantizes only the blocks that it needs."""
+    """Return a tensor of a file as float32. Only the blocks of the requested rows are dequantized."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 

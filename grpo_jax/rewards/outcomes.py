@@ -29,7 +29,7 @@ class PartialRewards(RewardError):
 
     def __init__(self, values: Scores, faults: Faults):
         index, fault = next(iter(faults.items()))
-        which = "all completions: it" if index is None else f"{len(faults)} of {len(values)}: completion {index}"
+        which = "all: the function" if index is None else f"{len(faults)} of {len(values)}: completion {index}"
         super().__init__(f"missing rewards of {which} {describe_fault(fault)}")
         self.values = list(values)
         self.faults: Faults = dict(faults)

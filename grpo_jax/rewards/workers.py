@@ -162,7 +162,7 @@ class _IsolatedFunction:
         self._finalizer = weakref.finalize(self, _stop, pool)
         self._finalizer.atexit = False  # pebble stops the workers at exit
         if self._schedule(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
-            problem = f"its worker process ended or did not load it within {START_SECONDS:g} s"
+            problem = f"the worker process ended or did not load the function within {START_SECONDS:g} s"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         return pool
 
@@ -197,7 +197,7 @@ class _IsolatedFunction:
         except (ValueError, TypeError, KeyError, RecursionError):
             return _unscored(count, _NO_REPLY)
         if not loaded:
-            problem = f"its worker process could not load it ({kind}: {message})\n{lines}"
+            problem = f"the worker process could not load the function ({kind}: {message})\n{lines}"
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         if not kind:
             return _unscored(count, message)

@@ -41,7 +41,7 @@ def reasoning_gym(
       task: name of the task.
       size: number of rows.
       seed: seed of the dataset.
-      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`, which ask for `<answer>`.
+      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS` (they ask for `<answer>`).
       answer_tag: name of the tag. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, this is
         "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
       timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). If None, this process

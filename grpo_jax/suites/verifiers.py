@@ -22,8 +22,8 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in `verifiers` servers. The tools of a task use one server per completion; those of a taskset
-    use one per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
+    Tools (`toolsets`) run in `verifiers` servers. Tools of a task use one server per completion, tools of a taskset one
+    per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
     limits on tokens, remote tools and `@intercept` hooks are not supported.
 
     Args:

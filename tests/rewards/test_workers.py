@@ -256,11 +256,14 @@ def test_a_function_that_workers_cannot_import_ends_the_run(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     fn = isolated(importlib.import_module("here_and_gone").reward, timeout=10)
     for source, message in (
-        ("raise OSError('no such thing here')", r"could not load it \(OSError: no such thing here\)\n.*Traceback"),
-        ("import os; os._exit(5)", "ended or did not load it within 60 s"),
+        (
+            "raise OSError('no such thing here')",
+            r"could not load the function \(OSError: no such thing here\)\n.*Traceback",
+        ),
+        ("import os; os._exit(5)", "ended or did not load the function within 60 s"),
     ):
         module.write_text(source, encoding="utf-8")
-        with pytest.raises(SetupError, match=rf"(?s)reward function 'reward': its worker process {message}"):
+        with pytest.raises(SetupError, match=rf"(?s)reward function 'reward': the worker process {message}"):
             score(clipped(fn), on_error="none")
 
 
