@@ -368,11 +368,11 @@ def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name:
             color=pick("start" if i == 0 else "policy"),
         )
     axes.set_title(f"{name.capitalize()} on prompts that no training saw", loc="left", fontsize=12, color=theme.ink)
-    axes.set_xlabel("steps of training by GRPO", fontsize=10, color=theme.grey)
+    axes.set_xlabel("steps of training by GRPO", fontsize=10, color=theme.gray)
     axes.set_ylim(0, 1.05)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, colors=theme.grey, length=0)
+    axes.tick_params(labelsize=9, colors=theme.gray, length=0)
     axes.spines[:].set_visible(False)
 
 

@@ -324,14 +324,14 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
     ):
         right.axvline(value, color=color("high"), lw=2, linestyle=style, label=f"{name}: {value:.2f}")
     left.set_title("Probability of each number as the first guess", loc="left", fontsize=12, color=LIGHT.ink)
-    left.set_xlabel("number", fontsize=10, color=LIGHT.grey)
+    left.set_xlabel("number", fontsize=10, color=LIGHT.gray)
     right.set_title("Share of games that took so many guesses", loc="left", fontsize=12, color=LIGHT.ink)
-    right.set_xlabel(f"guesses ({LIMIT}: the lost games too)", fontsize=10, color=LIGHT.grey)
+    right.set_xlabel(f"guesses ({LIMIT}: the lost games too)", fontsize=10, color=LIGHT.gray)
     right.set_xticks(range(1, LIMIT + 1))
     for axes in (left, right):
         axes.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.tick_params(labelsize=9, colors=LIGHT.grey, length=0)
+        axes.tick_params(labelsize=9, colors=LIGHT.gray, length=0)
         axes.spines[:].set_visible(False)
     figure.legend(
         *right.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, labelcolor=LIGHT.ink

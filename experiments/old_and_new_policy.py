@@ -187,7 +187,7 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
     grid = figure.subplots(len(panels), len(REUSE) - 1, sharex=True, sharey="row")
     for column, reuse in enumerate(REUSE[1:]):
         grid[0, column].set_title(f"{reuse} updates from each rollout", loc="left", fontsize=11, color=LIGHT.ink)
-        grid[-1, column].set_xlabel("rollouts", color=LIGHT.grey)
+        grid[-1, column].set_xlabel("rollouts", color=LIGHT.gray)
         for axes, (metric, title) in zip(grid[:, column], panels.items(), strict=True):
             once = curves[REUSE[0], "clipped"]["reward"]
             rollouts = np.arange(1, len(once) + 1)
@@ -198,10 +198,10 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
                 axes.plot(rollouts, curves[reuse, way][metric], color=color(meaning), lw=1.8, label=label)
             axes.set_yscale("linear" if metric == "reward" else "symlog", **({} if metric == "reward" else SYMLOG))
             axes.grid(color=LIGHT.grid)
-            axes.tick_params(colors=LIGHT.grey, which="both", length=0)
+            axes.tick_params(colors=LIGHT.gray, which="both", length=0)
             axes.spines[:].set_visible(False)
             if column == 0:
-                axes.set_ylabel(title, color=LIGHT.grey)
+                axes.set_ylabel(title, color=LIGHT.gray)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", pil_kwargs={"compress_level": 9})

@@ -46,7 +46,7 @@ class Theme(NamedTuple):
 
     page: str
     ink: str
-    grey: str
+    gray: str
     grid: str
 
 
@@ -178,10 +178,10 @@ _COLUMNS, _LETTERS = 3, 62
 _STYLE: Any = {  # matplotlib's type stubs list every key
     "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
-    "axes.labelcolor": LIGHT.grey, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",
+    "axes.labelcolor": LIGHT.gray, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",
     "axes.titlesize": 11, "axes.titleweight": "bold", "legend.borderaxespad": 0.2, "legend.fontsize": 8,
-    "legend.frameon": False, "legend.labelcolor": LIGHT.ink, "xtick.color": LIGHT.grey, "xtick.labelsize": 8,
-    "xtick.major.size": 0, "ytick.color": LIGHT.grey, "ytick.labelsize": 8, "ytick.major.size": 0,
+    "legend.frameon": False, "legend.labelcolor": LIGHT.ink, "xtick.color": LIGHT.gray, "xtick.labelsize": 8,
+    "xtick.major.size": 0, "ytick.color": LIGHT.gray, "ytick.labelsize": 8, "ytick.major.size": 0,
 }
 # fmt: on
 
