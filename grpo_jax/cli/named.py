@@ -154,3 +154,18 @@ def in_folder(name: str, folder: Path) -> str:
     """Return the path of `name` in `folder` if it exists. Otherwise, return `name`, which may be a name on the hub."""
     path = folder / Path(name).expanduser()
     return str(path) if path.exists() else name
+
+
+def from_current_directory(value: object) -> object:
+    """Return a value of the command line in which paths that exist in the current directory are absolute.
+
+    Only strings that look like paths, with a slash or a suffix, are changed.
+    """
+    if isinstance(value, list):
+        return [from_current_directory(item) for item in value]
+    if isinstance(value, dict):
+        return {key: from_current_directory(item) for key, item in value.items()}
+    file, colon, name = value.rpartition(":") if is_reference(value) else (value, "", "")
+    if not isinstance(file, str) or not ("/" in file or Path(file).suffix) or not Path(file).expanduser().exists():
+        return value
+    return f"{Path(file).expanduser().resolve()}{colon}{name}"

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 from grpo_jax.cli.keys import FIELDS, GROUPS, RENAMED, RUN_KEYS
-from grpo_jax.cli.named import find, in_folder, is_reference, resolve_source, reward_function, server_of
+from grpo_jax.cli.named import (
+    find,
+    from_current_directory,
+    in_folder,
+    is_reference,
+    resolve_source,
+    reward_function,
+    server_of,
+)
 from grpo_jax.cli.yaml12 import parse_value, read_file
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Count, In, Positive, read, unknown_field
@@ -124,7 +132,9 @@ def read_run(
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
     folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
-    values |= {name: parse_value(name, text) for name, text in (overrides or {}).items()}
+    for name, text in (overrides or {}).items():
+        value = parse_value(name, text)
+        values[name] = value if name == "run_dir" else from_current_directory(value)
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.of("", _read_stages, stated) or ("grpo",)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_jax.cli.named import find, resolve_source, reward_function, server_of
+from grpo_jax.cli.named import find, from_current_directory, resolve_source, reward_function, server_of
 from grpo_jax.engines import vllm
 from grpo_jax.text.rows import load_rows
 
@@ -96,3 +96,13 @@ def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
         rows_of("squad", folder)
     with pytest.raises(FileNotFoundError, match=r"data.*none'"):
         rows_of({"path": "none"}, folder)
+
+
+def test_paths_of_the_command_line_may_be_relative_to_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("judge.py", "rows.jsonl", "auto"):
+        (tmp_path / name).touch()
+    given = ["rows.jsonl", "other.jsonl", "auto", 1e-6, {"judge.py:score": 2}, ["judge.py:score"]]
+    assert from_current_directory(given) == [
+        f"{tmp_path}/rows.jsonl", "other.jsonl", "auto", 1e-6, {"judge.py:score": 2}, [f"{tmp_path}/judge.py:score"]
+    ]  # fmt: skip
