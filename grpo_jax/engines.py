@@ -1,4 +1,4 @@
-"""vLLM servers in a training run: `vllm` builds a sampler, `vllm_scorer` a teacher."""
+"""Use of vLLM servers in training: `vllm` builds a sampler, and `vllm_scorer` builds a teacher."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def vllm(
         VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 \\
             --logprobs-mode processed_logprobs --max-model-len 2048
 
-    Before each batch the server loads the weights: adapters under a new name for each version, or all weights from
-    files. Before and after the batch, the log-probs of a text of 65 tokens are compared between server and trainer.
+    Before each batch, the server loads the current weights. Adapters are loaded under a new name per version; full
+    weights are read from files. Before and after the batch, the log-probs of a 65-token probe verify the weights.
 
     Args:
       base_url: URL of the server, such as "http://host:port".
       model: name of the base model on the server; "" selects its only model.
       directory: directory to which the weights are written. The server must be able to read it under the same path. If
         None, /dev/shm is used if it exists, else the system's directory for temporary files.
-      tolerance: maximum mean difference between the two sides' log-probs of that text, in nats per token. If None, 1e-4
-        for models with dtype float32 and 0.05 for others; a server with `--dtype bfloat16` differs by about 0.01.
+      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, 1e-4 for models
+        with dtype float32 and 0.05 for others; a server with `--dtype bfloat16` differs by about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
         unavailable server.

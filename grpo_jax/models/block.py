@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return rotated queries and keys [B, G, T, heads, d], values, and the gate; None for what the layer lacks."""
+        """Return rotated queries and keys [B, G, T, heads, d], values, and the gate. Missing arrays are None."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         rope, table = c.rope, context.tables[0]

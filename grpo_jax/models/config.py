@@ -92,7 +92,7 @@ class TransformerConfig:
     num_kv_heads: int  # number of key and value heads; divides num_heads
     head_dim: int
     rms_norm_eps: float = 1e-6  # added to the mean square
-    tie_word_embeddings: bool = True  # whether the output head is the embedding
+    tie_word_embeddings: bool = True  # whether the output head shares the embedding's weights
     max_position_embeddings: int = 32768  # context length of the checkpoint
     rope: Rope = dataclasses.field(default_factory=Rope)  # rotary embedding of layers with full attention
     local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None uses `rope`
@@ -144,7 +144,7 @@ class TransformerConfig:
     # (`fused_step`). "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh over which fused attention and experts are sharded; None for one device
-    float32_sums: bool | None = None  # compute bfloat16 products in float32 (`matmul`); None selects the faster option
+    float32_sums: bool | None = None  # sum bfloat16 products in float32 (`matmul`); None selects the faster option
     # Without a cache, run layers of the same kind, or of a repeated pattern, in a loop that is compiled once. Needs an
     # additional copy of the layers' weights at run time.
     loop_layers: bool = False
@@ -258,7 +258,7 @@ class DecodeStep:
         )
 
     def with_slots(self, slots: int, *, of: int) -> DecodeStep:
-        """Return the cost model of a step that reads `slots` slots per completion, given that this one reads `of`."""
+        """Return a copy scaled to `slots` slots per completion. `of` is the number that `self` assumes."""
         return dataclasses.replace(self, own=self.own * slots / of)
 
     def cost(self, groups: int, width: int) -> float:

@@ -58,7 +58,7 @@ class Segments:
     ```
     """
 
-    number: jax.Array  # [A, N] int32 segment of each token
+    number: jax.Array  # [A, N] int32 segment index of each token; -1 for padding
     position: jax.Array  # [A, N] int32, counted from the segment's first token
     prompt: jax.Array  # [A, M] int32 index into the device's shard of a `Prefix`, which has B / A prompts
     longest: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens of a segment
@@ -84,7 +84,7 @@ class Context(flax.struct.PyTreeNode):
     layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer embedding of the tokens (Gemma 4)
 
     def pick(self, x: jax.Array) -> jax.Array:
-        """Select token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...]; return x if `last` is None."""
+        """Return token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...], or x if `last` is None."""
         if self.last is None:
             return x
         return jnp.take_along_axis(x, jnp.expand_dims(self.last, tuple(range(1, x.ndim))), axis=2)

@@ -57,8 +57,7 @@ def fused_attention(
     """Compute attention over visible keys, [A, H_kv, N, R, d]; zeros for queries without visible keys.
 
     q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks`, [H_kv, R]
-    float32, is the score of an additional key without value in each head. Forward-mode differentiation is not
-    supported.
+    float32, is the score of an additional key without value in each head. No forward-mode derivative.
     """
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
@@ -83,7 +82,7 @@ def fused_attention(
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
-    """Map a function of one tile and head over arrays [A, H, ...]. A shared last array is [A, ...]."""
+    """Map a function of one tile and head over axes A and H. If `last_is_shared`, the last argument has no axis H."""
 
     def mapped(*arrays: Any) -> Any:
         axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
@@ -237,9 +236,10 @@ def _call(
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel on `count` tiles of queries or keys (None: all), starting at tile `first`.
+    """Run a kernel on `count` tiles of queries or keys, starting at tile `first`.
 
-    If `parts` > 1, each tile is shared by `parts` programs, and outputs have a leading axis [parts, ...].
+    If `count` is None, all tiles are used. If `parts` > 1, each tile is shared by `parts` programs, and outputs have a
+    leading axis [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns

@@ -33,7 +33,7 @@ FEWEST_PROGRAMS = 96
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a decode step has a kernel. `keys` are the numbers of slots of the cache and of the prompts."""
+    """Return whether a decode step has a kernel. `keys` contains the slot counts of the cache and of the prompts."""
     if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
         return False
     whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0

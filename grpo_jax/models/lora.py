@@ -2,7 +2,7 @@
 
 An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank, without a merged copy of W.
 `LoraModel` is a model whose params are the adapters. B is initialized to 0, so the policy initially equals the base.
-The reference is a copy of the adapters, or of those of several syncs (`reference_of`), so the base is stored once.
+The reference is a copy of the adapters, or of several syncs' adapters (`reference_of`), so the base is stored once.
 
 ```
 params of a Transformer                        adapters ("params" of a LoraModel)

@@ -25,7 +25,7 @@ def matmul(
 ) -> jax.Array:
     """Return x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
-    The result is accumulated and returned in `dtype` (None: the dtype of x and w). Gradients have the dtype of x and w.
+    The result is accumulated and returned in `dtype`. If `dtype` is None, it is the dtype of x and w, as in gradients.
     With `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded.
     """
     if float32_sums:
@@ -129,8 +129,7 @@ def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.P
     """Contract one axis of each of two matrices in float32.
 
     XLA's CPU backend uses matrix units (Intel AMX) for bfloat16 matrices if the result is float32, no operand is a
-    transpose, and the left operand is contracted over its last axis. Otherwise, it first converts both operands to
-    float32.
+    transpose, and the left operand is contracted over its last axis. Otherwise, both operands are converted to float32.
     """
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -104,8 +104,8 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 
     There are few shapes, since each one needs a compiled program. Fused attention uses two sizes. The cost of attention
     with stored scores depends on the block size and on the number of previous blocks that a block reads. It uses one
-    shape for completions of any length, one if all completions have T tokens, one for short completions, and, for
-    batches of few sequences, one of half the size with half the block size.
+    shape for completions of any length, a second if all completions have T tokens, a third for short completions, and,
+    for batches of few sequences, a fourth with half the size and half the block size.
 
     Args:
       tokens: largest number of tokens of a packed sequence, unless the longest completion needs more.
@@ -133,7 +133,7 @@ def best_shape(
 ) -> SequenceShape:
     """Return the shape with the fewest tokens for lengths [B, G]. Ties select the shape for the shortest completions.
 
-    On each device, every `neighbours` consecutive prompts are packed separately; None packs all prompts together.
+    On each device, every `neighbours` consecutive prompts are packed separately. If None, all are packed together.
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
@@ -159,9 +159,10 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     size, block, longest, whole = shape
     b, g, t = mask.shape
     lengths = lengths_of(mask)
-    if lengths.max(initial=0) > size or size % block:
+    n = lengths.max(initial=0)
+    if n > size or size % block:
         raise ValueError(
-            f"size must be a multiple of {block} and at least the longest completion, {lengths.max()}; got {size}."
+            f"size must be a multiple of {block} and at least the length of the longest completion ({n}); got {size}."
         )
     if whole and longest == t and t % block == 0 and (lengths == t).all():
         # If T divides N, each completion is one block. It reads no previous block, so no keys are copied.
@@ -169,8 +170,7 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # A bound on S keeps arrays [S, T] small compared with logits [N, V]. Completions of four tokens can still fill a
-    # sequence.
+    # Keep arrays [S, T] small compared with logits [N, V], but let completions of four tokens fill a sequence.
     most = max(8, min(size // 4, 32 * size // longest))
     flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)

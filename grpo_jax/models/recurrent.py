@@ -124,7 +124,7 @@ def _state_before(
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
     """Return the positions of inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before the first one.
 
-    For packed sequences, memory and tail are those of each block's prompt, [A, M, …].
+    For packed sequences, memory and tail [A, M, …] are taken from each block's prompt.
     """
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))

@@ -57,10 +57,10 @@ def chunked(
     chunk: int | None = None,
     compared: Comparison | None = None,
 ) -> Scores:
-    """Compute `Scores` [B, N] of tokens [B, N] from states [B, N, D], `chunk` (None: `CHUNK`) tokens at a time.
+    """Compute `Scores` [B, N] of tokens [B, N] from states [B, N, D], `chunk` tokens at a time.
 
-    A chunk has the same number of tokens from each prompt, so that each device computes the logits of its prompts. The
-    arrays of `compared` are [B, N, X].
+    If `chunk` is None, `CHUNK` is used. A chunk has the same number of tokens from each prompt, so that each device
+    computes the logits of its prompts. The arrays of `compared` are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
@@ -233,8 +233,8 @@ def score_packed(
 ) -> Scores:
     """Compute `Scores` [A, S, T] of the segments of a packed sequence, 0 past the end of each segment.
 
-    `read` and `lengths` [B] cover all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens of the
-    router loss; None disables it. The arrays of `compared` are [A, N, X]. Other arguments are as in
+    `read` and `lengths` [B] cover all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens included in
+    the router loss. If None, it is not computed. The arrays of `compared` are [A, N, X]. Other arguments are as in
     `score_completions`.
     """
     states, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
@@ -289,8 +289,7 @@ def completion_log_probs(
 ) -> jax.Array:
     """Compute the log-prob of each completion token given its prompt and the previous tokens.
 
-    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), where π is the sampling distribution with the same
-    settings.
+    l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), where π is the sampling distribution.
 
     Args:
       model: model of this package, or any `types.Model`.

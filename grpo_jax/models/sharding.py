@@ -130,7 +130,7 @@ def tree_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def device_bytes(tree: Params, mesh: Mesh | None) -> int:
-    """Return the size in bytes of params, or of their shapes, per device of a mesh, or in total without a mesh."""
+    """Return the size of concrete or abstract params in bytes per device of a mesh, or in total without a mesh."""
     leaves = jax.tree.leaves(tree)
     at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
     shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
@@ -308,7 +308,7 @@ def placed_shapes(tree: Tree, shardings: Params) -> Tree:
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a call of a jitted function. Arguments may be shapes, on devices that may be absent (`models.devices`)."""
+    """Lower a jitted function for bound arguments, which may be abstract and on absent devices (`models.devices`)."""
     function: Any = call.func
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     at = place_of((call.args, call.keywords))
@@ -322,13 +322,13 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 
 def place_of(tree: Params) -> jax.sharding.Sharding | None:
-    """Return the sharding of arrays computed from a tree: one device, replicated on a mesh, or None if unknown."""
+    """Return the sharding of arrays computed from a tree (replicated on its mesh), or None if it is unknown."""
     at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
 def mesh_of(tree: Params) -> Mesh | None:
-    """Return the mesh of the arrays or shapes in a tree, or None if they are on one device or are tracers."""
+    """Return the mesh of concrete or abstract arrays in a tree, or None for a single device and for tracers."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and mesh.size > 1 and not isinstance(leaf, jax.core.Tracer):

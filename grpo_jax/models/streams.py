@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """Return the devices of params or of their shapes; NumPy arrays and tracers have none."""
+    """Return the devices of concrete or abstract params. NumPy arrays and tracers have none."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):

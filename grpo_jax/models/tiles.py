@@ -82,7 +82,7 @@ class Tiles(flax.struct.PyTreeNode):
 
     keys: jax.Array  # [A, X, Y], indices of key tiles, visible ones first
     key_count: jax.Array  # [A, X], number of visible key tiles
-    queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the ones that read the key tile
+    queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
     query_count: jax.Array  # [A, Y], number of query tiles that read the key tile
 
 

@@ -136,10 +136,10 @@ def refill(
     *,
     settings: DecodeSettings,
 ) -> tuple[Stream, Drawn]:
-    """Replace the ended groups at indices `places` [B'] with new prompts, in a stream without its cache.
+    """Replace the ended groups at indices `places` [B'] with new prompts.
 
-    The cache is not modified: slots before the first slot of a new group are never read, and a recurrent layer starts
-    from the prompt's state when it processes the first token of a completion.
+    `stream` is passed without its cache, which is not modified: slots before the first slot of a new group are never
+    read, and a recurrent layer starts from the prompt's state when it processes the first token of a completion.
     """
     new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn

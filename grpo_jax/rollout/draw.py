@@ -46,9 +46,9 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
 def draw(
     u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw tokens [B, G] from logits [B, G, V] with uniforms [B, G, 2]; return them and their log-probs.
+    """Draw tokens [B, G] from logits [B, G, V] with uniforms [B, G, 2].
 
-    `together` is passed to `draw_tokens`.
+    Returns the tokens and their log-probs. `together` is passed to `draw_tokens`.
     """
     logits = process_logits(logits, sampling)
     return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
@@ -69,7 +69,7 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 def draw_next(
     model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw the tokens [B, G] after hidden states [B, G, D] with uniforms [B, G, 2]; return them and their log-probs."""
+    """Return tokens [B, G] drawn after hidden states [B, G, D] with uniforms [B, G, 2], and their log-probs."""
     sampling, mesh = settings.sampling, settings.mesh
 
     def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +112,7 @@ def ended_by(
 
 
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
-    """Return the automaton's state at the start of a turn; None without stop strings."""
+    """Return the automaton's state at the start of a turn, or None without stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 
 

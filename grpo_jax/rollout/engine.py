@@ -6,7 +6,7 @@ weights ─► written ─► loaded ─► probe ─► completions, one reques
                         └── server available again ◄─┘
 ```
 
-Before and after each batch, the log-probs of a probe (a text of 65 tokens) are compared between the server and the
+Before and after each batch, the log-probs of a probe (65 tokens) are compared between the server and the
 local model. A batch is used for training only if the server held the run's weights throughout.
 """
 
@@ -144,7 +144,7 @@ class Engine:
     ) -> Completions:
         """Return completions [B, G, T] with T = `max_completion_length`; see `run.sampler.Sampler`.
 
-        If `params` are only shapes, the params of the last call of `follow` are used. Raises EngineError if the server
+        If `params` are abstract, the params of the last call of `follow` are used. Raises EngineError if the server
         rejects a request or remains unavailable.
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -254,8 +254,8 @@ class Engine:
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
             raise EngineError(
-                f"{self._server.url} does not sample from the run's weights. After loading them, its log-probs of a"
-                f" text differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
+                f"{self._server.url} does not sample from the run's weights. After loading them, the probe's log-probs"
+                f" differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
                 f" is {version.tolerance:g}. Check that it serves the policy's base model. If its dtype differs from"
                 f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOTHING_LEARNED}"
             )
@@ -295,7 +295,7 @@ class Engine:
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     """Write adapters in PEFT's format, or all weights as safetensors. Return True if adapters were written.
 
-    A tied head is written under both names, because vLLM may hold it as two tensors and reloads only those it finds in
+    A tied head is written under both names, because vLLM may hold it as two tensors and reloads only the tensors in
     the files. All processes of a run must call this function together; only the first process writes.
     """
     adapters = isinstance(policy.model, LoraModel)
@@ -322,7 +322,7 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Return the token ids of the probe; 1, 2, … if the tokenizer is missing or gives too few different ids."""
+    """Return the probe's token ids. Returns 1, 2, … without a tokenizer, or if its text has too few distinct ids."""
     size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
     found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     found = [i for i in found if i < size]

@@ -69,11 +69,11 @@ class Client:
     def request(
         self, path: str, body: Json | None = None, *, busy: Sequence[int] = BUSY, most_bytes: int = SHORT
     ) -> Json:
-        """Send a POST, or a GET if `body` is None, and return the JSON object in the response; {} if it is not JSON.
+        """Send a POST, or a GET if `body` is None, and return the JSON object in the response.
 
-        After a status in `busy`, the request is repeated for at most `patience` seconds. Raises `Lost` if there is no
-        response in time, `Refused` if the status is not 200, and `EngineError` if the response has more than
-        `most_bytes` or invalid JSON.
+        Returns {} if the response is not JSON. After a status in `busy`, the request is repeated for at most `patience`
+        seconds. Raises `Lost` if there is no response in time, `Refused` if the status is not 200, and `EngineError` if
+        the response has more than `most_bytes` or invalid JSON.
         """
         end, pause, aborts = time.monotonic() + self.patience, 0.1, self._aborts
         while True:
@@ -108,7 +108,7 @@ class Client:
             _shut_down(opened)
 
     def _key(self) -> str:
-        """Return the server's API key; "" if it is not set."""
+        """Return the server's API key, or "" if it is not set."""
         key = os.environ.get(self._env, "").strip() if self._env else ""
         if not (key.isascii() and key.isprintable()):  # http.client would include it in its error message
             raise EngineError(f"{self.base_url}: the environment variable {self._env} must be printable ASCII")

@@ -47,7 +47,7 @@ def _is_log_prob(token: str, value: Any) -> bool:
 
 
 def find_misfit(value: Any, schema: Any, at: str) -> str:
-    """Describe the first mismatch between a JSON value and a schema; "" if the value matches.
+    """Describe the first mismatch between a JSON value and a schema. Returns "" if the value matches.
 
     A schema is a `Kind`, [schema] for a list, or {name: schema} for an object with these fields.
     """
@@ -105,7 +105,7 @@ class VLLM:
         models = self._read("/v1/models", self.client.request("/v1/models"), _MODELS)["data"]
         names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
         if self._base and self._base not in names:
-            raise EngineError(f"model must be one of those served by {self.url} ({some(names)}); got {self._base!r}")
+            raise EngineError(f"model must be one of the models of {self.url} ({some(names)}); got {self._base!r}")
         if not self._base and len({one.get("root") for one in bases}) != 1:
             raise EngineError(f"{self.url} serves {some(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
@@ -139,7 +139,7 @@ class VLLM:
             self._reports_version = False
 
     def holds(self, version: str) -> bool:
-        """Return whether the server reports this version. True for adapters, which are selected by name per request."""
+        """Return whether the server reports this version. True for adapters, which each request selects by name."""
         if self._name == version or not self._reports_version:
             return True
         found = self._read("/weight_info", self.client.request("/weight_info"), {"weight_version": _TEXT})
@@ -210,11 +210,11 @@ class VLLM:
             raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(found)}")
         positions = [{int(i): float(one["logprob"]) for i, one in (entry or {}).items()} for entry in found[1:]]
         for token, position in zip(ids[1:], positions, strict=True):
-            if token not in position or len(position) < k:
-                raise EngineError(
-                    f"{self.url} must return {k} log-probs per position, and that of the token itself; got"
-                    f" {len(position)} at token {token}"
-                )
+            if len(position) < k:
+                n = len(position)
+                raise EngineError(f"{self.url} must return at least {k} log-probs per position; got {n} at {token}")
+            if token not in position:
+                raise EngineError(f"{self.url} returned no log-prob for the prompt token {token} itself")
         return positions
 
     def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:

@@ -5,7 +5,8 @@ token ids of a turn ──► text ──► tool calls, or respond(text) ──
 ```
 
 An episode is one completion with a separate environment. If a tool raises an error, the policy receives it as
-the tool's result. If an environment raises an error, the run or the episode ends (`on_environment_error`).
+the tool's result. If an environment raises an error, `on_environment_error` determines whether the run or
+only the episode ends.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Episode:
                 self.opening = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
-        """Return the token ids of the observation that follows a turn; None at the end of the completion."""
+        """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
         parsed, interaction, observation = self.note(ids), self._interaction, None
         if interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
@@ -116,7 +117,7 @@ class Episode:
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
-        """Return the environment's reward for the completion, or a list of rewards per turn; None for "not scored"."""
+        """Return the reward for the completion or a list of rewards per turn, or None if it is not scored."""
         if not hasattr(self.environment, "get_reward"):
             return None
         try:
@@ -142,7 +143,7 @@ class Episode:
         return self.before.prefill + continuation(decode(before), decode(np.append(before, ids)))
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
-        """Return the results of a turn's tool calls, or the environment's response; None at the end."""
+        """Return the results of a turn's tool calls, or the environment's response. Returns None at the end."""
         calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
@@ -156,7 +157,7 @@ class Episode:
         return results + [tool_message("", self._error(problem)) for problem in problems]
 
     def _answer_calls(self, parsed: Parsed) -> Messages | None:
-        """Return the results of tool calls from the environment's `answer_calls`; None at the end."""
+        """Return the results of tool calls from the environment's `answer_calls`, or None at the end."""
         names = [call.name for call in parsed.calls] + [""] * len(parsed.problems)
         message, problems = assistant_message(parsed), list(parsed.problems)
         results = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
@@ -192,7 +193,7 @@ class Episode:
         return as_text(f"Error: {problem}")
 
     def _respond(self, text: str) -> str | Messages | None:
-        """Call the environment's `respond` if it has one, and return the response; None at the end."""
+        """Return the response of the environment's `respond`, or None at the end or if `respond` does not exist."""
         if not hasattr(self.environment, "respond"):
             return None
         answer = self._guarded("respond", self.environment.respond, text)
@@ -216,7 +217,7 @@ class Episode:
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
         """Return the token ids of an observation after the last token `drawn` of a turn.
 
-        A text that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
+        An observation that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
         """
         if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
             return range(limit + 1)
@@ -331,7 +332,7 @@ class Episodes:
 
 
 def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
-    """Append the text that `reset` returned to a row's prompt; None if there is no text."""
+    """Append the text that `reset` returned to a row's prompt. Returns None if there is no text."""
     openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
     if len(openings) > 1:
         raise ValueError(

@@ -240,7 +240,7 @@ class _OneTurn:
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Replace ended groups with waiting prompts, in streams that have enough of them; return whether any was."""
+        """Replace ended groups with waiting prompts where a stream has enough of them. Returns whether any changed."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
         few = max(1, size // 4)  # prompts per refill of a stream; with fewer, the call costs more than it saves
         self.completions = self.completions.copy()  # `bursts` holds references to the old array

@@ -52,7 +52,7 @@ class Interaction:
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
-    """Return the schemas of tools for the chat template; None if there are no tools."""
+    """Return the schemas of tools for the chat template, or None if there are no tools."""
     return [tool.schema for tool in tools.values()] or None
 
 
@@ -66,7 +66,7 @@ class EnvironmentReward:
     def __call__(
         self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
     ) -> list[float | list[float] | None]:
-        """Return the rewards of the episodes; None for environments of a different class."""
+        """Return the rewards of the episodes, with None for environments of a different class."""
         if self._factories is None:
             return list(environment_rewards)
         pairs = zip(environment, environment_rewards, strict=True)
@@ -82,10 +82,10 @@ def make_interaction(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
 ) -> Interaction | None:
-    """Build the `Interaction` of a run from arguments of `train`; None without tools and environments.
+    """Build the `Interaction` of a run from arguments of `train`.
 
-    Each factory is called once. Raises a single ValueError that lists all problems, including problems of the rows and
-    the chat template.
+    Returns None without tools and environments. Each factory is called once. Raises a single
+    ValueError that lists all problems, including problems of the rows and the chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -244,7 +244,7 @@ class Played(NamedTuple):
 
     turns: list[tuple[bool, str]]  # (whether sampled by the policy, text) of each turn and observation
     messages: Messages  # turns and observations as messages, if the prompt is a conversation
-    reward: float | list[float] | str | None  # reward of the episode, or one per turn; None for "not scored"
+    reward: float | list[float] | str | None  # reward of the episode, or one per turn; None if not scored
     counts: EpisodeCounts
     lengths: Sequence[int] = ()  # number of tokens of each turn of the policy; () in records of older versions
 

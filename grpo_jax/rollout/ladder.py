@@ -109,7 +109,7 @@ class Ladder:
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the cache size after a move from layout `at` with `slots` slots; None if a move is not worth it."""
+        """Return the cache size after a move from layout `at` with `slots` slots, or None if a move is not worth it."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
@@ -139,7 +139,7 @@ class Ladder:
 
 
 def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """Return the (groups, width) of the layout after `last`; None if no layout is sufficiently cheaper.
+    """Return the (groups, width) of the layout after `last`, or None if no layout is sufficiently cheaper.
 
     Narrower groups read the keys and values of each prompt once. They are chosen if they are 25 % cheaper than the same
     number of single completions. Otherwise, the layout has single completions, whose numbers form a geometric series
@@ -180,8 +180,7 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
 def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
     """Return the number of streams for [groups, width] completions, a divisor of `groups`.
 
-    `each` is the number of streams per running thread. It is larger with several turns, since some streams wait for
-    answers.
+    `each` is the number of streams per running thread. With several turns it is larger, as some streams wait.
     """
     parts = min(groups, groups * width // STREAM_COMPLETIONS)
     most = max(1, min(parts, each * count_streams(params, groups)))

@@ -54,7 +54,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
 
 
 def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
-    """Return the shapes of the params that `decode` replaces with copies, and the shapes of the copies."""
+    """Return abstract arrays: the params that `decode` replaces with copies, and the copies."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -125,7 +125,7 @@ def decode_call(
 
 
 def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> tuple[Prompts, jax.Array]:
-    """Return the shapes of the prompts and keys of [groups, width] completions."""
+    """Return abstract prompts and keys of [groups, width] completions."""
 
     def make() -> tuple[Prompts, jax.Array]:
         indices, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
@@ -140,7 +140,7 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
 
 
 def _placed(tree: Tree, source: object) -> Tree:
-    """Return the shapes of a tree, with the sharding of the arrays of `source`."""
+    """Return the `ShapeDtypeStruct`s of a tree, with the sharding of the arrays of `source`."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 

@@ -33,7 +33,7 @@ class Table:
         return self.tokens.shape[1]
 
     def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append drawn tokens [B', G', N] to completions [B', G']; return which ended with an EOS or stop string."""
+        """Append drawn tokens [B', G', N] to completions [B', G']. Returns which of them ended by themselves."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
@@ -89,7 +89,7 @@ class Rollout:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh of the params; None on one device."""
+        """Mesh of the params, or None on one device."""
         return self.settings.mesh
 
     def rows(self, groups: np.ndarray) -> np.ndarray:

@@ -45,7 +45,7 @@ class Tool:
 
 
 def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
-    """Convert functions to a dict from name to `Tool`.
+    """Convert functions to a dict that maps names to `Tool`s.
 
     The functions or bound methods may be sync or async. As in TRL, each parameter needs a type hint and a description
     in the "Args:" section of the docstring, from which transformers' `get_json_schema` builds the schema. Raises a
@@ -68,7 +68,7 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
 
 
 def environment_tools(environment: object) -> dict[str, Tool]:
-    """Convert the public methods of an environment to a dict from name to `Tool`.
+    """Convert the public methods of an environment to a dict that maps names to `Tool`s.
 
     Inherited methods are included; `reset`, `respond`, `get_reward` and names with a leading underscore are not. If the
     environment has `answer_calls`, which receives whole turns, the tools are taken from its `tool_schemas` instead.
@@ -94,7 +94,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 
 
 def _read(function: Function, where: str, name: str | None = None) -> Tool | str:
-    """Convert a function to a `Tool`; return an error message if that fails. `name` is set for methods."""
+    """Return a function as a `Tool`, or an error message if that fails. `name` is set for methods."""
     from transformers.utils import get_json_schema
 
     if not callable(function):

@@ -220,7 +220,7 @@ class _Turns:
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _aligned_slot(self, counts: np.ndarray, width: int, least: int) -> int | None:
-        """Return the slot at which `width` tokens can be read without a move; None if a move is needed.
+        """Return the slot at which `width` tokens can be read without a move, or None if a move is needed.
 
         The last `counts` [B', G'] of the tokens are real. No move is needed if all completions end in the same slot and
         read the same number of tokens, as in games with turns of equal length, and the ring has enough slots. `_align`
@@ -234,7 +234,7 @@ class _Turns:
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return `Ladder.choose` for the next smaller layout; None if there is none or the completions do not fit."""
+        """Return `Ladder.choose` for the next smaller layout, or None if none exists or the completions do not fit."""
         last = self.at + 1 == len(self.ladder.shapes)
         return None if last else self.ladder.choose(self.at, self.completions >= 0)
 

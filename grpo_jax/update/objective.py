@@ -1,7 +1,7 @@
 """Loss of a part of a minibatch.
 
-Each loss is a sum divided by counts over the whole minibatch. The losses and gradients of the parts therefore add up to
-those of the minibatch, no matter how it is split.
+Each loss is a sum divided by counts over the whole minibatch. The parts' losses and gradients therefore add up to the
+minibatch's loss and gradient, no matter how it is split.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def loss_of(
             scores, part, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # The mean over parts, weighted by their tokens. Experts are balanced within each part, so this is the only term
-        # that depends on how a minibatch is split.
+        # The router loss is computed per part and averaged with weights proportional to the parts' token counts. It is
+        # the only term that depends on how a minibatch is split.
         share = scores.router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)

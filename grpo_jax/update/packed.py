@@ -66,8 +66,8 @@ class Packed(flax.struct.PyTreeNode):
 
     Attributes:
       batch: prompts [A·K, P] and their completions [A·K, G, T].
-      selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens are trained.
-      sequences: packed sequences [A, S, ...]: first those with a gradient, then those without, then unused ones.
+      selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens contribute to the loss.
+      sequences: packed sequences [A, S, ...]: first with a gradient, then without, then unused sequences.
       num_trained: [] int32 number of sequences with a gradient.
       num_used: [] int32 number of sequences with completions, at least 1.
       index: [] int32 index of the part in its minibatch.
@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
         )
 
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return the number of streams, the number of parts, and K, the number of prompts per part and device."""
+        """Return (streams, parts, K), where K is the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
         streams = count_streams(params, b)
@@ -263,7 +263,7 @@ def _read(
 
 
 def _dropout_key(updater: PackedUpdater, state: TrainState, part: Packed, i: jax.Array | int) -> jax.Array | None:
-    """Return the dropout key of a part's prompts (i = 0) or of its i-th sequence (i ≥ 1); None without dropout."""
+    """Return the dropout key of a part's prompts (i = 0) or of its i-th sequence (i ≥ 1), or None."""
     key = dropout_key(updater.model, state)
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, part.index), i)
 

@@ -24,9 +24,9 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       params: params θ of the policy, a pytree of float arrays.
-      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, those of the
-        next iteration). Their log-probs are stored by the sampler, or computed by the trainer if an engine samples.
-        None if an iteration has a single update, unless an engine samples during that update.
+      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, the
+        completions of the next iteration). Their log-probs are stored by the sampler, or computed by the trainer if an
+        engine samples. None if an iteration has a single update, unless an engine samples during that update.
       ref_params: params of the reference in the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
@@ -139,7 +139,7 @@ def create_state(
 
 
 def same_shapes(first: Params, second: Params) -> bool:
-    """Return whether two trees have the same shapes. A synced reference of adapters may differ from them."""
+    """Return whether two trees have arrays of the same shapes. A synced reference of adapters may differ from them."""
     return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
 
 
@@ -168,8 +168,8 @@ def finish_update(
     If `ok` ([] bool) is False because the loss or the gradient is not finite, params and optimizer state do not change
     and `skipped` is incremented. `step` is always incremented, so that schedule, data and keys do not depend on skipped
     updates. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
-    updates only. If `trained` is False because no token is trained, params and optimizer state do not change either,
-    although the optimizer's moments would. `sync_every` is None for a frozen reference; `sync_alpha` is α.
+    updates only. If `trained` is False (no token contributes to the loss), params and optimizer state do not change
+    either, although the optimizer's moments would. `sync_every` is None for a frozen reference. `sync_alpha` is α.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

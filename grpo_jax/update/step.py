@@ -91,7 +91,7 @@ def train_step(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Run one optimizer step of GRPO.
+    """Run one optimizer step of GRPO or SFT.
 
     Computes g = ∇ grpo_loss over the whole batch and θ ← optimizer(θ, g), and syncs the reference if it is due.
 
@@ -106,16 +106,16 @@ def train_step(
       config: a `GRPOConfig` or `SFTConfig`.
       on_policy: whether the current params sampled these completions. If True, `grpo_loss` does not use old log-probs
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
-      micro: shape (prompts, completions per prompt) of a micro-batch, divisors of B and G; None: one micro-batch.
+      micro: shape (prompts, completions per prompt) of a micro-batch, divisors of B and G. If None, the whole batch.
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
       teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
         provides only log-probs.
 
     Returns:
-      The next state and the metrics: those of `grpo_loss`, and `grad_norm` (before clipping), `update_skipped` (1 if
+      The next state and the metrics: the metrics of `grpo_loss`, `grad_norm` (before clipping), `update_skipped` (1 if
       the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 at the
-      first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token of
-      the batch is trained, all metrics except counts are NaN and only `step` (and the reference, if due) changes.
+      first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
+      contributes to the loss, all metrics except counts are NaN, and only `step` (and a due reference) changes.
 
     Example:
       A bigram model with nine params, and one step that makes token 2 more likely after token 1:
@@ -133,7 +133,7 @@ def train_step(
       >>> batch = Batch(prompts, tokens, mask, jnp.array([[1.0, -1.0]]), log_probs)
       >>> step = jax.jit(train_step, static_argnames=("optimizer", "config"))
       >>> state, metrics = step(state, batch, model=as_argument(Pairs()), optimizer=optimizer, config=config)
-      >>> state.params["logits"][1].tolist()  # token 1 is the prompt's last; the logit of 2 grows, that of 0 shrinks
+      >>> state.params["logits"][1].tolist()  # token 1 is the prompt's last; logit of 2 grows, logit of 0 shrinks
       [-0.25, 0.0, 0.25]
     """
     b, g, _ = batch.mask.shape
@@ -232,7 +232,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run the optimizer step with a minibatch's gradient and metric sums. Returns the new state and the metrics.
 
-    If no token is trained, averaged metrics are NaN and the params do not change.
+    If no token contributes to the loss, averaged metrics are NaN and the params do not change.
     """
     metrics = finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))

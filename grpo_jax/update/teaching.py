@@ -1,4 +1,4 @@
-"""Comparison of the policy's distributions with those of a teacher, computed on chunks of logits.
+"""Comparison of the policy's distributions with a teacher's, computed on chunks of logits.
 
 A teacher model runs on the same tokens in the same program as the policy. Its hidden states [tokens, D] are stored, and
 logits are computed one chunk at a time, like the policy's. Log-probs of an external teacher are part of the batch.
