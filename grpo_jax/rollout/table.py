@@ -33,7 +33,7 @@ class Table:
         return self.tokens.shape[1]
 
     def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append drawn tokens [B', G', N] to completions [B', G']. Returns which of them ended by themselves."""
+        """Append tokens [B', G', N] to completions [B', G']. Returns whether each ended with an EOS or stop string."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
