@@ -35,15 +35,16 @@ def vllm(
             --logprobs-mode processed_logprobs --max-model-len 2048
 
     Before each batch, the server loads the current weights. Adapters are loaded under a new name per version; full
-    weights are read from files. Before and after the batch, the log-probs of a 65-token probe verify the weights.
+    weights are read from files. To verify the weights, the server's and the trainer's log-probs of a 65-token probe are
+    compared before and after each batch.
 
     Args:
       base_url: URL of the server, such as "http://host:port".
-      model: name of the base model on the server; "" selects its only model.
-      directory: directory to which the weights are written. The server must be able to read it under the same path. If
-        None, /dev/shm is used if it exists, else the system's directory for temporary files.
-      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, 1e-4 for models
-        with dtype float32 and 0.05 for others; a server with `--dtype bfloat16` differs by about 0.01.
+      model: name of the base model on the server. If "", its only model is used.
+      directory: directory for the weights, which the server must be able to read under the same path. If None, /dev/shm
+        if it exists, otherwise the system's directory for temporary files.
+      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, 1e-4 for float32
+        models and 0.05 for others. A server with `--dtype bfloat16` differs by about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
         unavailable server.
@@ -89,7 +90,7 @@ def vllm_scorer(
       top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` of a
         run with `distillation_mode="topk_logits"`; values over 20 need `--max-logprobs`. If None, only the log-probs of
         the sampled tokens are requested, for `distillation_mode="sampled_token"`.
-      model: name of the teacher on the server, which may be an adapter; "" selects its only model.
+      model: name of the teacher on the server, which may be an adapter. If "", its only model is used.
       at_once: maximum number of concurrent requests. Use 1 for a server with `--enable-lora`, where vLLM 0.32 crashes
         on `prompt_logprobs` of two sequences in one batch.
       tokenizer: tokenizer of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which is compared with the

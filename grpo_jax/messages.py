@@ -59,7 +59,7 @@ def raise_all(what: str, problems: Sequence[str]) -> None:
 
 
 def _flat(problem: str) -> list[str]:
-    """Split a problem that is a message of `raise_all` into lines with its heading; return others as a single line."""
+    """Return the lines of a problem. A message of `raise_all` is split, and its heading is prepended to each line."""
     heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
     return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 

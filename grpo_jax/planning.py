@@ -52,7 +52,7 @@ class Plan:
     Attributes:
       device: kind of the devices.
       devices: number of devices in the mesh.
-      memory: memory of one device in bytes; None if unknown.
+      memory: memory of one device in bytes, or None if unknown.
       held: bytes per device that are in use during the whole run, keyed by part: "base" (frozen base model of
         adapters), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
         (the caller's params, unless donated).
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits in the memory of a device; None if the memory is unknown."""
+        """Whether the peak fits in the memory of a device, or None if the memory is unknown."""
         return None if self.memory is None else self.peak <= self.memory
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ def programs(
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
 
     Returns:
-      A dict from phase to lowered program: "update" (one packed sequence), for `train` also "rollout" (one burst of
+      Lowered programs, keyed by phase: "update" (one packed sequence), for `train` also "rollout" (one burst of
       decoding), and with `beta` also "reference". All completions have the full length T.
 
     Raises:
@@ -245,10 +245,10 @@ def _check(raw: Json, config: Config, loading: Loading) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """An abstract run of `train` or `sft`: shapes and shardings of its arrays, without values.
+    """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
 
-    `memory` is the memory of a device in bytes, None if unknown. `base` holds the frozen params of the base model of
-    adapters, `batch` the batch of an update. `rollout` is the largest decoding call, None for `sft`.
+    `memory` is the memory of a device in bytes, or None if unknown. `base` contains the frozen base model of adapters.
+    `batch` is the batch of an update. `rollout` is the largest decode program, or None for `sft`.
     """
 
     run: BaseRun
@@ -269,7 +269,7 @@ class AbstractRun:
         loading: Loading,
         memory: float | None = None,
     ) -> AbstractRun:
-        """Derive the run from the content of a config.json and a config, on the first of the given devices."""
+        """Build the run from the parsed config.json `raw`, on as many of the devices as `config.mesh` requires."""
         _check(raw, config, loading)
         mesh = make_mesh(config.mesh or {}, devices)
         used = list(mesh.devices.flat)
@@ -304,7 +304,7 @@ class AbstractRun:
         return Plan(device, self.mesh.size, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:
-        """Return the bytes per device that are in use during the whole run, as a dict from part to size."""
+        """Return the bytes per device that are in use during the whole run, keyed by part."""
         state = self.state
         parts = {
             "base": self.base,

@@ -43,14 +43,14 @@ class Policy:
     Attributes:
       model: a `Transformer` or any other `types.Model`.
       params: parameters of the model, a nested dict of arrays; `Donated` after `train(..., donate=True)`.
-      tokenizer: tokenizer from transformers; None if the checkpoint has none.
+      tokenizer: tokenizer from transformers, or None if the checkpoint has none.
       config: content of config.json.
-      generation_config: content of generation_config.json; {} if the file does not exist.
-      files: tokenizer files, a dict from name to bytes; saved unchanged unless `tokenizer` was replaced or modified.
+      generation_config: content of generation_config.json, empty if the file does not exist.
+      files: tokenizer files as bytes, keyed by name. Saved unchanged unless `tokenizer` was replaced or modified.
       extra_tensors: tensors of the checkpoint that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
       stacked_experts: whether the checkpoint stores each kind of expert weight of a layer as one stacked tensor.
-      loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes; None without `files`.
+      loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes, or None without `files`.
     """
 
     model: Any
@@ -89,7 +89,7 @@ class Policy:
         return (*self.eos_token_ids, 0)[0]
 
     def _values_of(self, name: str) -> list[Any]:
-        """Return a setting's values in the config files and the tokenizer, in order of precedence; None if missing."""
+        """Return a setting's values in the config files and the tokenizer, in order of precedence, None if missing."""
         files = (self.generation_config, self.config, self.config.get("text_config") or {})
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 

@@ -34,7 +34,7 @@ Json = Mapping[str, Any]
 """A JSON object, such as the content of a config.json."""
 
 Row = dict[str, Any]
-"""A row of a dataset: a dict from column to value, with the column `prompt`."""
+"""A row of a dataset: values keyed by column, with the column `prompt`."""
 
 Message = dict[str, Any]
 """A message of a conversation with `role` and `content`. Assistant messages may have `tool_calls`."""
@@ -90,7 +90,7 @@ class TeacherLogProbs(NamedTuple):
 
     Attributes:
       log_probs: [B, G, T] log-probs of the sampled tokens, floats ≤ 0 in nats; ignored where the mask is False.
-      top_ids: [B, G, T, k] ids of k distinct tokens, usually the most probable; None if only sampled tokens are scored.
+      top_ids: [B, G, T, k] ids of k distinct tokens, usually the most probable, or None for only sampled tokens.
       top_log_probs: [B, G, T, k] log-probs of `top_ids`, floats ≤ 0 in nats.
     """
 
@@ -111,12 +111,12 @@ class Batch(flax.struct.PyTreeNode):
         the old log-probs of the ratio, unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
         with samples of the current policy), neither is used and the ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
-        update (`Updater.score`); None if beta is 0.
-      initial_log_probs: [B, G, T] float32 log-probs under the initial policy; None if it is the reference policy.
+        update (`Updater.score`), or None if beta is 0.
+      initial_log_probs: [B, G, T] float32 log-probs under the initial policy, or None if it is the reference policy.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
-      old_log_probs: [B, G, T] float32 log-probs under the sampling policy, if an engine samples; otherwise None.
-      teacher_log_probs: [B, G, T] float32 teacher log-probs of sampled tokens; None if the update does not use them.
-      teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored; None if the update does not use them.
+      old_log_probs: [B, G, T] float32 log-probs under the sampling policy if an engine samples, otherwise None.
+      teacher_log_probs: [B, G, T] float32 teacher log-probs of sampled tokens, or None if not used.
+      teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored, or None if not used.
       teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs of `teacher_top_ids`, in nats.
     """
 
@@ -277,7 +277,7 @@ EnvironmentFactory = Callable[[], object]
 """A class or a function without arguments that returns the `Environment` of one completion."""
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
-"""One factory for all rows, or a dict from values of the column `environment` to factories."""
+"""One factory for all rows, or a dict of factories keyed by values of the column `environment`."""
 
 
 AdvantageFn = Callable[..., jax.Array]
@@ -296,7 +296,7 @@ AdvantageFn = Callable[..., jax.Array]
 | `turns` | [B, G, T] int32, turn index of each sampled token, starting at 0; −1 for other tokens |
 | `token_rewards` | [B, G, T, K] float32, rewards at the tokens that they belong to, as `turn_advantages` expects them |
 | `log_probs` | [B, G, T] float32 log-probs under the sampling policy, in nats; 0 for tokens that were not sampled |
-| `ref_log_probs` | [B, G, T] float32 log-probs under the reference policy; None if beta is 0 |
+| `ref_log_probs` | [B, G, T] float32 log-probs under the reference policy, or None if beta is 0 |
 | `step` | [] int32, number of completed optimizer steps |
 | `key` | typed PRNG key of the iteration, unchanged when the run is resumed |
 | `config` | the `GRPOConfig` (not an array) |
@@ -318,7 +318,7 @@ class Environment(Protocol):
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
-        """Return the observation that follows a turn without tool calls; None ends the completion.
+        """Return the observation that follows a turn without tool calls, or None to end the completion.
 
         `(text, reward)` also rewards the turn. `get_reward` is then required; its value is added to the last turn.
         """

@@ -253,7 +253,7 @@ class GRPOConfig(Settings):
         )
 
     def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the most prompts that `max_steps` steps may use, with refills; None if `max_steps` is not set."""
+        """Return the most prompts that `max_steps` steps can use, or None if it is not set. Includes refills."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes(num_devices)

@@ -108,7 +108,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "warmup_steps",
         lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
-        "must be an integer number of steps, or a fraction of all steps below 1",
+        "must be an integer, or a fraction of the total steps between 0 and 1",
     ),
     (
         "warmup_steps max_steps",

@@ -24,7 +24,7 @@ class In:
     interval: str
     fix: str
 
-    def fault(self, value: float) -> str:
+    def error(self, value: float) -> str:
         """Return an error message for a value outside the interval, otherwise ""."""
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
@@ -77,8 +77,8 @@ def read(kind: object, value: object) -> Read:
         options = get_args(kind)
         results: list[Read] = [(None, "")] if value is None and NoneType in options else []
         results += [read(option, value) for option in options if option is not NoneType]
-        faults = "; or ".join(fault for _, fault in results)
-        return next((result for result in results if not result[1]), (value, faults))
+        errors = "; or ".join(error for _, error in results)
+        return next((result for result in results if not result[1]), (value, errors))
     if get_origin(kind) is Literal:
         return _read_name(get_args(kind), value)
     if kind is bool:
@@ -111,14 +111,14 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
         number = math.inf
     if not math.isfinite(number):
         return value, f"must be a finite {noun}"
-    fault = bounds.fault(number) if bounds else ""
+    error = bounds.error(number) if bounds else ""
     if not whole:
-        return number, fault
+        return number, error
     if not isinstance(value, numbers.Integral):
         return value, "must be an integer, not float" + (f"; use {number:.0f}" if number == int(number) else "")
-    if not fault and number > 2**31 - 1 and (bounds is None or "inf" in bounds.interval):  # steps are counted in int32
+    if not error and number > 2**31 - 1 and (bounds is None or "inf" in bounds.interval):  # steps are counted in int32
         return value, "must be at most 2147483647"
-    return int(value), fault
+    return int(value), error
 
 
 NO_FLOAT16 = (
@@ -147,8 +147,8 @@ def read_weights(value: object) -> Read:
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         return value, "must be a list with one number per reward function, or None for 1.0 each"
     results = [read(float, weight) for weight in value]
-    faults = [f"weight {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
-    return tuple(weight for weight, _ in results), "; ".join(faults)
+    errors = [f"weight {i} {error}" for i, (_, error) in enumerate(results) if error]
+    return tuple(weight for weight, _ in results), "; ".join(errors)
 
 
 def read_stop(value: object) -> Read:
@@ -169,21 +169,21 @@ def read_token_ids(value: object) -> Read:
     if not isinstance(listed, list | tuple):
         return value, "must be a list of token ids, or None"
     results = [read(Annotated[int, In("[0, inf)", "token ids start at 0")], index) for index in listed]
-    faults = [f"id {i} {fault}" for i, (_, fault) in enumerate(results) if fault]
-    return tuple(dict.fromkeys(index for index, _ in results)), "; ".join(faults)
+    errors = [f"id {i} {error}" for i, (_, error) in enumerate(results) if error]
+    return tuple(dict.fromkeys(index for index, _ in results)), "; ".join(errors)
 
 
 def read_keywords(value: object) -> Read:
     """Return a copy of a JSON-serializable dict."""
     if value is None:
         return None, ""
-    fault = "must be a dict of JSON values, or None"
+    error = "must be a dict of JSON values, or None"
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        return value, fault
+        return value, error
     try:
         return json.loads(json.dumps(value, allow_nan=False)), ""
     except (TypeError, ValueError):
-        return value, fault
+        return value, error
 
 
 def read_mesh(value: object) -> Read:
@@ -194,8 +194,8 @@ def read_mesh(value: object) -> Read:
     if not isinstance(value, dict) or not value or not names.issuperset(value):
         return value, 'must be a dict with the number of devices for any of "data", "fsdp" and "tensor", or None'
     results = {name: read(Count, size) for name, size in value.items()}
-    faults = [f"{name} {fault}" for name, (_, fault) in results.items() if fault]
-    return {name: size for name, (size, _) in results.items()}, "; ".join(faults)
+    errors = [f"{name} {error}" for name, (_, error) in results.items() if error]
+    return {name: size for name, (size, _) in results.items()}, "; ".join(errors)
 
 
 def read_trackers(value: object) -> Read:

@@ -73,7 +73,7 @@ def hints() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of the configs, with their common fields. The constructor validates fields by annotation."""
+    """Base class of the configs, with their common fields. Each field is validated against its annotation."""
 
     # Text.
     chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
@@ -191,11 +191,11 @@ class Settings:
         problems, wrong = [], set()
         for field in dataclasses.fields(self):
             stated = getattr(self, field.name)
-            value, fault = read(field.type, stated)
+            value, error = read(field.type, stated)
             object.__setattr__(self, field.name, value)
-            if fault:
+            if error:
                 wrong.add(field.name)
-                problems.append(f"{field.name} = {show(stated)}: {fault}")
+                problems.append(f"{field.name} = {show(stated)}: {error}")
         return [*problems, *self.contradictions(wrong)]
 
     @classmethod

@@ -92,7 +92,7 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
 
 
 def scale_of(scale_rewards: str | None, estimator: str) -> str:
-    """Return the scale of advantages; None selects the default scale of the estimator."""
+    """Return `scale_rewards`, or the default of the estimator if it is None."""
     default = "group" if estimator == "grpo" else "none"
     return default if scale_rewards is None else scale_rewards
 

@@ -304,7 +304,7 @@ def grpo_loss(
       | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
 
       Only the last line holds for whole completions. The other terms omit the effect of a token on later states, even
-      on-policy: 4 to 47 % of the gradient norm in the four two-token problems that tests/maths/test_enumeration.py
+      on-policy: 4% to 47% of the gradient norm in the four two-token problems that tests/maths/test_enumeration.py
       enumerates. The last line is exact in these problems, with more variance. At level "sequence",
       `kl_correction_level="importance_sampling_level"` is biased for completions of more than one token.
 

@@ -59,7 +59,7 @@ class Stops:
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """Return the number of tokens through the one that completes a stop string, or None if there is none."""
+        """Return the number of tokens up to the end of the first stop string, or None if there is none."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])
@@ -91,7 +91,7 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Build `kinds` and `table` of `Stops`."""
     steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Replace bytes that no string contains by 255 (unused in UTF-8), so that few distinct texts remain.
+    # Replace bytes that no string contains by 255 (unused in UTF-8), so that few distinct pieces remain.
     same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
     texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
     different = sorted(set(texts), key=len, reverse=True)

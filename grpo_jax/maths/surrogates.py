@@ -149,7 +149,7 @@ def near_the_sampler(
 def read_importance_weights(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return the weights ([..., 1] or [..., T]; None if not given) and the sum of their logs for each row, [...]."""
+    """Return the weights, [..., 1], [..., T] or None, and the sum of their logs for each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
     weights = row_or_token("importance_weights", importance_weights, l)
@@ -324,7 +324,7 @@ class LossSettings:
 
     @property
     def functions(self) -> tuple[Surrogate, Reduction]:
-        """Surrogate, custom if given, and reduction of `loss_type`."""
+        """Surrogate and reduction of `loss_type`. A custom `surrogate` replaces the first."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 

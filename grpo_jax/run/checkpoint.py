@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config.sft import Config
-from grpo_jax.messages import one_line, raise_all
+from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.run.resume import changed_functions, differences, warn_of_changes
 from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
@@ -186,7 +186,7 @@ class Checkpoints:
         return self.best_of(self.steps(), progress.metrics)
 
     def best_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
-        """Return the best scheduled step and its metric; ties go to the later step. None if no step has a metric."""
+        """Return the best scheduled step (the later one of a tie) and its metric, or None if no step has a metric."""
         sign = 1 if self._config.best_is_greatest else -1
         measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
         value, step = max(measured, default=(0.0, None))
@@ -226,11 +226,11 @@ class Checkpoints:
         return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
-        """Restore the newest readable checkpoint with the shapes and devices of `state`; return `state` for a new run.
+        """Restore the newest readable checkpoint with the shapes and devices of `state`.
 
-        `state` is deleted before arrays are read, so that only one state is in memory. `keep_params` keeps its params,
-        which still belong to the caller's policy (`donate`). `resume` is as in `train`. Raises ValueError if the
-        settings differ from the saved run, with a list of all differences, or if no checkpoint can be read.
+        Returns `state` for a new run. Otherwise, `state` is deleted before arrays are read, so that only one state is in
+        memory. `keep_params` keeps its params, which still belong to the caller's policy (`donate`). Raises ValueError
+        if settings differ from the saved run, with a list of all differences, or if no checkpoint can be read.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
@@ -240,9 +240,10 @@ class Checkpoints:
             if stored is None:
                 continue
             if self._about is not None:
-                what = f"{self._where} holds a run with different settings (use those, or a new run_dir): this call"
                 changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
-                raise_all(what, [*differences(stored["run"], self._about, step), *changed])
+                if lines := [*differences(stored["run"], self._about, step), *changed]:
+                    heading = "contains a run with different settings. Restore these settings or use a new run_dir."
+                    raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
             _delete(state.replace(params=None) if keep_params else state)
             found, unreadable[step] = tried_by_all(functools.partial(self._load, step, like, stored))
             if found is None:

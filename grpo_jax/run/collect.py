@@ -87,7 +87,7 @@ class LocalRollouts:
         self.cursor = self.next_cursor
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return the prefetched completions and their transcript as arrays for a checkpoint; None if there are none."""
+        """Return the prefetched completions and their transcript as arrays for a checkpoint, or (None, None)."""
         return None, None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Validation of custom `advantage_fn` and `surrogate` functions, by tracing them on shapes before a run starts."""
+"""Validation of custom `advantage_fn` and `surrogate` functions, by tracing them before a run starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
 Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct | None]
-"""Keyword arguments of an `AdvantageFn`, as arrays or as their shapes."""
+"""Keyword arguments of an `AdvantageFn`, as arrays or abstract arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CheckedAdvantageFn:
 
     @functools.cached_property
     def program(self) -> Callable[..., jax.Array]:
-        """The compiled function of rewards, mask and selected context."""
+        """Jitted function (rewards, mask, selected context) -> advantages."""
         bound = {"config": self.config} if "config" in self.keywords else {}
         return jax.jit(lambda rewards, mask, context: self.function(rewards, mask, **(context | bound)))
 
@@ -47,9 +47,9 @@ class CheckedAdvantageFn:
     def __call__(
         self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
     ) -> np.ndarray:
-        """Compute the advantages of a batch on the host, [B, G] or [B, G, T] float32, 0 for tokens not trained on.
+        """Compute the advantages of a batch on the host, [B, G] or [B, G, T] float32.
 
-        `counted` is [B] bool, False for padding groups, whose `rewards.values` are NaN.
+        They are 0 where the loss is masked. `counted` is [B] bool, False for padding groups, whose rewards are NaN.
         """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
@@ -67,15 +67,15 @@ class CheckedAdvantageFn:
             "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
         }
         found = np.asarray(self.program(rewards.values, batch.mask, self.select(context)), np.float32)
-        trained = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
-        return np.where(trained, found, np.float32(0))
+        included = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
+        return np.where(included, found, np.float32(0))
 
 
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
-    """Trace an advantage function on the shapes of a batch with K = `functions`. None is returned unchanged.
+    """Trace an advantage function on an abstract batch with K = `functions`. None is returned unchanged.
 
-    Raises ValueError if it is not a function, raises an error (for example for an unknown keyword), or does not return
-    floats of shape [B, G] or [B, G, T].
+    Raises ValueError if `function` is not callable, fails when traced, or does not return floats of shape [B, G] or
+    [B, G, T].
     """
     if function is None:
         return None
@@ -88,7 +88,7 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
         raise ValueError(f"advantage_fn must be a function of rewards and mask, or None; got {show(function)}")
     name, g, t = function_name(function), config.num_generations, config.max_completion_length
     b = g + 1  # differs from G, so that a function that swaps the axes fails
-    context = _context_shapes(b, g, t, functions, reference=config.beta > 0)
+    context = _abstract_context(b, g, t, functions, reference=config.beta > 0)
     known, named = {*context, "config"}, arguments_of(function).keys()
     checked = CheckedAdvantageFn(function, config, frozenset(known if takes_everything(function) else known & named))
     rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
@@ -104,8 +104,8 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     return dataclasses.replace(checked, per_token=found.ndim == 3)
 
 
-def _context_shapes(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
-    """Return the shapes of the arrays that `CheckedAdvantageFn` passes as context."""
+def _abstract_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
+    """Return the context of `CheckedAdvantageFn` as abstract arrays."""
     shape, per_token = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((b, g, t), np.float32)
     return {
         "weights": shape((functions,), np.float32),

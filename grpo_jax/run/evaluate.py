@@ -53,7 +53,7 @@ def evaluate(
 
     Args:
       policy: model, params and tokenizer.
-      dataset: rows with a `prompt`, as in `train`, or a dict from name to such rows.
+      dataset: rows with a `prompt`, as in `train`, or a dict of such datasets keyed by name.
       reward_fns: reward functions with TRL's contract; they may differ from those used in training.
       params: parameters that replace the policy's params, such as `TrainState.params`.
       num_generations: number of completions per prompt.
@@ -189,7 +189,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows with validated reward functions, which include those of the environments.
+    """Run `evaluate` on encoded rows with validated reward functions, including the environments' rewards.
 
     `interrupt` is called between batches and every few tokens. An exception that it raises ends the evaluation.
     """
@@ -245,18 +245,18 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     return means_of(logged) | metrics
 
 
-def pass_at_k(right: npt.ArrayLike, k: int) -> float:
+def pass_at_k(correct: npt.ArrayLike, k: int) -> float:
     """Estimate the probability that at least one of k completions of a prompt is correct, averaged over prompts.
 
-    `right` [N, n] is 1 or True for each correct completion, in the order of `evaluate`'s rows. With c correct out of n
+    `correct` [N, n] is 1 or True for correct completions, in the order of `evaluate`'s rows. With c correct out of n
     samples, the unbiased estimate is 1 − C(n−c, k) / C(n, k), the fraction of subsets of size k that contain a correct
     completion (Chen et al. 2021, arXiv:2107.03374, equation 1).
     """
-    right = np.asarray(right)
-    if right.ndim != 2 or right.size == 0 or not np.isin(right, (0, 1)).all():
-        raise ValueError(f"right must be a nonempty array [N, n] of 0 and 1; got shape {right.shape}.")
-    n = right.shape[1]
+    correct = np.asarray(correct)
+    if correct.ndim != 2 or correct.size == 0 or not np.isin(correct, (0, 1)).all():
+        raise ValueError(f"correct must be a nonempty array [N, n] of 0 and 1; got shape {correct.shape}.")
+    n = correct.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and n = {n}, the number of completions per prompt; got {k}.")
-    counts = right.astype(int).sum(axis=1).tolist()
+    counts = correct.astype(int).sum(axis=1).tolist()
     return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))

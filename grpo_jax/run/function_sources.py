@@ -34,7 +34,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
-    """Hash the sources of all functions that affect rewards, as a dict from argument of `train` to name to hash."""
+    """Hash the sources of all functions that affect rewards, keyed by argument of `train` and by name."""
     names = reward_names(reward_fns)
     found = {"reward_fns": {name: sources_of(fn) for name, fn in zip(names, reward_fns, strict=True)}}
     if interaction is not None:

@@ -64,10 +64,10 @@ def _processor() -> str:
 
 
 def _prepared(directory: Path) -> bool:
-    """Create the cache directory, delete incomplete programs of killed processes, and return whether it is writable.
+    """Create the cache directory and delete incomplete programs of killed processes.
 
-    JAX writes a program and then a file with its access time. A program without this file may be truncated. JAX would
-    fail to read it and then stop writing programs.
+    Returns whether the directory is writable. JAX writes a program and then a file with its access time. A program
+    without this file may be truncated. JAX would fail to read it and then stop writing programs.
     """
     from filelock import FileLock, Timeout  # a dependency of transformers
 

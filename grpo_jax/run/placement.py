@@ -39,7 +39,7 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
 
 
 def shape_of(policy: Policy) -> TransformerConfig | None:
-    """Return the `TransformerConfig` of a policy's decoder; None for a custom model."""
+    """Return the `TransformerConfig` of a policy's decoder, or None for a custom model."""
     return policy.model.config if isinstance(policy.model, Transformer | LoraModel) else None
 
 

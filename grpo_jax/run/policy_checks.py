@@ -87,7 +87,7 @@ def warn_of_tokens(
 
 
 def _messages_in(row: Row) -> Messages:
-    """Return the messages of a row; [] if its prompt is a string or token ids."""
+    """Return the messages of a row. The list is empty if the prompt is a string or token ids."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
     return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
 
@@ -96,9 +96,9 @@ def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: st
     """Yield a warning if the tokenizer adds a special token to strings that already contain it."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     examples = data.masks is not None  # SFT examples, which must end with a single EOS
-    texts = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
-    ended = [ids for ids in texts if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
-    twice = [ids for ids in texts if bos is not None and list(ids[:2]) == [bos, bos]]
+    strings = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
+    ended = [ids for ids in strings if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
+    twice = [ids for ids in strings if bos is not None and list(ids[:2]) == [bos, bos]]
     end = "end with two EOS tokens" if examples else "end with an EOS token before the completion"
     for what, found in (("start with two BOS tokens", twice), (end, ended)):
         if found:
@@ -112,7 +112,7 @@ def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: st
 def _missing_turn_ends(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
 ) -> Iterator[str]:
-    """Yield a warning if no trained token ends a turn, or if the template's closing token does not end completions."""
+    """Yield a warning if the loss excludes all ends of turns, or if the closing token does not end completions."""
     stops, token, closing = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
     if _messages_in(data.rows[0]):
         token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
@@ -127,7 +127,7 @@ def _missing_turn_ends(
         return
     learned = zip(data.token_ids, data.masks, strict=True)
     if all(stops.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in learned):
-        yield f"{argument}: no trained token ends a turn, so the policy does not learn to end completions; " + (
+        yield f"{argument}: the loss excludes all ends of turns, so the policy does not learn to end completions; " + (
             closing
             or "append tokenizer.eos_token to strings, or use a chat template that writes an EOS after assistant"
             " turns, inside the generation tags. If max_length truncates all examples, increase it"
@@ -154,6 +154,6 @@ def _null_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
 
 
 def _arguments(call: Json) -> Json:
-    """Return the arguments of a tool call as a dict; {} if they are not a JSON object."""
+    """Return the arguments of a tool call. The dict is empty if they are not a JSON object."""
     arguments = (call.get("function") or call).get("arguments")
     return arguments if isinstance(arguments, Mapping) else {}

@@ -114,7 +114,7 @@ def prepare(
 
 
 def _local_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Return the memory of a local device in bytes; None if unknown."""
+    """Return the memory of a local device in bytes, or None if unknown."""
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
     return None if local is None else memory_of(local)
 
@@ -129,8 +129,8 @@ def _encode(
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """Tokenize the datasets, and place the policy on the devices of the run.
 
-    Returns the policy and the config for these devices, their mesh, and a dict from argument name to encoded dataset.
-    Raises all `faults` together with errors in tokens, sizes and devices.
+    Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument.
+    Raises the errors in `faults` together with errors in tokens, sizes and devices.
     """
     mesh, config = faults.of(run_mesh, policy, config) or (None, config)
     encoded = {}

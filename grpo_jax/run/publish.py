@@ -174,7 +174,7 @@ class Publisher:
         if jax.process_index() == 0:
             argument = f"push_to_hub = True: hub_model_id = {name!r}"
             self._name = _create(name, argument, config.hub_private_repo, config.hub_revision)
-            # Remove the card of a previous push: the one in the repository may have been edited since.
+            # Otherwise, the card of a previous push would overwrite a card that was edited on the hub since.
             (self._directory / "README.md").unlink(missing_ok=True)
 
     def saved(self, step: int, params: Params, *, last: int) -> None:

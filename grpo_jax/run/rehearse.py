@@ -194,7 +194,7 @@ def _group_problems(
     if not np.any(batch.advantages) and run.teaching is None:
         yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
-        yield "no token is trained although the rewards differ; mask_truncated_completions masks all completions"
+        yield "no token contributes to the loss; mask_truncated_completions masks all completions"
     elif metrics["grad_norm"] == 0:
         yield "the gradient is 0 although the rewards differ; check masks, clipping and top_entropy_quantile"
     if run.sampler is not None:

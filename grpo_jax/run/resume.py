@@ -105,7 +105,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     if rows != now:
         lines.append(f"dataset: {now} rows, but the run has {rows}")
     elif saved["dataset"] != current["dataset"] and not turns:  # prompts contain the tools' schemas
-        lines.append(f"dataset: its {now} prompts or their order differ from the run's")
+        lines.append(f"dataset: the prompts or their order differ from the saved run ({now} rows in both)")
     lines += _evaluation_differences(saved, current)
     for name in ("reward_fns", "optimizer", "sampler"):
         if saved[name] != current[name]:
@@ -157,12 +157,12 @@ def warn_of_changes(saved: Json, current: Json) -> None:
         which["versions"] | which["machine"] | {name: which["config"].get(name) for name in rounding}
         for which in (saved, current)
     )
-    texts = {name: [x if isinstance(x, str) else show(x) for x in (old.get(name), new.get(name))] for name in old | new}
-    lines = [f"{name} {' → '.join(texts[name])}" for name in _changed(old, new)]
+    shown = {name: [x if isinstance(x, str) else show(x) for x in (old.get(name), new.get(name))] for name in old | new}
+    lines = [f"{name} {' → '.join(shown[name])}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
             f"the run resumes in a different setup ({', '.join(lines)}): results may differ in the last bits from"
-            " those of an uninterrupted run",
+            " the results of an uninterrupted run",
             stacklevel=2,
         )
 
@@ -283,7 +283,7 @@ def _machine(state: TrainState) -> Json:
 
 
 def _columns(data: EncodedPrompts) -> dict[str, str]:
-    """Return a dict from column to the hash of its values (of their type, if they are neither JSON nor arrays).
+    """Hash the values of each column (their type, if they are neither JSON nor arrays), keyed by column.
 
     The dict is empty for `Examples`, whose columns are not read by functions.
     """
@@ -300,7 +300,7 @@ def _columns(data: EncodedPrompts) -> dict[str, str]:
 
 
 def _settings(model: Model) -> Json:
-    """Return the settings of a model of this library, without those in `_DERIVED`; {} for a custom model."""
+    """Return the settings of a model except `_DERIVED`. The dict is empty for a custom model."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
@@ -309,7 +309,7 @@ def _settings(model: Model) -> Json:
 
 
 def _leaves(tree: Params) -> dict[str, str]:
-    """Return a dict from path to dtype and shape of each array."""
+    """Return the dtype and shape of each array, keyed by its path."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

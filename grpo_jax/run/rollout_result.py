@@ -19,7 +19,7 @@ class RolloutResult(NamedTuple):
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
     completions, prompt-major. `environments` are the environments of this process's completions, or None if the
-    completions were prefetched. `process_rows` are the rows of this process; None is an equal share of the rows.
+    completions were prefetched. `process_rows` are the rows of this process. If None, rows are shared equally.
     `metrics` are the sampling engine's metrics.
     """
 
@@ -55,7 +55,7 @@ class RolloutResult(NamedTuple):
 
     @property
     def episode_metrics(self) -> dict[str, float]:
-        """Metrics of the episodes; {} for single-turn completions."""
+        """Metrics of the episodes, empty for single-turn completions."""
         if self.episodes is None:
             return {}
         from grpo_jax.rollout.interaction import metrics_of

@@ -93,7 +93,7 @@ def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutRes
 def completion_rows(
     rewards: Rewards, names: Sequence[str], rollout: RolloutResult, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """Return a dict per completion for `completions.jsonl`, prompt-major. `advantages`: [B, G], None in evaluations."""
+    """Return a dict per completion for `completions.jsonl`, prompt-major. In evaluations, `advantages` is None."""
     rows, ended = rollout.rows, rollout.completions.ended
     g = ended.shape[1]
     turns = [

@@ -67,7 +67,7 @@ class BaseRun:
         return self.sizes.updates > 1
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """Return a minibatch of zeros with the fields that an update reads. Use `eval_shape` to get only shapes."""
+        """Return a minibatch of zeros with the fields that an update reads. `eval_shape` makes it abstract."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
         return Batch(
             prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
@@ -133,8 +133,8 @@ class Run(BaseRun):
 class SFTRun(BaseRun):
     """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` is a number of blocks of examples.
 
-    The keys of `eval_data` are dataset names, "" for a single dataset. `num_groups` is the number of prompts per batch
-    if all examples start with the same tokens; None if each example has a separate prompt.
+    The keys of `eval_data` are dataset names, or "" for a single dataset. `num_groups` is the number of prompts per
+    batch if all examples start with the same tokens, or None if each example has a separate prompt.
     """
 
     config: SFTConfig

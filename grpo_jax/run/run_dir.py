@@ -52,30 +52,30 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     """
     if jax.process_count() == 1:
         return
-    index, fault = jax.process_index(), ""
+    index, message = jax.process_index(), ""
     token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
     if index == 0 and run_dir is not None:
-        fault = _write_fault(token)
-    expected, failed = gather_objects([run_dir is not None, fault])[0]  # after this, the token of process 0 exists
+        message = _write_error(token)
+    expected, failed = gather_objects([run_dir is not None, message])[0]  # after this, the token of process 0 exists
     if index > 0 and not failed:
         if (run_dir is not None) != expected or (expected and not _appears(token)):
-            fault = (
+            message = (
                 f"run_dir = {str(run_dir)!r}: process {index} does not find the file that process 0 wrote to its"
                 " run_dir. All processes write checkpoints together; pass each of them the same directory on a shared"
                 " file system"
             )
         elif run_dir is not None:
             local = token.with_name(f"{token.name}-{index}")
-            fault = _write_fault(local)
+            message = _write_error(local)
             local.unlink(missing_ok=True)
-    fault = next(filter(None, gather_objects(fault)), "")
+    message = next(filter(None, gather_objects(message)), "")
     if index == 0 and run_dir is not None:
         token.unlink(missing_ok=True)
-    if fault:
-        raise ValueError(fault)
+    if message:
+        raise ValueError(message)
 
 
-def _write_fault(path: Path) -> str:
+def _write_error(path: Path) -> str:
     """Create an empty file. Return the error message, or "" on success."""
     try:
         with reject_unwritable(path.parent):

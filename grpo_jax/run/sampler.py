@@ -66,7 +66,7 @@ class Sampler(Protocol):
     called from a background thread. With several processes, each process calls it and the first one's result is used.
 
     Two attributes are optional. `follow(policy, params)` sets the params of subsequent calls. With `rollout_ahead` it
-    is called before sampling, and `params` then contains only shapes, because the trainer updates the arrays in place.
+    is called before sampling, and `params` then contains `ShapeDtypeStruct`s, because the arrays are updated in place.
     `measured` is a dict of metrics of the last call, which are logged.
     """
 
@@ -186,9 +186,10 @@ def read_completions(
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Compute metrics of |log π_old − log π_sampler| and of importance weights; {} if `generate` sampled the batch.
+    """Compute metrics of |log π_old − log π_sampler| and of importance weights.
 
-    Weights are per token in the token modes of `sampler_correction`, and per completion in the others.
+    Returns {} if `generate` sampled the batch. Weights are per token in the token modes of `sampler_correction`, and
+    per completion in the others.
     """
     mask = np.asarray(batch.mask)
     if batch.old_log_probs is None or not mask.any():

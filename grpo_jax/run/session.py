@@ -84,7 +84,7 @@ class Session:
     """Progress of a run, and the objects that log, stop, save and publish it.
 
     `run_dir` is None in all processes except process 0. Checkpoints store `progress` and the prefetched completions of
-    `source`. `train` and `sft` set `evaluate`, a function from params to metrics; None disables evaluation.
+    `source`. `train` and `sft` set `evaluate`, a function from params to metrics. If None, the run is not evaluated.
     """
 
     run: BaseRun
@@ -154,7 +154,7 @@ class Session:
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
-        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` in a row.
+        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` consecutive ones.
 
         Before raising, the run is saved with the count reset to 0, so that a resumed run does not fail immediately.
         """
@@ -169,9 +169,9 @@ class Session:
             progress.skipped = 0
             self.save(state, batch)
             raise FloatingPointError(
-                f"step {step}: {most} updates in a row were skipped (max_skipped_updates), because the loss or gradient"
-                f" was not finite. In the last update, {cause}. The skipped updates did not change the policy. Fix the"
-                " cause and call train again with the same run_dir to resume"
+                f"step {step}: {most} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
+                f" or gradient was not finite; in the last update, {cause}. The skipped updates did not change the"
+                " policy. Fix the cause and call train again with the same run_dir to resume"
             )
         warnings.warn(
             f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Additional skipped"

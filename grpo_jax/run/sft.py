@@ -62,7 +62,7 @@ def sft(
       dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with token ids
         as `input_ids` and `labels` (−100 excludes a token from the loss); loaded with `text.load_examples`.
       config: training settings.
-      eval_dataset: held-out rows, or a dict from name to rows. Their loss is logged as `eval/loss` (for a dict, as
+      eval_dataset: held-out rows, or a dict of rows keyed by name. Their loss is logged as `eval/loss` (for a dict, as
         `eval/<name>/loss`) before the first step, every `eval_steps` steps and after the last step.
       run_dir: directory for metrics, checkpoints and the report, as in `train`.
       resume: "auto", "must" or "never", as in `train`.
@@ -205,7 +205,7 @@ def derive_sft(
         optimizer=optimizer,
         mesh=mesh,
     )
-    updater = dataclasses.replace(updater, skip=False)  # every trained token has a gradient
+    updater = dataclasses.replace(updater, skip=False)  # there are no zero-signal groups to skip in SFT
     return SFTRun(
         policy=policy,
         config=config,
@@ -278,7 +278,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Return the held-out `loss`, averaged over trained tokens; named `<name>/loss` if there are several datasets."""
+    """Return the held-out `loss`, averaged per token. It is named `<name>/loss` if there are several datasets."""
     rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
     for name, examples in run.eval_data.items():
         count, total, tokens = len(examples.blocks), 0.0, 0

@@ -21,7 +21,7 @@ from grpo_jax.types import Batch, Completions, Params, Prompts
 _Result = TypeVar("_Result")
 
 Shapes = dict[str, Any] | list[Any] | None
-"""JSON description of a tree of arrays: a dict from field to `Shapes`, or a list of shape and dtype."""
+"""JSON description of a tree of arrays: `Shapes` keyed by field, or a list of shape and dtype."""
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
@@ -43,8 +43,8 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     found, reason = tried(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
     if found is None:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); check that the model"
-            " is the one that the run trained"
+            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); check that the run"
+            " trained this model"
         )
     return chosen, found["params"]
 

@@ -74,10 +74,10 @@ def train(
       config: training settings.
       eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step; or a dict of
         such datasets by name, with metrics such as `eval/<name>/reward`.
-      run_dir: directory for metrics, completions, checkpoints and the report; None writes no files. Only one process
-        can use it at a time.
-      resume: how to resume. "auto" resumes the run in `run_dir` if there is one; the final state is bit-identical to
-        that of an uninterrupted run. "must" raises an error if there is no run, "never" if there is one. "changed" is
+      run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
+        one process can use it at a time.
+      resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to the state
+        without an interruption. "must" raises an error if there is no run, "never" if there is one. "changed" is
         "auto" but warns if the source of a reward function, tool or environment has changed, instead of failing.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
@@ -104,12 +104,12 @@ def train(
         tokenizer and files remain, so that `policy.replace(params=state.params)` is a usable policy.
 
     Returns:
-      The final `TrainState`, or that of the best checkpoint with `load_best_model_at_end`. Export it with
+      The final `TrainState`, or the best checkpoint's with `load_best_model_at_end`. Export it with
       `save_pretrained(directory, policy.replace(params=state.params))`.
 
     Raises:
-      ValueError: if an argument is invalid (raised before any expensive work), or if the settings, data or model differ
-        from those of the run in `run_dir` in a way that can change its results.
+      ValueError: if an argument is invalid (raised before any expensive work), or if `run_dir` contains a run with
+        different settings, data or model that affect its results.
       RuntimeError: if another process is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.

@@ -94,7 +94,7 @@ def test_a_run_is_resumed_by_its_directory(folder, trained, monkeypatch):
 
 def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
     before = (trained / "run.yaml").read_text()
-    with pytest.raises(SystemExit, match="holds a run with different settings"):
+    with pytest.raises(SystemExit, match="contains a run with different settings"):
         run("train", write_run(folder, lora=2), "--learning_rate", "0.5")
     assert (trained / "run.yaml").read_text() == before
     with pytest.raises(SystemExit, match="max_completion_length = 400"):

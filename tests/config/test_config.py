@@ -24,7 +24,7 @@ BAD = [
     # Numbers out of range, one for each kind of bound.
     (dict(sampler_correction="token_truncate", sampler_correction_max=None),
      "sampler_correction = 'token_truncate': needs a bound; set sampler_correction_max"),
-    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer number of steps, or a fraction of all"),
+    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer, or a fraction of the total steps"),
     (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one completion has no"),
     (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a positive integer"),
     (dict(max_steps=10**20), f"max_steps = {10**20}: must be at most 2147483647"),

@@ -121,7 +121,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
 
 
 def test_pass_at_k_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"right must be a nonempty array .*; got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"correct must be a nonempty array .*; got shape \(2,\)"):
         pass_at_k([1, 0], 1)
     with pytest.raises(ValueError, match=r"k must be between 1 and n = 2, .*; got 3"):
         pass_at_k([[1, 0]], 3)

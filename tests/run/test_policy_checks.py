@@ -95,12 +95,12 @@ def test_a_template_whose_end_of_turn_ends_no_completion():
     lesson = [{"messages": [*talk(), {"role": "assistant", "content": "yes"}]}]
     (line,) = said(lesson, tokenizer)
     assert line.startswith(
-        f"dataset: no trained token ends a turn, so the policy does not learn to end completions; {told}"
+        f"dataset: the loss excludes all ends of turns, so the policy does not learn to end completions; {told}"
     )
     assert said(lesson, tokenizer, eos=[eos, end]) == []
     (line,) = said(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
     assert line.startswith(
-        "dataset: no trained token ends a turn, so the policy does not learn to end completions; append"
+        "dataset: the loss excludes all ends of turns, so the policy does not learn to end completions; append"
     )
 
 

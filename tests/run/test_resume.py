@@ -271,7 +271,8 @@ def test_each_field_is_harmless_or_refused_by_its_name():
 WARM = {"lr_scheduler_type": "constant_with_warmup"}
 DIFFERENCES = [
     ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, but the run has 2"]),
-    ({}, {"token_ids": [[5], [6, 7]]}, ["dataset: its 2 prompts or their order differ from the run's"]),
+    ({}, {"token_ids": [[5], [6, 7]]},
+     ["dataset: the prompts or their order differ from the saved run (2 rows in both)"]),
     ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], but the run has ['vowels']"]),
     ({}, {"shape": (2, 4)},
         ["policy: its params differ from the run's: params['w'] float32[2, 4] instead of float32[2, 3]"]),
