@@ -62,34 +62,34 @@ class GRPOConfig(Settings):
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
     """Number of most likely tokens to sample from; 0 keeps all tokens."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
-    """Smallest probability of a token relative to the most likely one; None disables it."""
+    """Smallest probability of a token relative to the most likely one. None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
     """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
     tokens of the matched string are included in training. If None, only an EOS ends a turn. Ours."""
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Additional token ids that end a turn like an EOS. Ours."""
     max_turn_length: Count | None = None
-    """Largest number of tokens of one turn; None uses `max_completion_length`. A turn that reaches it is passed to the
+    """Largest number of tokens of one turn. None uses `max_completion_length`. A turn that reaches it is passed to the
     environment and counted in `turns/cut_short`. Without tools or environments, the completion is truncated. Ours."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
-    """Micro-batches per generation batch; None uses `gradient_accumulation_steps`, for one update per pass."""
+    """Micro-batches per generation batch. None uses `gradient_accumulation_steps`, for one update per pass."""
     generation_batch_size: Count | None = setting(None, resume="rounding")
     """Completions per iteration on all devices, an alternative to `steps_per_generation`; set at most one of them."""
     num_iterations: Count = 1
     """μ, number of passes over the completions of an iteration."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions decoded at a time on all devices, with new prompts filling free slots; None decodes all at once. Each
+    """Completions decoded at a time on all devices, with new prompts filling free slots. None decodes all at once. Each
     device of a mesh decodes the same number of whole groups. Ours."""
     rollout_ahead: bool = False
     """Whether to sample the next iteration's completions while the reward functions run, before the updates of this
     one. The completions are then one iteration old, and the ratio corrects for it. An inference server also samples
     during the updates. Ours."""
     environment_timeout: Positive | None = 300.0
-    """Time limit in seconds for one call of an environment or a tool; None disables it. Ours."""
+    """Time limit in seconds for one call of an environment or a tool. None disables it. Ours."""
     max_tool_calling_iterations: Count | None = None
-    """Largest number of turns with tool calls per completion; None disables the limit."""
+    """Largest number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
     """Whether an environment error stops the run or ends the episode, which is counted and keeps its reward. Ours."""
     shuffle_dataset: bool = True
@@ -99,7 +99,7 @@ class GRPOConfig(Settings):
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
-    """Weight of each reward function; None uses 1.0 for each."""
+    """Weight of each reward function. None uses 1.0 for each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """Whether an error in a reward function stops the run, or its rewards are set to missing and counted. Ours."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
@@ -122,10 +122,10 @@ class GRPOConfig(Settings):
     epsilon: Positive = 0.2
     """Lower clip range ε: ratios below 1 − ε are clipped."""
     epsilon_high: Positive | None = None
-    """Upper clip range: ratios above 1 + ε_high are clipped; None uses `epsilon` (DAPO: 0.28). In cispo, the cap of the
+    """Upper clip range: ratios above 1 + ε_high are clipped. None uses `epsilon` (DAPO: 0.28). In cispo, the cap of the
     ratio itself (ScaleRL: 5.0)."""
     delta: Annotated[float, In("(1, inf)", "a cap of 1 stops the on-policy gradient; use 1 + ε or more")] | None = None
-    """Cap of the unclipped ratio for negative advantages (INTELLECT-2, arXiv 2505.07291); None disables it."""
+    """Cap of the unclipped ratio for negative advantages (INTELLECT-2, arXiv 2505.07291). None disables it."""
     sapo_temperature_neg: Positive = 1.05
     """τ of sapo where A ≤ 0 (arXiv 2511.20347)."""
     sapo_temperature_pos: Positive = 1.0
@@ -146,12 +146,12 @@ class GRPOConfig(Settings):
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )
-    """Kind of importance weights π_old / π_sampler for an external `sampler` (`sampler_weights`); None disables them.
+    """Kind of importance weights π_old / π_sampler for an external `sampler` (`sampler_weights`). None disables them.
     Ours."""
     sampler_correction_max: Positive | None = 3.0
-    """Upper bound of the importance weights; None disables it. Ours."""
+    """Upper bound of the importance weights. None disables it. Ours."""
     sampler_correction_min: NotNegative | None = None
-    """Lower bound of the importance weights; None disables it. Ours."""
+    """Lower bound of the importance weights. None disables it. Ours."""
 
     # Entropy, KL and the reference.
     entropy_coef: NotNegative = 0.0
@@ -208,13 +208,13 @@ class GRPOConfig(Settings):
 
     # Evaluation, logging, checkpoints.
     num_generations_eval: Count | None = setting(None, resume="free")
-    """Completions per prompt in evaluation; None uses `num_generations`, or 1 for greedy decoding."""
+    """Completions per prompt in evaluation. None uses `num_generations`, or 1 for greedy decoding."""
     temperature_eval: NotNegative | None = setting(None, resume="free")
     """Temperature in evaluation; 0 selects greedy decoding, None uses `temperature`. Ours."""
     log_completions: bool = setting(False, resume="free")
     """Whether to print completions and their rewards at every logging step."""
     num_completions_to_print: Count | None = setting(None, resume="free")
-    """Number of completions to print; None prints all."""
+    """Number of completions to print. None prints all."""
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
         """Yield error messages about incompatible batch sizes and conflicting fields."""

@@ -48,7 +48,7 @@ unchanged or does not affect learning rates. "to none": only to "none", which wo
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """Return a dataclass field with the given rule for changes on resume (see `Resume`); None allows no change."""
+    """Return a dataclass field with the given rule for changes on resume (see `Resume`). None allows no change."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 

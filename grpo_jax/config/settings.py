@@ -118,11 +118,11 @@ class Settings:
     """Dtype of matrix products. Softmax, norms, logits and log-probs are always float32. "auto" uses bfloat16 on TPUs
     and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. Ours (TRL: `bf16`)."""
     mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
-    """Mesh axes "data", "fsdp" and "tensor" with their sizes, such as {"data": 2}; None uses one device. Ours."""
+    """Mesh axes "data", "fsdp" and "tensor" with their sizes, such as {"data": 2}. None uses one device. Ours."""
 
     # Evaluation, logging, checkpoints.
     eval_steps: Count | None = setting(None, resume="free")
-    """Optimizer steps between two evaluations; None evaluates only before the first step and after the last."""
+    """Optimizer steps between two evaluations. None evaluates only before the first step and after the last."""
     per_device_eval_batch_size: Count = setting(8, resume="free")
     """Completions (SFT: examples) evaluated at a time on one device."""
     logging_steps: Count = setting(10, resume="free")
@@ -130,20 +130,20 @@ class Settings:
     logging_first_step: bool = setting(True, resume="free")
     """Whether to also log the first optimizer step, so that curves start at step 1 (TRL: False)."""
     save_steps: Count | None = setting(500, resume="free")
-    """Optimizer steps between two checkpoints; None saves only at the end. A run always saves at the end."""
+    """Optimizer steps between two checkpoints. None saves only at the end. A run always saves at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
     """Also write a checkpoint after an optimizer step if the last checkpoint is at least this many minutes old on the
-    clock of process 0; None disables it. Ours."""
+    clock of process 0. None disables it. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
-    """Number of `save_steps` checkpoints to keep: the newest ones and the best; None keeps all. Checkpoints written due
+    """Number of `save_steps` checkpoints to keep: the newest ones and the best. None keeps all. Checkpoints written due
     to signals or `save_minutes` are deleted when the next one is written."""
     max_skipped_updates: Count | None = setting(10, resume="free")
-    """Stop after this many consecutive updates are skipped due to a non-finite loss or gradient; None: never. Ours."""
+    """Stop after this many consecutive updates with a non-finite loss or gradient. None disables the limit. Ours."""
     metric_for_best_model: str | None = setting(None, resume="free")
     """Metric of `metrics.jsonl` whose last value is used to compare checkpoints, such as "reward" or "eval/reward"
     (SFT: "eval/loss"). The best checkpoint is kept in addition to `save_total_limit`."""
     greater_is_better: bool | None = setting(None, resume="free")
-    """Whether greater values of `metric_for_best_model` are better; None means yes, unless its name ends in "loss"."""
+    """Whether greater values of `metric_for_best_model` are better. None means yes, unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
     """Whether to return the state of the checkpoint with the best `metric_for_best_model` instead of the last."""
 
@@ -157,13 +157,13 @@ class Settings:
     push_to_hub: bool = setting(False, resume="free")
     """Whether to push the policy to the hub at every `save_steps` checkpoint and at the end."""
     hub_model_id: str | None = setting(None, resume="free")
-    """Repository on the hub, "name" or "owner/name"; None uses the name of the run directory."""
+    """Repository on the hub, "name" or "owner/name". None uses the name of the run directory."""
     hub_private_repo: bool | None = setting(None, resume="free")
-    """Whether a new repository is private; None uses the default of its owner, usually public."""
+    """Whether a new repository is private. None uses the default of its owner, usually public."""
     hub_strategy: Literal["end", "every_save"] = setting("every_save", resume="free")
     """When to push the policy. TRL's "checkpoint" and "all_checkpoints" are not supported."""
     hub_revision: str | None = setting(None, resume="free")
-    """Branch to push to; None uses the main branch."""
+    """Branch to push to. None uses the main branch."""
 
     def __new__(cls, *args: object, **values: object) -> Self:
         """Create a config. Overridden to report unknown fields together with all other errors."""

@@ -246,15 +246,15 @@ def grpo_loss(
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
       epsilon: lower clip range ε ≥ 0.
-      epsilon_high: upper clip range ≥ 0; None uses epsilon. In cispo it is the cap of the ratio itself (5.0 in the
+      epsilon_high: upper clip range ≥ 0. None uses epsilon. In cispo it is the cap of the ratio itself (5.0 in the
         paper), and None scales on-policy gradients by epsilon.
-      delta: cap of the ratio in the unclipped term, > 1 + epsilon_high; None disables the cap.
+      delta: cap of the ratio in the unclipped term, > 1 + epsilon_high. None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
       use_bias_correction_kl: whether k is multiplied by w (k1, k3) or sg(w) (k2); for placement "loss" only.
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s). This is equivalent to subtracting
         beta·Σ_{s≥t} d_s, at the current params, from the normalized advantages of an unclipped loss.
-      max_completion_length: length in tokens in the denominator of dr_grpo; None uses T.
+      max_completion_length: length in tokens in the denominator of dr_grpo. None uses T.
       normalizer: denominator of dapo, cispo and vespo: the number of tokens with mask 1 in the whole minibatch. If
         None, the tokens of this call are counted.
       sapo_temperature_neg: τ > 0 where A ≤ 0.

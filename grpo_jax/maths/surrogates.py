@@ -187,8 +187,8 @@ def sampler_weights(
       sampling_log_probs: [..., T] float, nats, log-probs under μ.
       mask: [..., T] bool or 0/1; m. A row of T tokens is one completion.
       mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-      clip_max: upper bound > 0 of the weights; None disables it.
-      clip_min: lower bound ≥ 0 of the weights; None disables it.
+      clip_max: upper bound > 0 of the weights. None disables it.
+      clip_min: lower bound ≥ 0 of the weights. None disables it.
 
     Returns:
       Float32 weights (float64 for float64 old_log_probs) to pass to `grpo_loss` as `importance_weights`. In token

@@ -228,7 +228,7 @@ class Checkpoints:
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
         """Restore the newest readable checkpoint with the shapes and devices of `state`.
 
-        Returns `state` for a new run. Otherwise, `state` is deleted before arrays are read, so that only one state is in
+        Returns `state` for a new run. Otherwise, `state` is deleted before arrays are read, so that only one is in
         memory. `keep_params` keeps its params, which still belong to the caller's policy (`donate`). Raises ValueError
         if settings differ from the saved run, with a list of all differences, or if no checkpoint can be read.
         """

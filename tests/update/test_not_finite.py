@@ -108,7 +108,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_nothing_lost(tmp_pat
     rows = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
     learn = functools.partial(train, dataset=rows, reward_fns=lambda completions: map(len, completions), config=config)
     cause = r"the advantage is nan at prompt 0, completion 3 of the batch \(prompt '.+', completion '.*'\)"
-    words = f"step 5: 3 consecutive updates were skipped .*{cause}"
+    words = f"step 5: 3 consecutive updates were skipped.*{cause}"
     with (
         pytest.warns(RuntimeWarning, match=f"step 3 was skipped.*{cause}") as warned,
         pytest.raises(FloatingPointError, match=words),
