@@ -77,6 +77,6 @@ def test_truths_that_cannot_be_read_are_refused_before_a_run():
 
 def test_a_formula_that_does_not_terminate_costs_one_score():
     judge = formula_reward(timeout=2.0)
-    with pytest.raises(PartialRewards, match="1 of 2; completion 0 took longer") as caught:
+    with pytest.raises(PartialRewards, match="1 of 2: completion 0 took longer") as caught:
         judge(completions=[r"$9^{9^{9^{9}}} + x$", "$18$"], answer=["$x$", "18"])
     assert caught.value.values == [None, 1.0]
