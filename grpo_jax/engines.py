@@ -131,23 +131,23 @@ class EngineScorer:
         drawn = np.asarray(completions.tokens).reshape(b * g, t)
         present = np.asarray(completions.mask if completions.present is None else completions.present)
         counts, begins, k = present.reshape(b * g, t).sum(-1), np.repeat(lengths, g), self.top_k or 0
-        texts = [[*tokens[i // g, : begins[i]].tolist(), *drawn[i, : counts[i]].tolist()] for i in range(b * g)]
+        sequences = [[*tokens[i // g, : begins[i]].tolist(), *drawn[i, : counts[i]].tolist()] for i in range(b * g)]
         log_probs, top = np.zeros((b * g, t), np.float32), np.zeros((b * g, t, k), np.float32)
         ids = np.zeros((b * g, t, k), np.int32)
-        for i, positions in enumerate(self._score_all(texts)):
+        for i, positions in enumerate(self._score_all(sequences)):
             for at, position in enumerate(positions[begins[i] - 1 :]):
-                log_probs[i, at] = position[texts[i][begins[i] + at]]
+                log_probs[i, at] = position[sequences[i][begins[i] + at]]
                 ids[i, at] = sorted(position, key=position.__getitem__, reverse=True)[:k]
                 top[i, at] = [position[token] for token in ids[i, at].tolist()]
         if not k:
             return TeacherLogProbs(log_probs.reshape(b, g, t))
         return TeacherLogProbs(log_probs.reshape(b, g, t), ids.reshape(b, g, t, k), top.reshape(b, g, t, k))
 
-    def _score_all(self, texts: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+    def _score_all(self, sequences: Sequence[list[int]]) -> list[list[dict[int, float]]]:
         """Return, for each sequence, the log-probs at every position except the first, as dicts keyed by token id."""
-        longest = max(map(len, texts)) + 1  # the server also samples a token, which is ignored
+        longest = max(map(len, sequences)) + 1  # the server also samples a token, which is ignored
         look_up = functools.partial(self._server.look_up, longest)
         requests = Requests(self._server.client, restore=look_up)  # a restarted server may have a different model
         requests.send(look_up)
-        scores = [functools.partial(self._server.log_probs, ids, self.top_k or 0) for ids in texts]
+        scores = [functools.partial(self._server.log_probs, ids, self.top_k or 0) for ids in sequences]
         return requests.run([functools.partial(requests.send, score) for score in scores], self._at_once)

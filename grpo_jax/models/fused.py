@@ -54,10 +54,10 @@ class Inputs(NamedTuple):
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Compute attention over visible keys, [A, H_kv, N, R, d]; zeros for queries without visible keys.
+    """Return attention over visible keys, [A, H_kv, N, R, d], which is 0 for queries without visible keys.
 
     q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks`, [H_kv, R]
-    float32, is the score of an additional key without value in each head. No forward-mode derivative.
+    float32, is the score of an additional key without value in each head. Supports only reverse-mode gradients.
     """
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))

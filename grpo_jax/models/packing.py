@@ -77,7 +77,7 @@ HALF = 256
 """Smallest number of tokens of a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
 FEW = 8
-"""Largest number of sequences per batch for which half-size ones are used. They save half a sequence at most."""
+"""Largest number of sequences per batch for which half-size sequences are used. They save half a sequence at most."""
 
 OPEN = (1, 2, 4)
 """Numbers of open sequences that are tried for a completion before a new one is started. The smallest number is used
@@ -93,7 +93,7 @@ def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
 class SequenceShape(NamedTuple):
     """Shape of packed sequences, which determines the compiled program."""
 
-    size: int  # N, a multiple of `block` and at least the longest completion
+    size: int  # N, a multiple of `block`, at least the length of the longest completion
     block: int  # tokens per block
     longest: int  # upper bound on the tokens of a segment
     whole: bool  # whether blocks are larger, gcd(N, T), if all completions have T tokens

@@ -122,7 +122,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return the positions of inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before the first one.
+    """Return the positions of inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before them.
 
     For packed sequences, memory and tail [A, M, …] are taken from each block's prompt.
     """

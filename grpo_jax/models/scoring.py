@@ -157,7 +157,7 @@ def predicting_states(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the tokens in `counted`.
 
-    `counted` is [B, G, T] bool; with None, the router loss is None. For a model without a cache, the states are its
+    `counted` is [B, G, T] bool. If None, the router loss is None. For a model without a cache, the states are its
     logits [B, G, T, V].
     """
     b, g, t = tokens.shape
@@ -302,7 +302,7 @@ def completion_log_probs(
       min_p: as in `sampling.Sampling`.
 
     Returns:
-      [B, G, T] float32; 0 where mask is 0.
+      Log-probs [B, G, T] float32, 0 where mask is 0.
 
     Raises:
       ValueError: if the shapes do not match or the temperature is not positive.

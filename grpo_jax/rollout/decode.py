@@ -159,7 +159,7 @@ def decode_burst(
     steps: int,
     fixed: bool = False,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
-    """Draw at most `steps` tokens of each completion, starting at `slot`; stop early when all completions have ended.
+    """Draw at most `steps` tokens of each completion, starting at `slot`, until all completions have ended.
 
     The cache is a separate argument because only it is donated. `count` is the maximum number of tokens to draw: [] for
     one turn, [B, G] for several. With `fixed`, all `steps` run, because on a GPU or a mesh a loop with a data-dependent

@@ -59,8 +59,8 @@ class TurnEnds(NamedTuple):
         """Validate these arguments of `generate` and return them in canonical form. Raises ValueError if invalid."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
-        (strings, fault), (ids, fault_of_ids) = read_stop(stop), read_token_ids(stop_token_ids)
-        for name, value, wrong in (("stop", stop, fault), ("stop_token_ids", stop_token_ids, fault_of_ids)):
+        (strings, problem), (ids, ids_problem) = read_stop(stop), read_token_ids(stop_token_ids)
+        for name, value, wrong in (("stop", stop, problem), ("stop_token_ids", stop_token_ids, ids_problem)):
             if wrong:
                 raise ValueError(f"{name} = {show(value)}: {wrong}")
         return cls(cast("tuple[str, ...]", strings or ()), cast("tuple[int, ...]", ids or ()), max_turn_length)

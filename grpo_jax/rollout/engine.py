@@ -99,7 +99,7 @@ class Engine:
         self.measured: dict[str, float] = {}
 
     def follow(self, policy: Policy, params: Params) -> None:
-        """Write the params from which later calls sample, and score the probe. The params may then be donated.
+        """Write the params for later calls, and compute the probe's log-probs. The params may then be donated.
 
         All processes of a run must call this function together.
         """
@@ -164,16 +164,16 @@ class Engine:
             pad_token_id=pad_token_id,
             answers=answers,
         )
-        table, fault = Table(len(words), max_completion_length, pad_token_id), None
+        table, problem = Table(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
                 table = self._sample(batch, interrupt)
             except Exception as error:
                 if jax.process_count() == 1:
                     raise
-                fault = one_line(error, None)
-        if (fault := gather_objects(fault)[0]) is not None:  # all processes raise the error of the first process
-            raise EngineError(fault)
+                problem = one_line(error, None)
+        if (problem := gather_objects(problem)[0]) is not None:  # all processes raise the error of the first process
+            raise EngineError(problem)
         several = bool((table.mask.sum(-1) < table.lengths).any())
         return table.completions(len(lengths), turns=several)
 

@@ -125,7 +125,7 @@ class Client:
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
-        late, fault = threading.Event(), ""
+        late, cause = threading.Event(), ""
         try:
             with self._connected(late) as connection:
                 connection.request(method, self._path + path, data, headers)
@@ -136,14 +136,14 @@ class Client:
         except TimeoutError:
             late.set()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            fault = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
+            cause = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
         if late.is_set():
             raise Lost(
                 f"{self.base_url}{path} did not respond within {self._timeout:g} s. Check the server's log, or pass a"
                 " longer timeout"
             )
-        if fault:
-            raise Lost(f"{self.base_url}{path}: {fault}. Check that the server is running and that base_url is correct")
+        if cause:
+            raise Lost(f"{self.base_url}{path}: {cause}. Check that the server is running and that base_url is correct")
         if len(content) > most_bytes:
             raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
         return answer.status, content

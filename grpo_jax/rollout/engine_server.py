@@ -211,8 +211,8 @@ class VLLM:
         positions = [{int(i): float(one["logprob"]) for i, one in (entry or {}).items()} for entry in found[1:]]
         for token, position in zip(ids[1:], positions, strict=True):
             if len(position) < k:
-                n = len(position)
-                raise EngineError(f"{self.url} must return at least {k} log-probs per position; got {n} at {token}")
+                got = f"got {len(position)} at token id {token}"
+                raise EngineError(f"{self.url} must return at least {k} log-probs per position; {got}")
             if token not in position:
                 raise EngineError(f"{self.url} returned no log-prob for the prompt token {token} itself")
         return positions

@@ -125,8 +125,8 @@ class Episode:
             if not self.turn_rewards or isinstance(last, str):
                 return last
             if isinstance(last, list):
-                fault = f"must return a number or None if respond returns rewards; got {show(last)}"
-                raise self._failed("get_reward", fault)
+                problem = f"must return a number or None if respond returns rewards; got {show(last)}"
+                raise self._failed("get_reward", problem)
         except _Failed:
             return None
         by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.lengths))]
@@ -165,8 +165,8 @@ class Episode:
             return None
         rows = results if isinstance(results, (list, tuple)) else []
         if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
-            fault = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
-            raise self._failed("answer_calls", fault)
+            problem = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
+            raise self._failed("answer_calls", problem)
         self.counts.failures += sum(bool(failed) for _, failed in rows)
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
@@ -200,8 +200,8 @@ class Episode:
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                fault = "returned a reward, which requires a get_reward method; it is added to the last turn's reward"
-                raise self._failed("respond", fault)
+                problem = "returned a reward, which requires a get_reward method; it is added to the last turn's reward"
+                raise self._failed("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
                 raise self._failed("respond", f"must return a finite reward; got {show(reward)}")
@@ -209,8 +209,8 @@ class Episode:
         if answer is None:
             return None
         if not isinstance(answer, str):
-            fault = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
-            raise self._failed("respond", fault)
+            problem = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
+            raise self._failed("respond", problem)
         answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
@@ -238,14 +238,14 @@ class Episode:
         finally:
             self.counts.seconds += time.monotonic() - begin
 
-    def _failed(self, what: str, fault: BaseException | str) -> Exception:
+    def _failed(self, what: str, problem: BaseException | str) -> Exception:
         """Count an error of the environment, and return the exception to raise."""
         self.counts.errors, self.over = self.counts.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFault(
-            f"{kind}: {what} {describe_fault(fault)}, for {self.where}. Set on_environment_error='end' to end only"
+            f"{kind}: {what} {describe_fault(problem)}, for {self.where}. Set on_environment_error='end' to end only"
             " this episode and continue the run"
         )
 

@@ -112,10 +112,10 @@ def generate(
       prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with the same index has the same
         samples in any batch.
       batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.
-        The other prompts wait; samples do not change. If None, there is no limit. Not supported under `jit`.
-      answers: source of observations; returns the tokens that follow a turn, or None after the last turn. If None,
+        The other prompts wait. This does not change the samples. If None, there is no limit. Not supported under `jit`.
+      answers: function that returns the tokens after a turn, or None after the last turn. If `answers` is None,
         completions have one turn. Needs a built-in model; not supported under `jit`.
-      interrupt: function called on the host every few tokens. An exception that it raises ends the sampling. Not
+      interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         supported under `jit`.
       watch: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
         receives only the prompts that are decoded together. Supported for one turn only.

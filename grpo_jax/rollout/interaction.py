@@ -146,8 +146,8 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
     """Return problems of a chat template with messages of the given roles and with tool calls."""
     try:
         template.check(roles)
-        fault = call_fault(template, form) if form is not None and template.tools else ""
-        return [fault] if fault else []
+        problem = call_fault(template, form) if form is not None and template.tools else ""
+        return [problem] if problem else []
     except ValueError as error:
         return [str(error)]
 
@@ -261,7 +261,7 @@ class Played(NamedTuple):
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
-    """Return the index of the turn of each sampled token, [B·G, T] int32; −1 for tokens that were not sampled.
+    """Return the index of the turn of each sampled token, [B·G, T] int32, or −1 for tokens that were not sampled.
 
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """

@@ -190,7 +190,7 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
     """Return the number of groups that are decoded together, a multiple of `shards`.
 
-    They contain at most `batch_size` completions; None means no limit.
+    They contain at most `batch_size` completions, or any number if `batch_size` is None.
     """
     most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
     return -(-most // shards) * shards
@@ -229,7 +229,7 @@ def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
     """Return whether decoding runs on one CPU, where a data-dependent loop end costs nothing.
 
-    Shapes without a sharding count as being on the default device.
+    Abstract arrays without a sharding are assumed to be on the default device.
     """
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
     at = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}

@@ -184,11 +184,11 @@ def _converted(value: object, schema: Json) -> tuple[object, str | None]:
 
 
 def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
-    """Call a sync or async function and wait at most `seconds` for its result; None means no limit.
+    """Call a sync or async function and wait at most `seconds` for its result.
 
-    A sync function runs in a separate thread. The thread cannot be stopped, so after a timeout its result is discarded.
-    An async function runs on the event loop of async rewards and is cancelled. Raises TimeoutError, or the exception of
-    the function, which may be SystemExit.
+    If `seconds` is None, there is no limit. A sync function runs in a separate thread. The thread cannot be stopped,
+    so after a timeout its result is discarded. An async function runs on the event loop of async rewards and is
+    cancelled. Raises TimeoutError, or the exception of the function, which may be SystemExit.
     """
     outcome: list[Any] = []
 

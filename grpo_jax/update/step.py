@@ -41,7 +41,7 @@ class Updater(flax.struct.PyTreeNode):
       on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
       mesh: mesh of the params, or None for one device.
       surrogate: custom surrogate to use instead of the config's `loss_type`, or None.
-      teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
+      teacher: model with which the policy's distributions are compared, or None without a teacher or for a teacher that
         provides only log-probs.
       skip: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
     """
@@ -108,7 +108,7 @@ def train_step(
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
       micro: shape (prompts, completions per prompt) of a micro-batch, divisors of B and G. If None, the whole batch.
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
-      teacher: model with which the policy's distributions are compared; None without a teacher or for a teacher that
+      teacher: model with which the policy's distributions are compared, or None without a teacher or for a teacher that
         provides only log-probs.
 
     Returns:
