@@ -56,7 +56,7 @@ def group_attention(
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
       index: slot of the first query, a scalar or [B].
       start: slot of the first token of each prompt's completions [B], or of each completion [B, G]. If None, 0.
-      window: number of positions that a query attends to, including its own. If None, it attends to all of them.
+      window: number of positions that a query attends to, including its own. If None, all positions.
       soft_cap: c in c·tanh(scale·score/c). If None, scores are not capped.
       sinks: float32 scores [H_kv, R] of a key without a value, one per query head. If None, there is no such key.
     """

@@ -144,7 +144,7 @@ def pad_slots(cache: Cache, slots: int) -> Cache:
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
-    """Return `slots` slots of a cache's ring, starting at slot `first` [B, G]; they repeat if `slots` is larger."""
+    """Return `slots` slots of a cache's ring, from slot `first` [B, G] on. Slots repeat if the ring is smaller."""
     size = num_slots(cache)
 
     def slice_slots(x: jax.Array, axis: int) -> jax.Array:

@@ -40,7 +40,7 @@ def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[
 
 
 def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Llama 3: interpolate long wavelengths and keep short ones, with a linear transition between them."""
+    """Llama 3: interpolate long wavelengths and keep short wavelengths, with a linear transition."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
@@ -81,7 +81,7 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
 
 
 def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Divide frequencies over the whole head by `factor`; all but the first `partial_rotary_factor` of them are 0."""
+    """Divide a head's frequencies by `factor`, and set all but the first `partial_rotary_factor` of them to 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 

@@ -1,4 +1,4 @@
-"""Sharding of parameters, according to a table from paths to mesh axes, and of batches, along the prompt axis.
+"""Sharding of parameters, with a table that maps paths to mesh axes, and of batches, along the prompt axis.
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
 (shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's

@@ -80,7 +80,7 @@ class SegmentIds(flax.struct.PyTreeNode):
 class Tiles(flax.struct.PyTreeNode):
     """Key tiles that each of X query tiles reads out of Y, and the query tiles that read each key tile (int32)."""
 
-    keys: jax.Array  # [A, X, Y], indices of key tiles, visible ones first
+    keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first
     key_count: jax.Array  # [A, X], number of visible key tiles
     queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
     query_count: jax.Array  # [A, Y], number of query tiles that read the key tile

@@ -1,4 +1,4 @@
-"""Sampling of completions: the loop (`generate`), its compiled functions (`decode`) and their shapes (`ladder`)."""
+"""Sampling of completions: the loop (`generate`), its compiled functions (`decode`) and the layouts (`ladder`)."""
 
 from grpo_jax.rollout.generate import generate
 

@@ -1,4 +1,4 @@
-"""Sampling with an inference server. Weights are sent before each batch; all completions are requested concurrently.
+"""Sampling with an inference server. Weights are sent before each batch. All completions are requested concurrently.
 
 ```
 weights ─► written ─► loaded ─► probe ─► completions, one request per turn ─► probe ─► Completions

@@ -102,7 +102,7 @@ class Client:
             return False
 
     def abort(self) -> None:
-        """Abort the requests of all threads; they raise `Lost`."""
+        """Abort the requests of all threads, which raise `Lost`."""
         self._aborts += 1
         for opened in list(self._open):
             _shut_down(opened)

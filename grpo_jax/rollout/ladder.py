@@ -55,7 +55,7 @@ WORTH_A_MOVE = 0.8
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens; the last token needs none. `fixed` is as in `Ladder`."""
+    """Return the number of slots for `length` tokens. The last token needs none. `fixed` is as in `Ladder`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
@@ -64,7 +64,7 @@ def whole_cache(length: int, *, fixed: bool) -> int:
 class Ladder:
     """The layouts of a rollout. The n-th layout uses the n-th and later cache sizes only, since it is reached late."""
 
-    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) of each layout; the first holds all
+    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) of each layout; the first has all completions
     slots: tuple[int, ...]  # cache sizes, increasing
     steps: int  # number of steps of a burst
     fixed: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host

@@ -1,4 +1,4 @@
-"""Learning rate schedule and optimizer (optax) of a config."""
+"""Learning rate schedule and optimizer (optax), built from a config."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
     """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, most / ‖g‖).
 
-    Both moments of Adam use the clipped gradient. XLA recomputes a product for each of them, but would store the result
+    Both moments of Adam use the clipped gradient. XLA recomputes a product for each moment, but would store the result
     of a division, which is as large as the gradient.
     """
 
