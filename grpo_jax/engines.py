@@ -88,7 +88,7 @@ def vllm_scorer(
 
     Args:
       top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` of a
-        run with `distillation_mode="topk_logits"`; values over 20 need `--max-logprobs`. If None, only the log-probs of
+        run with `distillation_mode="topk_logits"`. Values over 20 need `--max-logprobs`. If None, only the log-probs of
         the sampled tokens are requested, for `distillation_mode="sampled_token"`.
       model: name of the teacher on the server, which may be an adapter. If "", its only model is used.
       at_once: maximum number of concurrent requests. Use 1 for a server with `--enable-lora`, where vLLM 0.32 crashes
@@ -122,7 +122,7 @@ class EngineScorer:
         self._score_all([[1, 2, 3]])  # ids that exist in any vocabulary
 
     def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs:
-        """Return the server's log-probs of completions [B, G, T] after prompts [B, P]; see `run.teacher.Scorer`.
+        """Return the server's log-probs of completions [B, G, T] after prompts [B, P]. See `run.teacher.Scorer`.
 
         Raises EngineError if the server rejects a request or remains unavailable.
         """

@@ -222,7 +222,7 @@ def plan(
 
 
 def answer(request: str) -> str:
-    """Compute a plan for abstract devices from a JSON request and return it as JSON; called in a separate process."""
+    """Compute a plan for abstract devices from a JSON request and return it as JSON. Called in a separate process."""
     fields = json.loads(request)
     target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
     memory = target.memory if fields["memory"] is None else fields["memory"]
@@ -232,7 +232,7 @@ def answer(request: str) -> str:
 
 
 def _last_error(stderr: str) -> str:
-    """Return the line of a traceback with the exception; the full messages of compilers can be very long."""
+    """Return the line of a traceback with the exception. Full compiler messages can be very long."""
     lines = stderr.strip().splitlines() or ["no message on standard error"]
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 

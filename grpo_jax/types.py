@@ -281,7 +281,7 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 
 
 AdvantageFn = Callable[..., jax.Array]
-"""A function `f(rewards, mask, **context)` that computes advantages; compiled with `jax.jit`.
+"""A function `f(rewards, mask, **context)` that computes advantages, compiled with `jax.jit`.
 
 `rewards` is [B, G, K] float32. NaN means "not scored"; in padding groups (`dynamic_sampling`), all rewards are NaN.
 `mask` is [B, G, T] bool, True for tokens that are included in the loss. T may be less than `max_completion_length`.
@@ -320,7 +320,7 @@ class Environment(Protocol):
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
         """Return the observation that follows a turn without tool calls, or None to end the completion.
 
-        `(text, reward)` also rewards the turn. `get_reward` is then required; its value is added to the last turn.
+        `(text, reward)` also rewards the turn. `get_reward` is then required. Its value is added to the last turn.
         """
         ...
 

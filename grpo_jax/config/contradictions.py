@@ -72,7 +72,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "rollout_batch_size num_generations",
         lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
-        "must hold a group of num_generations completions; raise it or use None",
+        "must be at least a group of num_generations completions; increase it or use None",
     ),
     (
         "sync_ref_model beta",

@@ -29,7 +29,7 @@ class SFTConfig(Settings):
 
     # Data.
     max_length: Annotated[int, In("[2, inf)", "the first token is not predicted; use 2 or more")] | None = 1024
-    """Tokens per example; longer examples are truncated. Examples without target tokens are dropped."""
+    """Tokens per example. Longer examples are truncated. Examples without target tokens are dropped."""
     packing: bool = False
     """Whether to pack examples into blocks of `max_length` tokens. Batch sizes are then numbers of blocks instead of
     examples. In both cases, examples do not attend to each other and are stored without padding."""

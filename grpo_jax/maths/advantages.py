@@ -1,4 +1,4 @@
-"""Group-relative advantages from rewards. Axis 1 is the group; only batch-wide statistics combine prompts."""
+"""Group-relative advantages from rewards. Axis 1 is the group. Only batch-wide statistics combine prompts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A reward of NaN means that the function did not score the completion; it is excluded from sums, means and stds.
+    A reward of NaN means that the function did not score the completion. It is excluded from sums, means and stds.
     A = 0 for a completion without any reward, and exactly 0 for all completions of a group with equal rewards.
 
     Args:

@@ -13,7 +13,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     """Compute the log-prob of each token: log softmax(logits / temperature)[token].
 
     Args:
-      logits: [..., V], any float dtype; the computation uses float32.
+      logits: [..., V], any float dtype. The computation uses float32.
       tokens: [...] integer, token ids in 0..V-1.
       temperature: unitless divisor of the logits, > 0.
 

@@ -45,7 +45,7 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
 
     Args:
       ref_params: pytree of float leaves of any shape; `None` leaves are unchanged.
-      params: pytree of the same structure and shapes; the dtypes may differ.
+      params: pytree of the same structure and shapes. The dtypes may differ.
       alpha: [] float in [0, 1], weight of the *new* params (1 copies them, 0 keeps the reference).
 
     Returns:

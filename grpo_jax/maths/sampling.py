@@ -169,7 +169,7 @@ def sample_tokens(
 
     Args:
       key: single PRNG key, or keys [...], one per row of logits.
-      logits: [..., V], any float dtype. Logits of −inf are never drawn; each row needs at least one finite entry.
+      logits: [..., V], any float dtype. Logits of −inf are never drawn. Each row needs at least one finite entry.
       temperature: temperature ≥ 0; 0 selects the most likely token and returns its log-prob at temperature 1.
       top_k: as in `Sampling`.
       top_p: as in `Sampling`.

@@ -45,7 +45,7 @@ class Counts(NamedTuple):
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
-    """Return exp(log_ratio) with the log-ratio bounded above; the bound does not change the gradient of log_ratio."""
+    """Return exp(log_ratio) with the log-ratio bounded above. The bound does not change the gradient of log_ratio."""
     return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
@@ -270,7 +270,7 @@ Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflict
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Return a mask [..., T] of clipped tokens for each metric; all False for surrogates without clipping."""
+    """Return a mask [..., T] of clipped tokens for each metric. It is all False for surrogates without clipping."""
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never

@@ -1,6 +1,4 @@
-"""A run from its arguments to its end: `prepare`, `collect` (rollout, rewards, advantages), `train`, `evaluate`;
-`rehearse` tries everything once.
-"""
+"""Stages of a run: `prepare`, `collect` (rollout, rewards, advantages), `train`, `evaluate`. `rehearse` is a dry run."""
 
 from grpo_jax.run.evaluate import evaluate, pass_at_k
 from grpo_jax.run.rehearse import rehearse

@@ -11,7 +11,7 @@ checkpoints/40/   params   the trained params, the only part that is needed for 
 
 The frozen base model of adapters and the teacher are not stored, but resuming checks that they are unchanged.
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) only serve to resume and affect neither the best checkpoint nor which scheduled ones are kept.
+error or `save_minutes`) are only for resuming and do not affect which scheduled checkpoints are kept or best.
 
 Orbax writes in the background to a temporary name and renames the directory at the end, so a killed process does not
 leave a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
@@ -63,7 +63,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of a run directory. If `run_dir` is None, nothing is written or found.
 
-    Used as a context manager; its exit waits for a save in progress. `about` is the result of `resume.describe`. If a
+    As a context manager, it waits for a save in progress on exit. `about` is the result of `resume.describe`. If a
     save fails, `save`, `wait` or the exit raises OSError. All processes of a run must call the methods together.
     """
 
@@ -103,7 +103,7 @@ class Checkpoints:
 
     @property
     def enabled(self) -> bool:
-        """Whether checkpoints are written, that is, whether there is a run directory."""
+        """Whether checkpoints are written, which requires a run directory."""
         return self._checkpointer is not None
 
     def scheduled(self, step: int) -> bool:
@@ -265,15 +265,15 @@ class Checkpoints:
         return Restored(state)
 
     def _check_mode(self, steps: Sequence[int], resume: str) -> None:
-        """Raise ValueError if `resume` is "must" and there is no checkpoint, or "never" and there is a run."""
+        """Raise ValueError if `resume` is "must" and there is no checkpoint, or if it is "never" and there is a run."""
         if resume == "must" and not steps:
             raise ValueError(
-                f'{self._where} holds no checkpoint to resume from (resume="must"). Check the path. If the run ended'
-                ' before its first checkpoint, restart it with resume="auto" or with grpo-jax train and its RUN.yaml.'
+                f'{self._where} does not contain a checkpoint to resume from (resume="must"). Check the path. If the'
+                ' run ended before its first checkpoint, restart it with resume="auto" or with grpo-jax train and its RUN.yaml.'
             )
         if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
             raise ValueError(
-                f'{self._where} holds a run (resume="never"). Use a different directory, move the old run'
+                f'{self._where} contains a run (resume="never"). Use a different directory, move the old run'
                 ' away, or resume it with resume="auto"'
             )
 

@@ -132,11 +132,11 @@ def collect(
     """Sample one iteration's completions and compute their rewards, advantages and log-probs.
 
     `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and "teacher". `interrupt` is
-    called between phases; an exception that it raises ends the iteration.
+    called between phases. An exception that it raises ends the iteration.
 
     Returns:
-      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T as returned by `Updater.columns`; the metrics
-      the rollout; and one dict per completion for `completions.jsonl`.
+      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T from `Updater.columns`; the metrics of the
+      rollout; and one dict per completion for `completions.jsonl`.
     """
     config = run.config
 
@@ -194,7 +194,7 @@ def _next_rollout(
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
     """Return the `Batch` of a rollout, with zero advantages. The device may still be computing the reference log-probs.
 
-    `counted` [B] bool is False for padding groups, which are excluded from the loss. None includes all groups.
+    `counted` [B] bool is False for padding groups, which are excluded from the loss. If None, there are none.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
@@ -224,7 +224,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
 def _advantages(
     run: Run, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
 ) -> np.ndarray:
-    """Return the advantages [B, G] or [B, G, T] of a batch; `counted` [B] is False for padding groups."""
+    """Return the advantages [B, G] or [B, G, T] of a batch. `counted` [B] is False for padding groups."""
     config = run.config
     # NaN marks the completions of padding groups as unscored, which excludes them from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
@@ -283,8 +283,8 @@ def sample(
     """Sample completions of the given `rows` of `data` with `generate`, or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
-    prompt longer. `evaluation` selects the settings for evaluations. `interaction` holds the tools and environments of
-    multi-turn completions. `interrupt` is called every few tokens; an exception that it raises stops the sampling.
+    prompt longer. `evaluation` selects the settings for evaluations. `interaction` has the tools and environments of
+    multi-turn completions. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
     """
     ends, group = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     draw: Callable[..., Completions] = generate

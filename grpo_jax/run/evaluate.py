@@ -54,11 +54,11 @@ def evaluate(
     Args:
       policy: model, params and tokenizer.
       dataset: rows with a `prompt`, as in `train`, or a dict of such datasets keyed by name.
-      reward_fns: reward functions with TRL's contract; they may differ from those used in training.
+      reward_fns: reward functions with TRL's signature, which may differ from the training rewards.
       params: parameters that replace the policy's params, such as `TrainState.params`.
       num_generations: number of completions per prompt.
       max_completion_length: T, maximum number of tokens in a completion.
-      temperature: sampling temperature; 0 is greedy.
+      temperature: sampling temperature. 0 selects greedy decoding.
       batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples.
       seed: seed of the samples. The PRNG keys of a prompt depend only on the seed and its index in the dataset.
       tools: functions that the policy can call, as in `train`.
@@ -232,7 +232,7 @@ def evaluate_encoded(
 
 
 def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
-    """Return the mean total reward, the mean of each reward function, and the means of the metrics they logged."""
+    """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
     scores = np.concatenate([some.values.reshape(-1, len(names)) for some in batches])
     taken = {"reward", "mean_length", "clipped_ratio"}
     keys = [f"rewards/{name}/mean" if name in taken else name for name in names]

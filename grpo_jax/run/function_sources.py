@@ -71,7 +71,7 @@ def sources_of(function: Any, seen: set[int] | None = None) -> str:
     """Hash the source of a reward function, tool or environment, including the functions that it uses.
 
     These are found in partials, attributes, closures and globals of the same module. Values and base classes are not
-    hashed. For functions of this package, only name and settings are hashed: versions differ in source.
+    hashed. For functions of this package, only name and settings are hashed, because versions differ in source.
     """
     seen = set() if seen is None else seen
     seen.add(id(function))

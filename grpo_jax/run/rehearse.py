@@ -43,7 +43,7 @@ class DryRun:
       memory: bytes of the training state, of the caller's policy, and of each program (arguments, results and
         temporaries).
       seconds: duration of each phase, including compilation.
-      suspicious: likely problems, one sentence each; empty if none were found.
+      suspicious: likely problems, one sentence each.
       rows: the sampled group, in the format of `completions.jsonl`.
       metrics: metrics of the rollout and the update.
     """
@@ -78,7 +78,7 @@ def rehearse(
     Args:
       policy: policy to train, as in `train`.
       dataset: training data, as in `train`.
-      reward_fns: reward functions, as in `train`; each is called once.
+      reward_fns: reward functions, as in `train`. Each is called once.
       config: settings, as in `train`.
       donate: whether to donate the params of `policy`, as in `train`. The reported memory depends on it.
       arguments: other arguments of `train`: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`,
@@ -113,7 +113,7 @@ def rehearse(
         state_bytes=_bytes(state),
         device=jax.devices()[0].device_kind,
     )
-    # Dynamic sampling would replace a group with equal rewards and so hide the problem.
+    # Dynamic sampling would replace a group with equal rewards and hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
     # With `skip`, the backward pass would not run for equal rewards.

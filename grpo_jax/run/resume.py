@@ -118,7 +118,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     old, new = saved["functions"], current["functions"]
     for name in _changed(old, new):
         ours, theirs = (functions[name]["name"] if name in functions else "None" for functions in (new, old))
-        source = "; its source or its bound arguments have changed" if ours == theirs else ""
+        source = "; its source or bound arguments have changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, but the run has {theirs}{source}")
     lines += _teacher_differences(saved["teacher"] or {}, current["teacher"] or {})
     # The arrays of the state are determined by the above, so they are compared only if nothing else differs.
@@ -168,7 +168,7 @@ def warn_of_changes(saved: Json, current: Json) -> None:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the sorted names whose values differ or that only one of the two has."""
+    """Return the sorted names whose values differ or that are in only one of the dicts."""
     return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
@@ -230,7 +230,7 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
 
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a line that lists a few of the differing arrays, for the first part of the state that has any."""
+    """Return a line with some of the arrays that differ, from the first part of the state that has any."""
     parts = {
         ".params": "policy: its params differ",
         ".opt_state": "optimizer: its state differs",

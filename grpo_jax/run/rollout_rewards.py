@@ -133,7 +133,7 @@ def refill_groups(
     """Replace zero-signal groups with groups of the next prompts, from `sample_more` (dynamic sampling of DAPO).
 
     After `MAX_REFILLS` additional rollouts, missing groups are padded with zero-signal groups. The last result is a
-    mask [B] that is False for these; they are excluded from the loss, its normalizers and batch statistics. Metrics
+    mask [B] that is False for these. They are excluded from the loss, its normalizers and batch statistics. Metrics
     are from the first rollout, whose prompts are not selected by rewards. Only costs are summed over all rollouts.
     """
     count, refills = len(rollout.rows), 0

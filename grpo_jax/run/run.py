@@ -1,4 +1,4 @@
-"""Settings and objects of a run, which `train` and `sft` build from validated arguments; and its initial state."""
+"""Settings and objects of a run, built from validated arguments of `train` or `sft`, and its initial state."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class BaseRun:
     """The constant part of a run, with the fields that `train` and `sft` share.
 
     `policy.params` are the initial params, and are released once a `TrainState` holds them. All batches have
-    P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, `schedule` is
-    None for a custom optimizer. Fields with a default are for `train` only: `reward_fns` include the rewards of
-    environments, `interaction` holds tools and environments of multi-turn completions, and `sampler` is an engine.
+    P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, and `schedule`
+    is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the rewards of
+    environments, `interaction` has the tools and environments of multi-turn completions, and `sampler` is an engine.
     """
 
     policy: Policy

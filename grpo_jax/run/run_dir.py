@@ -48,7 +48,7 @@ def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
 def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     """Raise ValueError in all processes unless each of them can write to the run directory of process 0.
 
-    All processes write each checkpoint together; with separate directories they would deadlock.
+    All processes write each checkpoint together. With separate directories, they would deadlock.
     """
     if jax.process_count() == 1:
         return

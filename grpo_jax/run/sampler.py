@@ -55,9 +55,9 @@ class Sampler(Protocol):
       tokens: token ids, [B, G, T] integers with T ≤ `max_completion_length`.
       mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
-        `top_p` and `min_p`, as for the trainer's log-probs.
+        `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an EOS or stop id (`eos_token_ids` contains both), or with a
-        string of `stop`; in multi-turn completions, if `answers` returned None.
+        string of `stop`, or if `answers` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
@@ -76,7 +76,7 @@ class Sampler(Protocol):
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError unless `sampler` can be called with the keyword arguments of `generate`.
 
-    It must take `answers` for tools and environments, which also need a single process; and `stop` and
+    It must take `answers` for tools and environments, which also need a single process, and `stop` and
     `max_turn_length` if they are set.
     """
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
@@ -92,7 +92,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
     untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
-        raise ValueError(f"sampler must take {' and '.join(untaken)}, which the config sets; pass one that does")
+        raise ValueError(f"sampler must take {' and '.join(untaken)}, which the config sets; pass a sampler that does")
     if interaction is not None and "answers" not in named:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `answers`; pass one, such as engines.vllm,"
@@ -204,7 +204,7 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
-    """Return a field of the completions as a NumPy array. Raises ValueError if its dtype is not of the given kinds."""
+    """Return a field of the completions as a NumPy array. Raises ValueError if its dtype has a different kind."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))

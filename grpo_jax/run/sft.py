@@ -52,7 +52,7 @@ def sft(
 ) -> TrainState:
     """Fine-tune a policy on the completions of a dataset (supervised fine-tuning).
 
-    The update and the run directory are the same as in `train`; the loss is `maths.supervised.likelihood_loss`.
+    The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`.
     Examples are packed without padding, and their common prefix (BOS, a system prompt, tools) is computed once per
     batch. Without a common prefix, each example is padded to a multiple of 64 tokens.
 
@@ -60,7 +60,7 @@ def sft(
       policy: policy from `from_pretrained`, with or without adapters (`add_lora`). Its params are copied and left
         unchanged, unless `donate` is True.
       dataset: rows with `prompt` and `completion` (text or messages), with `messages`, with `text`, or with token ids
-        as `input_ids` and `labels` (−100 excludes a token from the loss); loaded with `text.load_examples`.
+        as `input_ids` and `labels` (−100 excludes a token from the loss). See `text.load_examples`.
       config: training settings.
       eval_dataset: held-out rows, or a dict of rows keyed by name. Their loss is logged as `eval/loss` (for a dict, as
         `eval/<name>/loss`) before the first step, every `eval_steps` steps and after the last step.
@@ -185,7 +185,7 @@ def derive_sft(
     context: int | None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Derive the run from validated arguments. Params may be abstract; `longest` and `context` are in tokens."""
+    """Derive the run from validated arguments. Params may be abstract. `longest` and `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
     repeats = -(-sizes.prompts // len(data.blocks)) + 1

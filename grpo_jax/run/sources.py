@@ -97,7 +97,7 @@ class EngineRollouts(PrefetchedRollouts):
     """A source whose engine samples the next completions in the background, during the rewards and the updates.
 
     The engine receives its params beforehand (`Sampler.follow`). They are also kept in the state's `old_params`, to
-    compute the log-probs of its completions. Checkpoints do not wait for the engine; a resumed run repeats the request.
+    compute the log-probs of its completions. Checkpoints do not wait for the engine. A resumed run repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None

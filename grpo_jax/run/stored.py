@@ -27,7 +27,7 @@ Shapes = dict[str, Any] | list[Any] | None
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
     """Return the step and the params of one checkpoint, for evaluation, chat or export.
 
-    `like` are the params that the run started from; the result has the same shapes, dtypes and devices. If `step` is
+    `like` are the params that the run started from. The result has their shapes, dtypes and devices. If `step` is
     None, the newest checkpoint is read. Raises ValueError if it does not exist or belongs to a different model.
     """
     from orbax.checkpoint import v1 as ocp
@@ -38,7 +38,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     if chosen is None or chosen not in steps:
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
-        raise ValueError(f"run_dir = {str(run_dir)!r} holds {missing}{there}")
+        raise ValueError(f"run_dir = {str(run_dir)!r} contains {missing}{there}")
     wanted = {"params": jax.tree.map(as_target, like)}
     found, reason = tried(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
     if found is None:

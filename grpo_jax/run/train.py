@@ -72,8 +72,8 @@ def train(
         row has a `prompt` (a string or a list of messages). Other columns are passed to reward functions by name.
       reward_fns: one or more reward functions with TRL's signature (`types.RewardFn`); may be [] with a `teacher`.
       config: training settings.
-      eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step; or a dict of
-        such datasets by name, with metrics such as `eval/<name>/reward`.
+      eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step, or a dict of
+        such datasets keyed by name, with metrics such as `eval/<name>/reward`.
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
         one process can use it at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to the state
@@ -100,7 +100,7 @@ def train(
         tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
-        memory of full fine-tuning with AdamW. Afterwards any use of `policy.params` raises an error; the model,
+        memory of full fine-tuning with AdamW. Afterwards any use of `policy.params` raises an error. The model,
         tokenizer and files remain, so that `policy.replace(params=state.params)` is a usable policy.
 
     Returns:
@@ -114,7 +114,7 @@ def train(
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update in
-        progress is completed and a checkpoint is saved; the resumed run repeats an unfinished rollout. Without
+        progress is completed and a checkpoint is saved. The resumed run repeats an unfinished rollout. Without
         `run_dir`, signals are not handled.
 
     Example:

@@ -108,7 +108,7 @@ def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, params):
     run("export", trained, folder / "merged", "--merge")
     merged = merge_lora(adapted(folder).replace(params=params))
     assert same(from_pretrained(folder / "merged").params, merged.params)
-    with pytest.raises(SystemExit, match="holds no checkpoint of step 1"):
+    with pytest.raises(SystemExit, match="contains no checkpoint of step 1"):
         run("export", trained, folder / "out", "--checkpoint=1")
 
 

@@ -237,18 +237,18 @@ def test_the_run_resumes_from_the_last_checkpoint_that_can_be_read(tmp_path):
 def test_resume_modes(tmp_path):
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "never")[1] is None
-        with pytest.raises(ValueError, match=r'holds no checkpoint to resume from \(resume="must"\)'):
+        with pytest.raises(ValueError, match=r'does not contain a checkpoint to resume from \(resume="must"\)'):
             checkpoints.restore(state_at(0), "must")
     (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "auto")[1] is None
-        with pytest.raises(ValueError, match=r'holds a run \(resume="never"\)\. Use a different directory'):
+        with pytest.raises(ValueError, match=r'contains a run \(resume="never"\)\. Use a different directory'):
             checkpoints.restore(state_at(0), "never")
     (tmp_path / "metrics.jsonl").unlink()
     write(tmp_path, 2)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "must")[1].step == 2
-        with pytest.raises(ValueError, match="holds a run"):
+        with pytest.raises(ValueError, match="contains a run"):
             checkpoints.restore(state_at(0), "never")
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_is_refused_takes_nothing(tmp_path):
     policy = fresh()
     (tmp_path / "metrics.jsonl").touch()
     for refused, message in (
-        ({"resume": "never", "run_dir": tmp_path}, "holds a run"),
+        ({"resume": "never", "run_dir": tmp_path}, "contains a run"),
         ({"resume": "yes"}, "resume must be one of"),
     ):
         with pytest.raises(ValueError, match=message):

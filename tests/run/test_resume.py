@@ -280,7 +280,7 @@ DIFFERENCES = [
     ({}, {"functions": {"surrogate": vowels}}, ["surrogate: test_resume.vowels, but the run has None"]),
     ({"functions": {"advantage_fn": functools.partial(run, beta=1)}},
         {"functions": {"advantage_fn": functools.partial(run, beta=2)}},
-        ["advantage_fn: test_resume.run, but the run has test_resume.run; its source or its bound"
+        ["advantage_fn: test_resume.run, but the run has test_resume.run; its source or bound"
         " arguments have changed"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1, momentum=0.9)},
         ["optimizer: its state differs from the run's: opt_state[0].trace['w'] float32[2, 3] instead of (none)"]),
