@@ -269,7 +269,7 @@ class Checkpoints:
         if resume == "must" and not steps:
             raise ValueError(
                 f'{self._where} does not contain a checkpoint to resume from (resume="must"). Check the path. If the'
-                ' run ended before its first checkpoint, restart it with resume="auto" or with grpo-jax train and its RUN.yaml.'
+                ' run ended before its first checkpoint, use resume="auto" or run grpo-jax train on its RUN.yaml.'
             )
         if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
             raise ValueError(
