@@ -1,4 +1,4 @@
-"""Stages of a run: `prepare`, `collect` (rollout, rewards, advantages), `train` and `evaluate`. `rehearse` does a dry run."""
+"""Stages of a run: `prepare`, `collect` (rollout, rewards, advantages), `train` and `evaluate`. Dry run: `rehearse`."""
 
 from grpo_jax.run.evaluate import evaluate, pass_at_k
 from grpo_jax.run.rehearse import rehearse
