@@ -59,7 +59,7 @@ class Plan:
       programs: largest program of each phase: "rollout" (one burst of decoding), "reference", and "update" (one packed
         sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
-      note: memory that the plan does not include; empty if it is complete.
+      note: memory that the plan does not include, or an empty string.
     """
 
     device: str

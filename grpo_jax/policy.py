@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion, from the first of generation_config.json, config.json and tokenizer."""
+        """Token ids that end a completion, from the first source of generation_config.json, config.json, tokenizer."""
         for ids in self._values_of("eos_token_id"):
             if ids is not None and ids != []:
                 return (ids,) if isinstance(ids, int) else tuple(ids)

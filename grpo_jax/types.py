@@ -47,7 +47,7 @@ class Prompts(flax.struct.PyTreeNode):
     """Token ids of a batch of prompts.
 
     Attributes:
-      tokens: [B, P] int32, right-padded; values at and after `lengths` are ignored.
+      tokens: [B, P] int32, right-padded. Values at and after `lengths` are ignored.
       lengths: [B] int32, in 1..P.
     """
 
@@ -67,12 +67,12 @@ class Completions(flax.struct.PyTreeNode):
     ```
 
     Attributes:
-      tokens: [B, G, T] int32 sampled tokens, followed by the pad id; multi-turn completions also contain observations.
+      tokens: [B, G, T] int32 sampled tokens, followed by the pad id. Multi-turn completions also contain observations.
       mask: [B, G, T] bool; True for sampled tokens up to and including the first EOS. In multi-turn completions, the
         sampled tokens of all turns are True and observations are False.
       log_probs: [B, G, T] float32 log-probs under the distribution that was sampled from; 0 where `mask` is False.
       ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated at T.
-      present: [B, G, T] bool; True for sampled and observed tokens. None for single-turn completions: equal to `mask`.
+      present: [B, G, T] bool; True for sampled and observed tokens. If None (single-turn), equal to `mask`.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy, recomputed by the trainer; 0 where `mask` is
         False. None for the built-in sampler, whose `log_probs` are used as the old log-probs.
     """
@@ -187,7 +187,7 @@ def as_argument(model: Model) -> Any:
     """Convert a model to a pytree that can be passed to a compiled function.
 
     If the model is a pytree (such as `LoraModel` with its frozen base), its arrays are passed as arguments. In a
-    closure, they would be constants and every compiled function would hold a copy. Other models are static.
+    closure, they would be constants and every compiled function would contain a copy. Other models are static.
 
     Args:
       model: model to convert.
@@ -261,8 +261,8 @@ class RewardFn(Protocol):
 
     It is called once per batch with the keyword arguments in its signature: `prompts`, `completions`, `completion_ids`,
     and other columns of the dataset. Each is a list with one entry per completion, in prompt-major order (the G
-    completions of the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified;
-    other objects are shared with the dataset.
+    completions of the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified.
+    Other objects are shared with the dataset.
 
     It returns one float or None per completion. None means "not scored", which differs from a reward of 0. Instead of a
     float, it may return a list of rewards per turn or an array of rewards per token. The reward is then their sum, and
@@ -283,7 +283,7 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 AdvantageFn = Callable[..., jax.Array]
 """A function `f(rewards, mask, **context)` that computes advantages, compiled with `jax.jit`.
 
-`rewards` is [B, G, K] float32. NaN means "not scored"; in padding groups (`dynamic_sampling`), all rewards are NaN.
+`rewards` is [B, G, K] float32. NaN means "not scored". In padding groups (`dynamic_sampling`), all rewards are NaN.
 `mask` is [B, G, T] bool, True for tokens that are included in the loss. T may be less than `max_completion_length`.
 `context` contains the following keywords, limited to those in the signature unless it has `**context`:
 
@@ -330,7 +330,7 @@ class Environment(Protocol):
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Concatenate prompts and completions to right-padded rows [B·G, P+T]; also return the completion starts [B·G]."""
+    """Concatenate prompts and completions to right-padded rows [B·G, P+T]. Also return the completion starts [B·G]."""
     b, g, t = tokens.shape
     p = prompts.tokens.shape[1]
     position = jnp.arange(p + t)[None]

@@ -58,9 +58,9 @@ class GRPOConfig(Settings):
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
     """Divisor of the logits, both in sampling and in the log-probs of the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
-    """Probability mass of the smallest set of most likely tokens to sample from; 1.0 keeps all tokens."""
+    """Probability mass of the smallest set of most likely tokens to sample from. 1.0 keeps all tokens."""
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
-    """Number of most likely tokens to sample from; 0 keeps all tokens."""
+    """Number of most likely tokens to sample from. 0 keeps all tokens."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
     """Smallest probability of a token relative to the most likely one. None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
@@ -76,7 +76,7 @@ class GRPOConfig(Settings):
     steps_per_generation: Count | None = setting(None, resume="rounding")
     """Micro-batches per generation batch. None uses `gradient_accumulation_steps`, for one update per pass."""
     generation_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions per iteration on all devices, an alternative to `steps_per_generation`; set at most one of them."""
+    """Completions per iteration on all devices, an alternative to `steps_per_generation`. Set at most one of them."""
     num_iterations: Count = 1
     """μ, number of passes over the completions of an iteration."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
@@ -210,7 +210,7 @@ class GRPOConfig(Settings):
     num_generations_eval: Count | None = setting(None, resume="free")
     """Completions per prompt in evaluation. None uses `num_generations`, or 1 for greedy decoding."""
     temperature_eval: NotNegative | None = setting(None, resume="free")
-    """Temperature in evaluation; 0 selects greedy decoding, None uses `temperature`. Ours."""
+    """Temperature in evaluation. 0 selects greedy decoding, None uses `temperature`. Ours."""
     log_completions: bool = setting(False, resume="free")
     """Whether to print completions and their rewards at every logging step."""
     num_completions_to_print: Count | None = setting(None, resume="free")
@@ -223,7 +223,7 @@ class GRPOConfig(Settings):
 
     @property
     def eval_temperature(self) -> float:
-        """Temperature in evaluation; 0 selects greedy decoding."""
+        """Temperature in evaluation. 0 selects greedy decoding."""
         return self.temperature if self.temperature_eval is None else self.temperature_eval
 
     @property

@@ -88,7 +88,7 @@ class Settings:
     gradient_accumulation_steps: Count = setting(1, resume="rounding")
     """Micro-batches per optimizer step. The split does not change the gradient."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train for num_train_epochs")] = setting(-1, resume="length")
-    """Optimizer steps of the run; -1 trains for `num_train_epochs` instead."""
+    """Optimizer steps of the run. -1 trains for `num_train_epochs` instead."""
     num_train_epochs: Positive = setting(3.0, resume="length")
     """Passes over the dataset if `max_steps` is -1. A batch may contain rows of two consecutive epochs."""
     seed: Annotated[int, In("[0, 4294967295]", "use an integer from 0 to 2**32 - 1")] = 42
@@ -110,7 +110,7 @@ class Settings:
     adam_epsilon: Positive = 1e-8
     """Constant that AdamW adds to the square root of the second moment."""
     max_grad_norm: NotNegative = 1.0
-    """Largest global gradient norm; 0 disables clipping."""
+    """Largest global gradient norm. 0 disables clipping."""
     router_aux_loss_coef: NotNegative | None = None
     """Weight of the load-balancing loss of a mixture of experts (`models.experts.router_loss`). None uses the value of
     the checkpoint (Qwen3: 0.001); 0 disables the loss."""
@@ -135,7 +135,7 @@ class Settings:
     """Also write a checkpoint after an optimizer step if the last checkpoint is at least this many minutes old on the
     clock of process 0. None disables it. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
-    """Number of `save_steps` checkpoints to keep: the newest ones and the best. None keeps all. Checkpoints written due
+    """Number of `save_steps` checkpoints to keep: the newest and the best. None keeps all. Checkpoints written due
     to signals or `save_minutes` are deleted when the next one is written."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Stop after this many consecutive updates with a non-finite loss or gradient. None disables the limit. Ours."""

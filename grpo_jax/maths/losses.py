@@ -269,7 +269,7 @@ def grpo_loss(
         the linearly interpolated (1−ρ)-quantile.
       sampling_log_probs: [..., T] float, nats; l_sampling, log-probs from the sampler for the off-policy mask. NaN
         marks tokens that were not scored. If None, old_log_probs is used.
-      off_policy_mask_threshold: threshold in nats; keeps p where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
+      off_policy_mask_threshold: threshold in nats. p is kept where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
         keeps all tokens.
       kl_correction_level: the w of the KL correction at importance sampling level "sequence": "token" uses
         exp(l − l_old), "importance_sampling_level" the ratio of the policy term (as TRL). Not used at other levels.

@@ -2,7 +2,7 @@
 
 Gumbel sampling needs a random number for each vocabulary entry and is the most expensive part of a decode step on CPU.
 The inverse CDF needs two per token. The first selects a block of the vocabulary with probability proportional to its
-mass; the second selects a token in the block. Each level has a resolution of 2^-23, so rare tokens are drawn exactly.
+mass. The second selects a token in the block. Each level has a resolution of 2^-23, so rare tokens are drawn exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
     As in transformers, these steps are applied in order, each to the result of the previous one: divide by the
     temperature; keep the `top_k` largest logits; keep the smallest set of most likely tokens whose mass reaches
     `top_p`; keep tokens at least `min_p` times as likely as the most likely one. All other tokens get −inf. Ties with
-    the last token kept are also kept. The token ids `keep`, [...], are never removed, so that the log-prob of a sampled
+    the last kept token are also kept. The token ids `keep`, [...], are never removed, so that the log-prob of a sampled
     token remains finite when the params change.
     """
     check_sampling(sampling)

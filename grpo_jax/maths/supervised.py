@@ -185,7 +185,7 @@ def sampled_divergence(
       is ∇KL(p‖q), however far the policy is from the old one. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher); both are equal
+      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). Both are equal
       in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
     log_probs = floating("log_probs", log_probs)
