@@ -63,37 +63,37 @@ def prepare(
         )
     check_is_policy(policy)
     policy.check_held()
-    ends, faults = TurnEnds.of(config), Faults()
-    faults.of(check_policy, policy, ends)
-    faults.of(check_ends, ends, policy, policy.params)
-    faults.of(check_optimizer, optimizer)
-    fns = faults.of(as_list, reward_fns)
-    rows = {"dataset": faults.of(_training_rows, dataset, policy, config)}
+    ends, errors = TurnEnds.of(config), Faults()
+    errors.of(check_policy, policy, ends)
+    errors.of(check_ends, ends, policy, policy.params)
+    errors.of(check_optimizer, optimizer)
+    fns = errors.of(as_list, reward_fns)
+    rows = {"dataset": errors.of(_training_rows, dataset, policy, config)}
     for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = faults.of(functools.partial(load_rows, held_out, argument=argument))
+        rows[argument] = errors.of(functools.partial(load_rows, held_out, argument=argument))
     interaction = None
     if tools or environment_factory is not None:
-        interaction = faults.of(_make_interaction, policy, config, rows, tools, environment_factory)
+        interaction = errors.of(_make_interaction, policy, config, rows, tools, environment_factory)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
-        faults.of(check_sampler, sampler, interaction, ends)
+        errors.of(check_sampler, sampler, interaction, ends)
     if teacher is not None or config.distillation_coef > 0:
         from grpo_jax.run.teacher import check_teacher
 
         has_rewards = fns is None or bool(fns) or environment_factory is not None
-        faults.of(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
+        errors.of(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
-        fns = _check_functions(fns, rows, config, interaction, faults, required=teacher is None)
+        fns = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
     checked_fn = None
     if advantage_fn is not None or surrogate is not None:
         from grpo_jax.run.custom import check_advantage_fn, check_surrogate
 
-        faults.of(check_surrogate, surrogate, config)
-        checked_fn = faults.of(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
-    policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, faults)
+        errors.of(check_surrogate, surrogate, config)
+        checked_fn = errors.of(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
+    policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, errors)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
@@ -125,17 +125,17 @@ def _encode(
     rows: Mapping[str, Sequence[Row] | None],
     reward_fns: Sequence[RewardFn],
     interaction: Interaction | None,
-    faults: Faults,
+    errors: Faults,
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """Tokenize the datasets, and place the policy on the devices of the run.
 
     Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument.
-    Raises the errors in `faults` together with errors in tokens, sizes and devices.
+    Raises `errors` together with errors in tokens, sizes and devices.
     """
-    mesh, config = faults.of(run_mesh, policy, config) or (None, config)
+    mesh, config = errors.of(run_mesh, policy, config) or (None, config)
     encoded = {}
     for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports its absence
-        found = faults.of(_encode_rows, policy, given, config, interaction, name) if given else None
+        found = errors.of(_encode_rows, policy, given, config, interaction, name) if given else None
         if found is not None:
             encoded[name] = found
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
@@ -156,7 +156,7 @@ def _encode(
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
     )
-    faults.raise_together("this run", problems)
+    errors.raise_together("this run", problems)
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=TurnEnds.of(config), template_kwargs=config.chat_template_kwargs)
     keep_programs()  # must precede the first compilation
@@ -240,7 +240,7 @@ def _check_functions(
     rows: Mapping[str, Sequence[Row] | None],
     config: GRPOConfig,
     interaction: Interaction | None,
-    faults: Faults,
+    errors: Faults,
     *,
     required: bool,
 ) -> list[RewardFn]:
@@ -255,7 +255,7 @@ def _check_functions(
     readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
     for name, part in readable.items() if reward_fns or required else ():
         columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
-        faults.of(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
+        errors.of(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
     return reward_fns
 
 

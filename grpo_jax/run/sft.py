@@ -141,16 +141,16 @@ def prepare_sft(
         )
     if isinstance(policy, Policy):
         policy.check_held()
-    faults = Faults()
-    faults.of(check_policy, policy)
-    faults.of(check_optimizer, optimizer)
-    rows = {"dataset": faults.of(_rows, dataset, config, "dataset")}
+    errors = Faults()
+    errors.of(check_policy, policy)
+    errors.of(check_optimizer, optimizer)
+    rows = {"dataset": errors.of(_rows, dataset, config, "dataset")}
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = faults.of(_rows, source, config, argument)
-    faults.raise_together("this run")
-    encoded = {name: faults.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
-    mesh, config = faults.of(run_mesh, policy, config) or (None, config)
+        rows[argument] = errors.of(_rows, source, config, argument)
+    errors.raise_together("this run")
+    encoded = {name: errors.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
+    mesh, config = errors.of(run_mesh, policy, config) or (None, config)
     longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
     shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
@@ -163,7 +163,7 @@ def prepare_sft(
         context_length=context,
         num_experts=0 if shape is None else shape.num_experts,
     )
-    faults.raise_together("this run", problems)
+    errors.raise_together("this run", problems)
     data, *held_out = [examples for examples in encoded.values() if examples is not None]
     for argument, examples in zip(encoded, (data, *held_out), strict=True):
         warn_of_tokens(examples, policy, argument, template_kwargs=config.chat_template_kwargs)
