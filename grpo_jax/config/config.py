@@ -1,7 +1,7 @@
 """`GRPOConfig`: the settings of a GRPO run.
 
 Fields that also exist in TRL 1.16's `GRPOConfig`, or in its base class `transformers.TrainingArguments`, have the same
-names, meanings and defaults here. Differences are documented at each field; "Ours" marks fields that TRL does not have.
+names, meanings and defaults here. Differences are documented at each field. "Ours" marks fields that TRL does not have.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ class GRPOConfig(Settings):
     num_generations: Annotated[int, In("[2, inf)", "a group of one completion has no baseline; use 2 or more")] = 8
     """G, number of completions per prompt."""
     max_completion_length: Count = 512
-    """T, largest number of tokens of a completion. A completion that reaches it without an EOS is truncated."""
+    """T, maximum number of tokens of a completion. A completion that reaches it without an EOS is truncated."""
     max_prompt_length: Count | None = None
-    """Largest number of tokens of a prompt. If None, only the context of the model limits it. Ours."""
+    """Maximum number of tokens of a prompt. If None, it is limited only by the model's context. Ours."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """Whether a row with a prompt longer than `max_prompt_length` raises an error or is dropped and counted. Ours."""
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
@@ -69,7 +69,7 @@ class GRPOConfig(Settings):
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Additional token ids that end a turn like an EOS. Ours."""
     max_turn_length: Count | None = None
-    """Largest number of tokens of one turn. None uses `max_completion_length`. A turn that reaches it is passed to the
+    """Maximum number of tokens of one turn. None uses `max_completion_length`. A turn that reaches it is passed to the
     environment and counted in `turns/cut_short`. Without tools or environments, the completion is truncated. Ours."""
 
     # Batches (see `Sizes`).
@@ -83,13 +83,13 @@ class GRPOConfig(Settings):
     """Completions decoded at a time on all devices, with new prompts filling free slots. None decodes all at once. Each
     device of a mesh decodes the same number of whole groups. Ours."""
     rollout_ahead: bool = False
-    """Whether to sample the next iteration's completions while the reward functions run, before the updates of this
-    one. The completions are then one iteration old, and the ratio corrects for it. An inference server also samples
+    """Whether to sample the next iteration's completions while the reward functions run, before the current
+    updates. The completions are then one iteration old, and the ratio corrects for it. An inference server also samples
     during the updates. Ours."""
     environment_timeout: Positive | None = 300.0
     """Time limit in seconds for one call of an environment or a tool. None disables it. Ours."""
     max_tool_calling_iterations: Count | None = None
-    """Largest number of turns with tool calls per completion. None disables the limit."""
+    """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
     """Whether an environment error stops the run or ends the episode, which is counted and keeps its reward. Ours."""
     shuffle_dataset: bool = True
@@ -103,7 +103,7 @@ class GRPOConfig(Settings):
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
     """Whether an error in a reward function stops the run, or its rewards are set to missing and counted. Ours."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale of advantages (`compute_advantages`). All but "grpo" need scale_rewards="none". Ours."""
+    """Baseline and scale of advantages (`compute_advantages`). All except "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
     """Scope of the standard deviation that divides advantages. True and False mean "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -197,7 +197,7 @@ class GRPOConfig(Settings):
     distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual; for 0 use forward_kl, for 1 reverse_kl")] = 0.5
     """Weight of the teacher in jsd, as in TRL's SDPO (`beta` in TRL's GKD)."""
     distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"
-    """Whether to compare full distributions, k tokens and the rest, or sampled tokens, as in TRL's SDPO."""
+    """Log-probs to compare: full distributions, k tokens and the rest, or sampled tokens, as in TRL's SDPO."""
     distillation_topk: Count | None = None
     """k, number of tokens with teacher log-probs at each position (TRL's SDPO: the policy's most likely tokens)."""
 

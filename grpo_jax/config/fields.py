@@ -135,7 +135,7 @@ def read_dtype(value: object) -> Read:
 
 
 def read_scale(value: object) -> Read:
-    """Convert `scale_rewards` to a name; True and False mean "group" and "none"."""
+    """Convert `scale_rewards` to a name. True and False mean "group" and "none"."""
     name = value if not isinstance(value, bool) else "group" if value else "none"
     return read(Literal["group", "batch", "none"], name)
 
