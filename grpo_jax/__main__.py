@@ -1,4 +1,4 @@
-"""`python -m grpo_jax`: the command `grpo-jax`."""
+"""Entry point of `python -m grpo_jax`, which is equivalent to the command `grpo-jax`."""
 
 from grpo_jax.cli.main import main
 

@@ -19,7 +19,7 @@ _Default = TypeVar("_Default")
 
 @dataclasses.dataclass(frozen=True)
 class In:
-    """Bounds of a number, an interval such as `"(0, 1]"`, and advice for values outside of it."""
+    """Allowed interval of a number, such as `"(0, 1]"`, and the fix to suggest for values outside it."""
 
     interval: str
     fix: str

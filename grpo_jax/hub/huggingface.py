@@ -252,7 +252,7 @@ def save_pretrained(
 def _check_plain(policy: Policy) -> None:
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
-            "policy must come from from_pretrained or init_policy to be written as a checkpoint; its model is a"
+            "policy must be created by from_pretrained or init_policy to be written as a checkpoint; its model is a"
             f" {type(policy.model).__name__}. Save policy.params with orbax or flax instead."
         )
     if isinstance(policy.model, LoraModel):

@@ -1,4 +1,4 @@
-"""Parsing of config.json keys that model families share, and the text models of vision-language models."""
+"""Keys of config.json that model families share, and the text model's config in vision-language configs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def add_lora(
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy already has adapters; merge them with `merge_lora(policy)` before adding more.")
     if not isinstance(policy.model, Transformer):
-        raise ValueError(f"policy must come from from_pretrained or init_policy; got a {type(policy.model).__name__}.")
+        raise ValueError(
+            f"policy must be created by from_pretrained or init_policy; its model is a {type(policy.model).__name__}."
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
     adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)

@@ -86,7 +86,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
         most, what = longest, "elements along the longest axis"
         if key == "num_hidden_layers":
             most, what = layers, "layers"
-        elif "intermediate" in key:  # may exceed every axis if all layers have experts
+        elif "intermediate" in key:  # intermediate_size may exceed every axis if all layers have experts
             most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
         sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
         if sized and isinstance(value, int) and value > most:

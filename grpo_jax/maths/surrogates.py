@@ -141,7 +141,7 @@ def near_the_sampler(
     l, l_sampling = tokens.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
-        # Tokens without sampler log-prob (NaN) contribute 0.
+        # Tokens without a sampler log-prob (NaN) contribute 0.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
     return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
 
@@ -263,7 +263,8 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
 
 To add a loss type, add a function and an entry here, and add the name to `config.fields.LossType` and to the docstring
 of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`. If the loss
-clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`, extend `losses.grpo_loss_terms`.
+clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`, extend `losses.grpo_loss_terms`. If
+it has a gradient where the advantage is 0, extend `update.objective.vanishes_without_advantage`.
 Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflicts with other fields to
 `config.contradictions`, and the corresponding TRL fields to `compat.trl_fields`.
 """

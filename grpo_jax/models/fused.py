@@ -247,7 +247,8 @@ def _call(
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
-        # Each program reads its tile or its line of a list; other arrays are read in full.
+        # Each program reads one tile of the arrays that are split along its axis, and its row of the tile indices. All
+        # other arrays are read in full.
         mine = axis in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]

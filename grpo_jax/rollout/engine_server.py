@@ -84,8 +84,8 @@ class VLLM:
         self._reports_version = True
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise EngineError unless the server supports `longest` tokens and returns log-probs of the distribution that
-        it samples from."""
+        """Raise EngineError unless the server supports sequences of `longest` tokens and returns log-probs of the
+        distribution that it samples from."""
         self.look_up(longest)
         # With top_k = 1, the log-prob is 0 in the processed distribution, and negative in the unprocessed one.
         if sampling == Sampling() or sampling.temperature == 0:
@@ -98,7 +98,7 @@ class VLLM:
             )
 
     def look_up(self, longest: int) -> None:
-        """Find the model on the server. Raises EngineError if it is missing or does not support `longest` tokens.
+        """Find the model on the server. Raises EngineError if it is missing or does not support `longest` tokens per sequence.
 
         Later calls, after a restart of the server, require the same model.
         """

@@ -254,7 +254,7 @@ class Checkpoints:
                 warn_of_changes(stored["run"], self._about)
                 if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
                     assert found.progress is not None
-                    found.progress.metric, found.progress.metrics = None, {}  # values of the previous metric
+                    found.progress.metric, found.progress.metrics = None, {}  # discard values of the previous metric
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())

@@ -90,7 +90,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
     """Bind a rollout's largest decode program to abstract arguments (see `decode_call`).
 
-    Returns None for a model without a KV cache, or if an engine samples.
+    Returns None for a model without a KV cache, or if an engine samples the completions.
     """
     config = run.config
     if run.sampler is not None:

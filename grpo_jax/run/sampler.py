@@ -99,7 +99,9 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
             " or None"
         )
     if interaction is not None and jax.process_count() > 1:
-        raise ValueError("tools and environment_factory support a sampler in a single process only; omit sampler")
+        raise ValueError(
+            "sampler cannot be combined with tools or environment_factory in a run with several processes; omit sampler"
+        )
 
 
 def generate_by(

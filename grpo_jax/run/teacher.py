@@ -119,7 +119,7 @@ def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -
             " use 'jsd', or leave distillation_alpha at 0.5"
         )
     if not is_policy and jax.process_count() > 1:
-        yield "a scorer supports a single process only, but this run has several; use a Policy as the teacher"
+        yield "a scorer cannot be the teacher of a run with several processes; use a Policy"
     if config.dynamic_sampling and not has_rewards:
         yield "dynamic_sampling=True needs rewards to select groups; pass a reward function or use False"
 

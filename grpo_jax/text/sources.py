@@ -135,7 +135,9 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{problem} hub datasets require the package datasets; run `pip install datasets`") from error
+        raise ValueError(
+            f"{problem} loading a hub dataset requires the `datasets` package; run `pip install datasets`"
+        ) from error
     try:
         found: Iterable[object] = datasets.load_dataset(name, config, split=split)
     except Exception as error:

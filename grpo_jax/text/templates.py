@@ -195,7 +195,9 @@ class ChatTemplate:
         after = self._after_mark([turn, probe], mark)
         if _PROBE not in after:
             support = " with tool support" if role == "tool" else ""
-            raise ValueError(f"it omits messages with the role {role!r}; use a template{support} that renders them")
+            raise ValueError(
+                f"the chat template omits messages with the role {role!r}; use a template{support} that renders them"
+            )
         # The text that is rendered both with and without the message belongs to the turn.
         common = after[: common_length(self._after_mark([turn], mark), after)]
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]

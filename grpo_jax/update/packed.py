@@ -148,8 +148,7 @@ class PackedUpdater(Updater):
 
         by_stream = run_in_streams(score_parts, range(streams))
         scores = [by_stream[i % streams][i // streams] for i in range(len(parts))]
-        places = np.argsort(indices.ravel(), kind="stable")[-len(mask) :]  # without the -1s, which come first
-        return _in_order(self, scores, places)
+        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # without the -1s, which come first
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, with_all: bool = False
@@ -165,7 +164,7 @@ class PackedUpdater(Updater):
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
         indices = order_prompts(work, has_gradient, cells=streams * devices, each=size).reshape(count, devices, size)
-        padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)
+        padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
         shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, neighbours=size)
         by_part, parts = indices.reshape(count, -1), list[Packed]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
@@ -205,11 +204,12 @@ class PackedUpdater(Updater):
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
         """Return (streams, parts, K), where K is the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
-        b, size = -(-b // shard_count(self.mesh)), self.shapes(params, batch.mask.shape)[0].size
-        streams = count_streams(params, b)
-        rounds = -(-min(-(-b * p // max(size // 16, PROMPT_TOKENS)), b) // streams)
-        prompts = -(-b // (rounds * streams))
-        return streams, -(-b // (prompts * streams)) * streams, prompts
+        prompts = math.ceil(b / shard_count(self.mesh))  # of a device
+        streams = count_streams(params, prompts)
+        tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # of a part's prompts
+        rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / streams)
+        k = math.ceil(prompts / (rounds * streams))
+        return streams, math.ceil(prompts / (k * streams)) * streams, k
 
     @property
     def skips_zero_signal(self) -> bool:

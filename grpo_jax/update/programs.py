@@ -1,4 +1,4 @@
-"""The largest compiled functions of an update, bound to abstract arguments, for planning without arrays."""
+"""The largest compiled functions of an update, bound to abstract arguments, to plan memory without arrays."""
 
 from __future__ import annotations
 

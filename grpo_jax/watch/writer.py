@@ -204,7 +204,7 @@ def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
 
 @contextlib.contextmanager
 def reject_unwritable(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an `OSError` to a `ValueError` that contains the run directory."""
+    """Convert an `OSError` to a `ValueError` whose message names the run directory."""
     try:
         yield
     except OSError as error:
