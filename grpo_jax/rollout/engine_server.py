@@ -98,7 +98,7 @@ class VLLM:
             )
 
     def look_up(self, longest: int) -> None:
-        """Find the model on the server. Raises EngineError if it is missing or does not support `longest` tokens per sequence.
+        """Find the model on the server. Raises EngineError if it is missing or `longest` exceeds its maximum length.
 
         Later calls, after a restart of the server, require the same model.
         """

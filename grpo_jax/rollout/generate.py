@@ -240,7 +240,7 @@ class _OneTurn:
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Replace ended groups with waiting prompts in streams with enough ended groups. Returns whether any was replaced."""
+        """Replace ended groups with waiting prompts in streams with enough ended groups. Returns whether it did so."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
         few = max(1, size // 4)  # prompts per refill of a stream; with fewer, the call costs more than it saves
         self.completions = self.completions.copy()  # `bursts` holds references to the old array

@@ -109,7 +109,7 @@ class Ladder:
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the cache size in layout `at + 1`, given the current one `slots`, or None if the move saves too little."""
+        """Return the cache size in layout `at + 1`, given the current size; None if moving there saves too little."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)

@@ -136,7 +136,7 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{problem} loading a hub dataset requires the `datasets` package; run `pip install datasets`"
+            f"{problem} loading it from the hub requires the `datasets` package; run `pip install datasets`"
         ) from error
     try:
         found: Iterable[object] = datasets.load_dataset(name, config, split=split)
