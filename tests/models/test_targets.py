@@ -149,6 +149,9 @@ def test_bytes_of_collectives():
 )
 def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, arguments, temporaries):
     class Lowered:
+        def as_text(self):
+            return message
+
         def compile(self):
             raise jax.errors.JaxRuntimeError(message)
 

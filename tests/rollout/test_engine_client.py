@@ -154,7 +154,7 @@ BAD = [
       for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
     (scored, choices(prompt_logprobs=None), "].prompt_logprobs must be a list; got None"),
     (scored, choices(prompt_logprobs=[None]), "prompt_logprobs for 2 tokens; got 1"),
-    (scored, choices(prompt_logprobs=[None, None]), "got 0 at token 4"),
+    (scored, choices(prompt_logprobs=[None, None]), "returned no log-prob for the prompt token 4 itself"),
     *((scored, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] must be null or an object of log-probs")
       for bad in (5, [], {"4": -1.0}, {"4": {}}, {"4": {"logprob": "-1"}}, {"four": {"logprob": -1.0}})),
     (found, {"data": 5}, "response.data must be a list; got 5"),
