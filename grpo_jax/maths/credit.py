@@ -35,8 +35,11 @@ def turn_advantages(
         completion's reward at its last token. NaN at all tokens of a completion that function k did not score.
       turns: [B, G, T] int, turn index of each sampled token, starting at 0; −1 for all other tokens. Their rewards
         belong to the preceding turn.
-      weights, scale_rewards, multi_objective_aggregation, epsilon, estimator: as in `compute_advantages`; the estimator
-        must not be "opo".
+      weights: as in `compute_advantages`.
+      scale_rewards: as in `compute_advantages`.
+      multi_objective_aggregation: as in `compute_advantages`.
+      epsilon: as in `compute_advantages`.
+      estimator: as in `compute_advantages`, except "opo".
 
     Returns:
       [B, G, T] float32, unitless; 0 where `turns` is −1. With a single turn whose reward is at the last token, every
