@@ -82,7 +82,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "ref_model_mixup_alpha": "for adapters, the products A·B are interpolated",
     "lr_scheduler_type": "linear, cosine, constant or constant_with_warmup; for others, pass `optimizer` to `train`",
     "weight_decay": "applied to embeddings and LoRA factors, not to norms and biases",
-    "gradient_checkpointing": "TRL's default is True; here None enables it if activations would not fit into memory",
+    "gradient_checkpointing": "TRL's default is True; here None enables it on GPUs and TPUs if activations do not fit",
     "eval_steps": "an integer or None; evaluations also run before the first step and after the last step",
     "num_generations_eval": "must be 1 if evaluation is greedy (`temperature_eval`, not in TRL)",
     "logging_steps": "an integer; ratios below 1 are not supported",

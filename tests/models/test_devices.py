@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from grpo_jax.models import devices
-from grpo_jax.models.devices import compute_dtype, memory_of, platform_of
+from grpo_jax.models.devices import compile_program, compute_dtype, memory_of, platform_of
 
 pytestmark = pytest.mark.quick
 
@@ -54,3 +54,11 @@ def test_the_memory_is_that_of_the_device_and_of_a_cpu_that_of_its_machine(monke
         (groups / name).write_text(text)
         monkeypatch.setattr(devices, "CONTROL_GROUPS", groups)
         assert memory_of(jax.devices()[0]) == limit
+
+
+def test_the_cost_of_a_program_takes_one_compilation(monkeypatch):
+    compiled, compile_ = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled.append(self) or compile_(self))
+    costs = [compile_program(jax.jit(lambda x: x + 7.25).lower(1.0), arguments) for arguments in (3, 3, 4)]
+    assert costs[0] is costs[1]
+    assert len(compiled) == 2
