@@ -69,10 +69,10 @@ def problems_of(error: BaseException) -> list[str]:
     return str(error).split("\n  ")[1:] or [str(error)]
 
 
-class Faults(list[Exception]):
+class ErrorList(list[Exception]):
     """A list of the errors of several checks, which are raised together."""
 
-    def of(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
+    def check(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
         """Call a check and return its result. If it raises ValueError or OSError, store the error and return None."""
         try:
             return function(*args)

@@ -94,7 +94,7 @@ class Policy:
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
     def empty(self) -> None:
-        """Release the params after they were moved to a training state."""
+        """Release the params after they have been moved to a training state."""
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:

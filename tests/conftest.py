@@ -120,7 +120,7 @@ def _only_what_is_looked_at(request):
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in PICTURES and request.path.parent.name != "watch":
-            patch.setattr("grpo_jax.watch.monitor.Monitor._report", lambda self, **_: None)
+            patch.setattr("grpo_jax.watch.monitor.Monitor.write_report", lambda self, **_: None)
         yield
 
 

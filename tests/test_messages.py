@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.messages import Faults, problems_of, raise_all
+from grpo_jax.messages import ErrorList, problems_of, raise_all
 
 pytestmark = pytest.mark.quick
 
@@ -14,14 +14,14 @@ def test_faults_are_raised_together_and_a_single_one_unchanged():
     def broken():
         raise KeyError("bug")
 
-    faults = Faults()
-    faults.raise_together("this run")
-    assert faults.of(refuse, "no disk") is None
+    errors = ErrorList()
+    errors.raise_together("this run")
+    assert errors.check(refuse, "no disk") is None
     with pytest.raises(OSError, match=r"^no disk$"):
-        faults.raise_together("this run")
-    faults.of(raise_all, "config", ["a = 1: no", "b = 2: no"])
+        errors.raise_together("this run")
+    errors.check(raise_all, "config", ["a = 1: no", "b = 2: no"])
     with pytest.raises(ValueError, match="this run has 4 errors") as raised:
-        faults.raise_together("this run", ["c = 3: no"])
+        errors.raise_together("this run", ["c = 3: no"])
     assert problems_of(raised.value) == ["no disk", "a = 1: no", "b = 2: no", "c = 3: no"]
     with pytest.raises(KeyError):  # a bug, not an error of the arguments
-        faults.of(broken)
+        errors.check(broken)

@@ -92,7 +92,7 @@ class GRPOConfig:
     def __getattr__(self, name: str) -> Any:  # called only for names that are not fields
         close = nearest(name, _FIELDS)
         hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists all fields"
-        raise AttributeError(f"GRPOConfig (of TRL or grpo_jax) has no field {name}; {hint}")
+        raise AttributeError(f"neither TRL's nor grpo_jax's GRPOConfig has a field {name}; {hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _FIELDS:
@@ -207,7 +207,7 @@ class GRPOTrainer:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _INSTEAD:
-            raise AttributeError(f"GRPOTrainer.{name} would have no effect; {_INSTEAD[name]}")
+            raise AttributeError(f"assigning GRPOTrainer.{name} would have no effect; {_INSTEAD[name]}")
         super().__setattr__(name, value)
 
     @property
@@ -244,8 +244,8 @@ class GRPOTrainer:
         """Add a callback.
 
         Args:
-          callback: function of (step, metrics), or an instance or subclass of transformers'
-            `TrainerCallback` with `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
+          callback: function of (step, metrics), or an instance or subclass of transformers' `TrainerCallback` that
+            defines `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
         """
         callback = callback() if isinstance(callback, type) else callback
         kinds = itertools.takewhile(lambda kind: kind.__name__ != "TrainerCallback", type(callback).__mro__)
@@ -336,7 +336,7 @@ class GRPOTrainer:
         """
         directory = self.run_dir if output_dir is None else output_dir
         if directory is None:
-            raise ValueError("output_dir is None; pass it to save_model or to GRPOConfig")
+            raise ValueError("output_dir is None; pass a directory to save_model or set output_dir in GRPOConfig")
         policies.write_into(Path(directory).expanduser(), self.policy, self._base_name)
         if self.config.push_to_hub:
             self.push_to_hub("Model save")

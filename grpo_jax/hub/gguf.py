@@ -1,7 +1,7 @@
-"""Read GGUF files, the format of llama.cpp, with the package `gguf`.
+"""Read GGUF files (llama.cpp's format) with the `gguf` package.
 
 `gguf_header` builds the config.json and the tokenizer. This module finds the file and converts its tensors to Hugging
-Face's names, row order and values: llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
+Face names, row order and values: llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
 """
 
 from __future__ import annotations

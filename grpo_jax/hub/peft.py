@@ -237,7 +237,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
                 f"projection maps {tensor.shape[1]} → {tensor.shape[0]}; load the base model of the adapter."
             )
         # The model has a single scale. For an adapter with a different rank or alpha, B is rescaled.
-        patterns = (config.get("alpha_pattern") or {}).items()  # PEFT matches keys with the end of a module's name
+        patterns = (config.get("alpha_pattern") or {}).items()  # PEFT matches keys against the end of a module's name
         alpha = next((x for key, x in patterns if re.search(rf"(^|\.)({key})$", module)), config["lora_alpha"])
         a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)
         row = 0

@@ -79,7 +79,7 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
         raise ValueError("log_probs has shape (); pass [..., T], with the completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
     if mask.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {mask.shape}; pass {log_probs.shape}, the shape of log_probs.")
+        raise ValueError(f"{name} has shape {mask.shape}; expected {log_probs.shape}, the shape of log_probs.")
     return mask
 
 

@@ -77,7 +77,7 @@ def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `log_probs_of` and the entropy of each distribution, [...] in nats."""
+    """Return the log-probs [...] of tokens [...] and the entropies [...] of softmax(logits [..., V]), in nats."""
     log_z = log_sum_exp(logits)[..., None]
     log_p = logits - log_z
     p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)

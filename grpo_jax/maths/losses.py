@@ -34,7 +34,7 @@ from grpo_jax.maths.surrogates import (
     Tokens,
     clip_events,
     kl_term,
-    near_the_sampler,
+    off_policy_mask,
     read_importance_weights,
     vespo,
 )
@@ -94,7 +94,7 @@ def grpo_loss_terms(
       The loss, [] float32, and its `MetricSums`.
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
-    surrogate, reduction = settings.functions
+    surrogate, reduction = settings.surrogate_and_reduction
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
     l = clean(log_probs, mask)
@@ -119,7 +119,7 @@ def grpo_loss_terms(
     p = like_log_probs("the result of surrogate", surrogate(tokens, settings), l)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
-        keep = near_the_sampler(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
+        keep = off_policy_mask(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         token_sums["off_policy_fraction"] = ~keep
     if entropies is not None:

@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Denominators of the reductions for the whole minibatch."""
+    """Counts over the whole minibatch, the denominators of the reductions."""
 
     rows: Scalar
     tokens: Scalar
@@ -134,7 +134,7 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
-def near_the_sampler(
+def off_policy_mask(
     tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
     """Return the off-policy mask of DeepSeek-V3.2: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
@@ -324,7 +324,7 @@ class LossSettings:
         choose("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
 
     @property
-    def functions(self) -> tuple[Surrogate, Reduction]:
+    def surrogate_and_reduction(self) -> tuple[Surrogate, Reduction]:
         """Surrogate and reduction of `loss_type`. A custom `surrogate` replaces the first."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction

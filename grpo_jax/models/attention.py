@@ -252,8 +252,8 @@ def tiled_attention(
     if mesh is None:
         return fused_attention(merged, k, v, tile_mask, kernel, sinks).reshape(q.shape)
 
-    # `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
-    first, heads = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
+    # Use `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
+    first, heads = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
         lambda q, k, v, tile_mask, sinks: fused_attention(q, k, v, tile_mask, kernel, sinks),
@@ -265,7 +265,7 @@ def tiled_attention(
     return local(merged, k, v, tile_mask, sinks).reshape(q.shape)
 
 
-def axes_that_cut(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
+def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
     """Return the named axes that exist in the mesh, or None if their number of devices does not divide `size`."""
     names = tuple(name for name in names if name in mesh.shape)
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

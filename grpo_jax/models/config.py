@@ -160,9 +160,9 @@ class TransformerConfig:
 
     @property
     def uses_float32_sums(self) -> bool:
-        """Whether products of bfloat16 matrices are computed in float32 (`models.matmul`).
+        """Whether products of bfloat16 matrices are computed in float32 (see `models.matmul`).
 
-        False on a mesh, where XLA would gather the tokens of all devices for the gradients of weights.
+        False on a mesh, where XLA would gather the tokens of all devices to compute the gradients of weights.
         """
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False

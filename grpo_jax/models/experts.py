@@ -85,7 +85,7 @@ class Experts(nn.Module):
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
         if width and not lost and self._rows_are_less(x, devices(of_data)):
-            # Kernels stay sharded: each device receives its channels of all tokens.
+            # Kernels stay sharded: each device receives all tokens, but only its own channels.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()

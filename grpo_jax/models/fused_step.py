@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
-from grpo_jax.models.attention import axes_that_cut
+from grpo_jax.models.attention import dividing_axes
 from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
 
 TILE_BYTES = 8192
@@ -68,7 +68,7 @@ def step_attention(
     one = functools.partial(_of_device, kernel=kernel)
     if mesh is None:
         return one(q, k, v, prefix, slot, first, sinks)
-    by_prompt, by_head = axes_that_cut(b, mesh, "data", "fsdp"), axes_that_cut(h, mesh, "tensor")
+    by_prompt, by_head = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
     each, rows = PartitionSpec(by_prompt, by_head), PartitionSpec(by_prompt)
     specs = (each, each, each, (each, each, rows), rows, rows, PartitionSpec(by_head))
     local = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)

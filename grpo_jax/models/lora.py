@@ -57,7 +57,7 @@ class LoraModel:
 
     @property
     def prefill(self) -> Callable[..., object]:
-        """The decoder's `prefill`, detected by `types.is_cached`. Call it with `apply(..., method="prefill")`."""
+        """The decoder's `prefill` method. Call it with `apply(..., method="prefill")`."""
         return self.model.prefill
 
     def apply(self, variables: Params, *args: Any, **kwargs: Any) -> Any:

@@ -36,14 +36,17 @@ class Scores(NamedTuple):
     log_probs: jax.Array
     entropies: jax.Array  # nats, entropies of the sampling distributions
     router_loss: jax.Array | None = None  # [], result of `experts.router_loss`
-    compared: jax.Array | None = None  # result of a `Comparison`
+    statistic: jax.Array | None = None  # result of a `LogitStatistic`
 
 
-class Comparison(NamedTuple):
+Arrays = tuple[jax.Array, ...]
+
+
+class LogitStatistic(NamedTuple):
     """Function of the logits of each token, evaluated chunk by chunk while the logits are in memory."""
 
     function: Callable[..., jax.Array]  # logits [..., V] and the chunk of each array → [...] float32
-    arrays: tuple[jax.Array, ...]  # additional arguments of the function, [..., T, X]
+    arrays: Arrays  # additional arguments of the function, [..., T, X]
 
 
 def chunked(
@@ -55,23 +58,23 @@ def chunked(
     *,
     with_entropy: bool,
     chunk: int | None = None,
-    compared: Comparison | None = None,
+    statistic: LogitStatistic | None = None,
 ) -> Scores:
     """Compute `Scores` [B, N] of tokens [B, N] from states [B, N, D], `chunk` tokens at a time.
 
     If `chunk` is None, `CHUNK` is used. A chunk has the same number of tokens from each prompt, so that each device
-    computes the logits of its prompts. The arrays of `compared` are [B, N, X].
+    computes the logits of its prompts. The arrays of `statistic` are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
 
-    def score(params: Params, chunk: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]) -> Scores:
+    def score(params: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         hidden, tokens, arrays = chunk
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
-        return _score_logits(logits, tokens, with_entropy, compared, arrays)
+        return _score_logits(logits, tokens, with_entropy, statistic, arrays)
 
     b, n = tokens.shape
-    inputs = hidden, tokens, () if compared is None else compared.arrays
+    inputs = hidden, tokens, () if statistic is None else statistic.arrays
     if b * n <= chunk:
         # With a single chunk, the backward pass follows immediately, so recomputing its logits would not save memory.
         return score(params, inputs)
@@ -88,14 +91,14 @@ def chunked(
 
 
 def _score_logits(
-    logits: jax.Array, tokens: jax.Array, with_entropy: bool, compared: Comparison | None, arrays: tuple[jax.Array, ...]
+    logits: jax.Array, tokens: jax.Array, with_entropy: bool, statistic: LogitStatistic | None, arrays: Arrays
 ) -> Scores:
     if with_entropy:
         log_probs, entropies = log_probs_and_entropy(logits, tokens)
     else:
         log_probs = log_probs_of(logits, tokens)
         entropies = jnp.zeros_like(log_probs)
-    return Scores(log_probs, entropies, compared=None if compared is None else compared.function(logits, *arrays))
+    return Scores(log_probs, entropies, statistic=None if statistic is None else statistic.function(logits, *arrays))
 
 
 def score_completions(
@@ -109,7 +112,7 @@ def score_completions(
     with_entropy: bool = True,
     with_router: bool = False,
     rngs: dict[str, jax.Array] | None = None,
-    compared: Comparison | None = None,
+    statistic: LogitStatistic | None = None,
 ) -> Scores:
     """Compute `Scores` [B, G, T] of completion tokens under the sampling distribution.
 
@@ -118,13 +121,13 @@ def score_completions(
 
     If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
     router loss of tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays of
-    `compared` are [B, G, T, X].
+    `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
     states, balance = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
     if is_cached(model):
-        if compared is not None:
-            compared = compared._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in compared.arrays))
+        if statistic is not None:
+            statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))
         scores = chunked(
             unembed_of(model),
             params,
@@ -132,12 +135,12 @@ def score_completions(
             tokens.reshape(b, -1),
             sampling,
             with_entropy=with_entropy,
-            compared=compared,
+            statistic=statistic,
         )
         scores = jax.tree.map(lambda x: x.reshape(b, g, t), scores)
     else:
         logits = process_logits(states, sampling, keep=tokens)
-        scores = _score_logits(logits, tokens, True, compared, () if compared is None else compared.arrays)
+        scores = _score_logits(logits, tokens, True, statistic, () if statistic is None else statistic.arrays)
     return _masked(scores, mask, balance)
 
 
@@ -151,22 +154,22 @@ def predicting_states(
     params: Params,
     prompts: Prompts,
     tokens: jax.Array,
-    counted: jax.Array | None = None,
+    router_mask: jax.Array | None = None,
     *,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the tokens in `counted`.
+    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the tokens in `router_mask`.
 
-    `counted` is [B, G, T] bool. If None, the router loss is None. For a model without a cache, the states are its
+    `router_mask` is [B, G, T] bool. If None, the router loss is None. For a model without a cache, the states are its
     logits [B, G, T, V].
     """
     b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
         hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
-        if t > 1 or counted is not None:
+        if t > 1 or router_mask is not None:
             # The state of the last token is not needed, but T is usually a more efficient size than T − 1.
-            rest, balance = _hidden(model, params, tokens, prefix, counted, rngs=rngs)
+            rest, balance = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         return hidden, balance
     whole, start = join_rows(prompts, tokens)
@@ -180,20 +183,20 @@ def _hidden(
     params: Params,
     tokens: jax.Array,
     prefix: Prefix,
-    counted: jax.Array | None,
+    router_mask: jax.Array | None,
     *,
     rngs: dict[str, jax.Array] | None,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the hidden states of tokens that follow their prompts, and the router loss of the tokens in `counted`."""
+    """Return the hidden states of tokens that follow their prompts, and the router loss of `router_mask`."""
     apply = functools.partial(
         model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
     )
-    if counted is None:
+    if router_mask is None:
         return apply()[0], None
     (hidden, _), written = apply(mutable=["router"])
     chosen = model.config.num_experts_per_token
-    return hidden, router_loss(written, counted, num_experts_per_token=chosen)
+    return hidden, router_loss(written, router_mask, num_experts_per_token=chosen)
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
@@ -203,41 +206,41 @@ def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
-class ReadPrompts(NamedTuple):
+class PromptStates(NamedTuple):
     """Last hidden state of each prompt, [B, D], and the `layers` of their `Prefix`."""
 
     last: jax.Array
     layers: tuple[Any, ...]
 
 
-def read_prompts(
+def prefill_prompts(
     model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
-) -> ReadPrompts:
+) -> PromptStates:
     """Run the model on prompts once, for use in `score_packed` with all of their completions."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
-    return ReadPrompts(last, prefix.layers)
+    return PromptStates(last, prefix.layers)
 
 
 def score_packed(
     model: CachedModel,
     params: Params,
-    read: ReadPrompts,
+    prompt_states: PromptStates,
     lengths: jax.Array,
     sequence: PackedSequence,
     sampling: Sampling,
     *,
-    counted: jax.Array | None = None,
+    router_mask: jax.Array | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
-    compared: Comparison | None = None,
+    statistic: LogitStatistic | None = None,
 ) -> Scores:
     """Compute `Scores` [A, S, T] of the segments of a packed sequence, 0 past the end of each segment.
 
-    `read` and `lengths` [B] cover all prompts of the batch. `counted`, [A, S, T] bool, selects the tokens included in
-    the router loss. If None, it is not computed. The arrays of `compared` are [A, N, X]. Other arguments are as in
-    `score_completions`.
+    `prompt_states` and `lengths` [B] cover all prompts of the batch. `router_mask`, [A, S, T] bool, selects the tokens
+    included in the router loss. If None, it is not computed. The arrays of `statistic` are [A, N, X]. Other arguments
+    are as in `score_completions`.
     """
-    states, balance = packed_states(model, params, read, lengths, sequence, counted=counted, rngs=rngs)
+    states, balance = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
     scores = chunked(
         unembed_of(model),
         params,
@@ -246,7 +249,7 @@ def score_packed(
         sampling,
         with_entropy=with_entropy,
         chunk=states.shape[0] * CHUNK,  # one chunk per device
-        compared=compared,
+        statistic=statistic,
     )
     return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, balance)
 
@@ -254,25 +257,26 @@ def score_packed(
 def packed_states(
     model: CachedModel,
     params: Params,
-    read: ReadPrompts,
+    prompt_states: PromptStates,
     lengths: jax.Array,
     sequence: PackedSequence,
     *,
-    counted: jax.Array | None = None,
+    router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute `predicting_states` [A, N, D] of a packed sequence. Arguments are as in `score_packed`."""
-    chex.assert_equal_shape_prefix((read.last, lengths), 1)
+    chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
-    counted = None if counted is None else sequence.by_token(counted)
-    prefix = Prefix(read.layers, lengths)
-    hidden, balance = _hidden(model, params, tokens, prefix, counted, segments=segments, rngs=rngs)
+    router_mask = None if router_mask is None else sequence.by_token(router_mask)
+    prefix = Prefix(prompt_states.layers, lengths)
+    hidden, balance = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
     # Each token is predicted from the previous state, and the first token of a completion from the last prompt state.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
-    first = jax.vmap(lambda last, prompt: last[prompt])(read.last.reshape(a, -1, read.last.shape[-1]), prompt)
+    last = prompt_states.last.reshape(a, -1, hidden.shape[-1])
+    first = jax.vmap(lambda last, prompt: last[prompt])(last, prompt)
     return jnp.where((segments.position == 0)[..., None], first, before), balance
 
 

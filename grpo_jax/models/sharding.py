@@ -200,7 +200,7 @@ def own_part(count: int) -> range:
     return range(count * process // n, count * (process + 1) // n)
 
 
-def keep_placed(tree: Tree, mesh: Mesh | None) -> Tree:
+def constrain_params(tree: Tree, mesh: Mesh | None) -> Tree:
     """Constrain params to the shardings of `place`, inside a compiled function."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
 

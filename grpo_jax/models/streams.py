@@ -86,7 +86,7 @@ class shared:
         return getattr(self._jitted, name)  # for example `lower`
 
 
-def in_turn(tree: Result) -> Result:
+def wait_on_cpu(tree: Result) -> Result:
     """Return arrays that the next program in a sequence needs; on CPUs, wait until they are computed.
 
     XLA's CPU backend allocates a program's memory at dispatch, not when it starts to run. If the host dispatched

@@ -166,7 +166,7 @@ def padded(ids: SegmentIds, size: int) -> SegmentIds:
 
 
 def visible(rows: Sequence[jax.Array], keys: Sequence[jax.Array], kernel: Kernel) -> jax.Array:
-    """Compute the mask [queries, keys] from queries (segment, prompt, position) and keys (segment, position)."""
+    """Return whether queries (segment, prompt, position) attend to keys (segment, position), [queries, keys] bool."""
     (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
     distance = position - key_position
     seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NO_SEGMENT)

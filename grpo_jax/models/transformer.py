@@ -48,7 +48,7 @@ class Embedding(nn.Module):
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Return float32 logits [..., V] of hidden states x [..., D]."""
+        """Return the float32 logits [..., V] for hidden states x [..., D]."""
         table, sums = self.embedding.astype(x.dtype), self.config.uses_float32_sums
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 

@@ -36,7 +36,7 @@ from grpo_jax.rewards.contract import (
     check_reward_fns,
     reward_names,
 )
-from grpo_jax.rewards.outcomes import Faults, RewardParts, describe_fault, read_outcome, read_parts
+from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, read_outcome, read_parts
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
@@ -112,10 +112,10 @@ def compute_rewards(
         read = None
         if turns is not None:
             read = functools.partial(read_parts, function=k, turns=turns, tokens=lengths, found=parts)
-        rewards[:, k], faults = read_outcome(outcome, count, read)
-        errors = count if None in faults else len(faults)
-        if faults and (on_error == "raise" or errors > LOUD_SHARE * count):
-            explanation, first = _explain(name, faults, inputs, num_generations), next(iter(faults.values()))
+        rewards[:, k], failures = read_outcome(outcome, count, read)
+        errors = count if None in failures else len(failures)
+        if failures and (on_error == "raise" or errors > LOUD_SHARE * count):
+            explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))
             if on_error == "raise":
                 fix = "Fix it, or set on_error='none' (GRPOConfig: on_reward_error) to leave such completions unscored"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
@@ -187,16 +187,16 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _explain(name: str, faults: Faults, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
+def _explain(name: str, failures: Failures, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
     """Describe the first error, with prompt and completion if it affects a single completion."""
-    index, fault = next(iter(faults.items()))
-    message = f"reward function {name!r} {describe_fault(fault)}"
+    index, failure = next(iter(failures.items()))
+    message = f"reward function {name!r} {describe_failure(failure)}"
     if index is None:
         return message
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
-    return message + (f", and has {len(faults) - 1} more errors" if len(faults) > 1 else "")
+    return message + (f", and has {len(failures) - 1} more errors" if len(failures) > 1 else "")
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax.rewards import contract
 from grpo_jax.rewards.contract import Inputs, RewardError, arguments_of, function_name, is_async
-from grpo_jax.rewards.outcomes import Faults, PartialRewards, as_scores, describe_fault, read_outcome
+from grpo_jax.rewards.outcomes import Failures, PartialRewards, as_scores, describe_failure, read_outcome
 from grpo_jax.rewards.shipped import completion_text
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class _FromRow:
 
 
 def _without_exceptions(outcomes: list[Any]) -> list[Any]:
-    faults: Faults = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
-    if faults:
-        raise PartialRewards([None if index in faults else outcome for index, outcome in enumerate(outcomes)], faults)
+    failures: Failures = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    if failures:
+        raise PartialRewards([None if i in failures else outcome for i, outcome in enumerate(outcomes)], failures)
     return outcomes
 
 
@@ -150,8 +150,8 @@ class _Mapped(_Combinator):
     function: Callable[[np.ndarray], np.ndarray]
 
     async def score(self, inputs: Inputs) -> list[float | None]:
-        values, faults = await _call(self.fn, inputs)
-        return as_scores(self.function(values), faults)
+        values, failures = await _call(self.fn, inputs)
+        return as_scores(self.function(values), failures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,17 +165,17 @@ class _Gated(_Combinator):
         return (self.gate, self.fn)
 
     async def score(self, inputs: Inputs) -> list[float | None]:
-        values, faults = await _call(self.gate, inputs)
+        values, failures = await _call(self.gate, inputs)
         scores = np.where(np.isnan(values), np.nan, np.nan if self.otherwise is None else self.otherwise)
         passed = np.flatnonzero(values > self.threshold).tolist()
         if passed:
             selected = {name: x if name in contract.EXTRAS else [x[i] for i in passed] for name, x in inputs.items()}
             scores[passed], found = await _call(self.fn, selected)
-            faults |= {None if index is None else passed[index]: fault for index, fault in found.items()}
-        return as_scores(scores, faults)
+            failures |= {None if index is None else passed[index]: failure for index, failure in found.items()}
+        return as_scores(scores, failures)
 
 
-async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
+async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Failures]:
     """Call a function. Returns its scores (NaN for None) and the errors of individual completions."""
     outcome: object
     try:
@@ -184,9 +184,9 @@ async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Faults]:
             outcome = await outcome
     except PartialRewards as partial:
         outcome = partial
-    values, faults = read_outcome(outcome, len(inputs["completions"]))
-    if None in faults:
-        fault = faults[None]
-        cause = fault if isinstance(fault, BaseException) else None
-        raise RewardError(f"{function_name(fn)!r} {describe_fault(fault)}") from cause
-    return values, faults
+    values, failures = read_outcome(outcome, len(inputs["completions"]))
+    if None in failures:
+        failure = failures[None]
+        cause = failure if isinstance(failure, BaseException) else None
+        raise RewardError(f"{function_name(fn)!r} {describe_failure(failure)}") from cause
+    return values, failures

@@ -17,59 +17,59 @@ if TYPE_CHECKING:
 # A Python float, since comparing with a NumPy float32 converts the other operand, which may overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-Faults = dict[int | None, BaseException | str]
+Failures = dict[int | None, BaseException | str]
 """Exceptions or messages, keyed by completion index. The key None means that the whole call failed."""
 
 
 class PartialRewards(RewardError):
     """Error raised by a reward function that could score only some of its completions.
 
-    `values` has a float or None for each completion. `faults` contains the reasons for missing values.
+    `values` has a float or None for each completion. `failures` contains the reasons for missing values.
     """
 
-    def __init__(self, values: Scores, faults: Faults):
-        index, fault = next(iter(faults.items()))
-        which = "all: the function" if index is None else f"{len(faults)} of {len(values)}: completion {index}"
-        super().__init__(f"missing rewards of {which} {describe_fault(fault)}")
+    def __init__(self, values: Scores, failures: Failures):
+        index, failure = next(iter(failures.items()))
+        which = "all: the function" if index is None else f"{len(failures)} of {len(values)}: completion {index}"
+        super().__init__(f"missing rewards of {which} {describe_failure(failure)}")
         self.values = list(values)
-        self.faults: Faults = dict(faults)
+        self.failures: Failures = dict(failures)
 
 
-def describe_fault(fault: BaseException | str) -> str:
+def describe_failure(failure: BaseException | str) -> str:
     """Describe an error with a verb phrase that follows the name of the function."""
-    return fault if isinstance(fault, str) else f"raised {type(fault).__name__}: {fault}"
+    return failure if isinstance(failure, str) else f"raised {type(failure).__name__}: {failure}"
 
 
-def as_scores(values: np.ndarray, faults: Faults) -> list[float | None]:
+def as_scores(values: np.ndarray, failures: Failures) -> list[float | None]:
     """Return scores as a list with None for NaN. Raises `PartialRewards` if there are errors."""
     scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0 turns −0 into 0
-    if faults:
-        raise PartialRewards(scores, faults)
+    if failures:
+        raise PartialRewards(scores, failures)
     return scores
 
 
 def read_outcome(
     outcome: object, count: int, read: Callable[[int, object], float | str] | None = None
-) -> tuple[np.ndarray, Faults]:
+) -> tuple[np.ndarray, Failures]:
     """Validate the result or exception of a reward function.
 
     Returns scores [count] float64 (NaN if missing) and errors. `read(index, value)` converts one completion's value to
     a float or an error message. The default is `read_number`.
     """
     if isinstance(outcome, PartialRewards):
-        values, faults = read_outcome(outcome.values, count, read)
-        return values, faults | outcome.faults
-    values, faults = np.full(count, np.nan), {}
+        values, failures = read_outcome(outcome.values, count, read)
+        return values, failures | outcome.failures
+    values, failures = np.full(count, np.nan), {}
     items = _items(outcome, count)
     if not isinstance(items, list):
         return values, {None: items}
     for index, item in enumerate(items):
         value = read_number(item) if read is None else read(index, item)
         if isinstance(value, str):
-            faults[index] = value
+            failures[index] = value
         else:
             values[index] = value
-    return values, faults
+    return values, failures
 
 
 def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.outcomes import Faults, as_scores
+from grpo_jax.rewards.outcomes import Failures, as_scores
 from grpo_jax.rewards.workers import isolated
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Accuracy(ColumnReward):
 
 
 def format_reward(pattern: str) -> RewardFn:
-    """Return a reward function that is 1 if the whole completion matches `pattern`, else 0. `.` matches line breaks.
+    """Return a reward function that gives 1 if the whole completion matches `pattern`, where `.` matches line breaks.
 
     Example:
       >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
@@ -188,7 +188,7 @@ class _FormulaReward(ColumnReward):
     __name__ = "formula"
 
     def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Scores:
-        values, faults = np.full(len(completions), np.nan), Faults()
+        values, failures = np.full(len(completions), np.nan), Failures()
         for index, (completion, truth) in enumerate(zip(completions, columns[self.column], strict=True)):
             if truth is None:
                 continue
@@ -198,8 +198,8 @@ class _FormulaReward(ColumnReward):
                 found = self.parse(completion_text(completion), parsing_timeout=None)
                 values[index] = float(self.verify(gold, found, timeout_seconds=None))
             else:
-                faults[index] = f"cannot parse {show(truth, 60)} with math-verify"
-        return as_scores(values, faults)
+                failures[index] = f"cannot parse {show(truth, 60)} with math-verify"
+        return as_scores(values, failures)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         advice = "Remove such rows, or set the column to None and use a different reward function for them"

@@ -31,7 +31,7 @@ import numpy as np
 
 from grpo_jax.rewards import contract
 from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
-from grpo_jax.rewards.outcomes import Faults, as_scores, describe_fault, read_number, read_outcome
+from grpo_jax.rewards.outcomes import Failures, as_scores, describe_failure, read_number, read_outcome
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -43,7 +43,7 @@ OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
 _MAX_TEXT = 2000  # maximum length of an error message and of its traceback
 _NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 
-_Outcome = tuple[np.ndarray, Faults]
+_Outcome = tuple[np.ndarray, Failures]
 
 
 def isolated(
@@ -57,14 +57,14 @@ def isolated(
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
     Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. The function must be at the top level of a module, not of the running script; otherwise the run ends.
+    this process. The function must be at the top level of a module other than the running script.
 
     An error (exception, exceeded limit, crashed worker) affects only the completions of its call. Processes started by
     a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
     reply to a different call. Nothing else is restricted; see SECURITY.md.
 
     Args:
-      fn: a reward function, synchronous or asynchronous, without `log_metric` and `log_extra`.
+      fn: a sync or async reward function without the arguments `log_metric` and `log_extra`.
       timeout: time limit of one call in seconds. A batch of n calls takes at most ceil(n / workers) · timeout, plus
         restarts.
       memory_mb: limit of the address space in MiB, beyond the size after the imports (Linux). None disables it.
@@ -118,13 +118,13 @@ class _IsolatedFunction:
             raise RewardError(f"{problem}; use columns of built-in types") from error
         with self._lock:
             outcomes = self._call_all([(s.stop - s.start, part) for s, part in zip(spans, parts, strict=True)])
-        values, faults = np.full(count, np.nan), Faults()
+        values, failures = np.full(count, np.nan), Failures()
         for span, (scores, found) in zip(spans, outcomes, strict=True):
             values[span] = scores
             if None in found and len(spans) > 1:  # the whole call failed, but it has only part of the batch
                 found = dict.fromkeys(range(len(scores)), found[None])
-            faults |= {None if index is None else span.start + index: fault for index, fault in found.items()}
-        return as_scores(values, faults)
+            failures |= {None if index is None else span.start + index: failure for index, failure in found.items()}
+        return as_scores(values, failures)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
         contract.check_rows(self.fn, rows, argument=argument)
@@ -201,9 +201,9 @@ class _IsolatedFunction:
             raise SetupError(f"reward function {self.__name__!r}: {problem}")
         if not kind:
             return _unscored(count, message)
-        fault = type(kind, (Exception,), {})(message)  # the original class may not be importable here
-        fault.add_note(f"In the worker process:\n{lines}")
-        return _unscored(count, fault)
+        failure = type(kind, (Exception,), {})(message)  # the original class may not be importable here
+        failure.add_note(f"In the worker process:\n{lines}")
+        return _unscored(count, failure)
 
     def _describe(self, error: BaseException) -> str:
         """Describe the failure of a worker with a verb phrase that follows the function's name."""
@@ -221,12 +221,12 @@ class _IsolatedFunction:
         return f"ended its worker process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
 
-def _unscored(count: int, fault: BaseException | str) -> _Outcome:
-    return np.full(count, np.nan), {None: fault}
+def _unscored(count: int, failure: BaseException | str) -> _Outcome:
+    return np.full(count, np.nan), {None: failure}
 
 
 def _read_score(_: int, item: object) -> float | str:
-    return str(item["fault"]) if isinstance(item, dict) and "fault" in item else read_number(item)
+    return str(item["failure"]) if isinstance(item, dict) and "failure" in item else read_number(item)
 
 
 def _stop(pool: ProcessPool) -> threading.Thread:
@@ -323,16 +323,16 @@ def _serve(nonce: str, count: int, inputs: bytes) -> str:
             outcome = _event_loop().run_until_complete(outcome) if inspect.isawaitable(outcome) else outcome
     except BaseException as error:
         outcome = error
-    values, faults = read_outcome(outcome, count)
-    if isinstance(faults.get(None), MemoryError):
+    values, failures = read_outcome(outcome, count)
+    if isinstance(failures.get(None), MemoryError):
         os._exit(OUT_OF_MEMORY)  # memory held by the function could make later calls fail
     sys.stdout.flush()
     sys.stderr.flush()
     reply: dict[str, object] = {"nonce": nonce, "loaded": callable(_served)}
-    if (fault := faults.get(None)) is not None:
-        lines = "".join(traceback.format_exception(fault)) if isinstance(fault, BaseException) else ""
-        failure = [type(fault).__name__ if lines else "", str(fault)[:_MAX_TEXT], lines[-_MAX_TEXT:]]
-        return json.dumps(reply | {"failure": failure})
-    bad = {index: {"fault": describe_fault(fault)[:_MAX_TEXT]} for index, fault in faults.items()}
+    if (failure := failures.get(None)) is not None:
+        lines = "".join(traceback.format_exception(failure)) if isinstance(failure, BaseException) else ""
+        described = [type(failure).__name__ if lines else "", str(failure)[:_MAX_TEXT], lines[-_MAX_TEXT:]]
+        return json.dumps(reply | {"failure": described})
+    bad = {index: {"failure": describe_failure(failure)[:_MAX_TEXT]} for index, failure in failures.items()}
     scores = [bad.get(i, None if np.isnan(value) else value) for i, value in enumerate(values.tolist())]
     return json.dumps(reply | {"scores": scores})

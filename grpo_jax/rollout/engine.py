@@ -45,7 +45,7 @@ from grpo_jax.rollout.ends import TurnEnds, stops_of
 from grpo_jax.rollout.engine_client import NOTHING_LEARNED, RECOVERIES, EngineError, Lost, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
-from grpo_jax.rollout.turns import Answers, wait_for
+from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 PROBE = 65
@@ -67,7 +67,7 @@ class _Version(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Prompts, seeds and settings of B·G completions. `answers` is None for completions of one turn."""
+    """Prompts, seeds and settings of B·G completions. `answer_turn` is None for completions of one turn."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -77,7 +77,7 @@ class _Batch(NamedTuple):
     max_completion_length: int
     max_turn_length: int
     pad_token_id: int
-    answers: Answers | None
+    answer_turn: AnswerTurn | None
 
 
 class Engine:
@@ -136,7 +136,7 @@ class Engine:
         pad_token_id: int,
         prompt_indices: np.ndarray,
         interrupt: Callable[[], None],
-        answers: Answers | None = None,
+        answer_turn: AnswerTurn | None = None,
         stop: str | Sequence[str] | None = None,
         stop_token_ids: int | Sequence[int] | None = None,
         max_turn_length: int | None = None,
@@ -162,7 +162,7 @@ class Engine:
             max_completion_length=max_completion_length,
             max_turn_length=min(max_completion_length, max_turn_length or max_completion_length),
             pad_token_id=pad_token_id,
-            answers=answers,
+            answer_turn=answer_turn,
         )
         table, problem = Table(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
@@ -202,7 +202,7 @@ class Engine:
                 if self._has_loaded():
                     return table
             message = f"{self._server.url} was restarted and no longer holds the run's weights"
-            if batch.answers is not None:  # environments cannot answer the same turns twice
+            if batch.answer_turn is not None:  # environments cannot answer the same turns twice
                 break
             warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOTHING_LEARNED}")
@@ -223,13 +223,13 @@ class Engine:
             )
             turn = requests.send(draw)
             table.append(row, turn.tokens, turn.log_probs)
-            table.ended[row] = turn.ended and batch.answers is None
+            table.ended[row] = turn.ended and batch.answer_turn is None
             left -= len(turn.tokens)
-            if batch.answers is None or (not turn.ended and left == 0):
+            if batch.answer_turn is None or (not turn.ended and left == 0):
                 return
-            promise = batch.answers(row, np.array(turn.tokens, np.int32), left - 1)
-            assert promise is not None, "a single process must answer all completions"
-            observation = wait_for(promise, requests.raise_if_stopped)
+            answer = batch.answer_turn(row, np.array(turn.tokens, np.int32), left - 1)
+            assert answer is not None, "a single process must answer all completions"
+            observation = wait_for(answer, requests.raise_if_stopped)
             if observation is None:
                 table.ended[row] = True
             if observation is None or len(observation) >= left:

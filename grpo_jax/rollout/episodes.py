@@ -26,7 +26,7 @@ import numpy as np
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import copy_containers
-from grpo_jax.rewards.outcomes import describe_fault
+from grpo_jax.rewards.outcomes import describe_failure
 from grpo_jax.rollout.interaction import EpisodeCounts, Interaction, Played, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
@@ -42,7 +42,7 @@ LONGEST_TEXT = 16
 """Characters per token above which an observation is assumed to be too long, without encoding it."""
 
 
-class EnvironmentFault(RuntimeError):
+class EnvironmentFailure(RuntimeError):
     """Raised if an environment fails and `on_environment_error` is "raise"."""
 
 
@@ -229,7 +229,7 @@ class Episode:
         return template.observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the environment. Raises `EnvironmentFault` or `_Failed` if it fails."""
+        """Call a function of the environment. Raises `EnvironmentFailure` or `_Failed` if it fails."""
         begin = time.monotonic()
         try:
             return call_within(self._interaction.config.environment_timeout, function, *args)
@@ -244,8 +244,8 @@ class Episode:
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
-        return EnvironmentFault(
-            f"{kind}: {what} {describe_fault(problem)}, for {self.where}. Set on_environment_error='end' to end only"
+        return EnvironmentFailure(
+            f"{kind}: {what} {describe_failure(problem)}, for {self.where}. Set on_environment_error='end' to end only"
             " this episode and continue the run"
         )
 
@@ -266,7 +266,7 @@ def _texts(observation: str | Messages) -> list[str]:
 
 
 class Episodes:
-    """The episodes of one rollout, G for each of B rows. Implements `rollout.turns.Answers`.
+    """The episodes of one rollout, G for each of B rows. Implements `rollout.turns.AnswerTurn`.
 
     With several processes, each has the environments of its `own` rows; the other entries of `all` are empty. All
     processes must call `reset` and `end` together. Use it as a context manager to shut down the threads.
@@ -310,7 +310,7 @@ class Episodes:
                 episode.before = before
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
-        """Start to answer a turn; see `rollout.turns.Answers`."""
+        """Start to answer a turn; see `rollout.turns.AnswerTurn`."""
         if completion not in self._indices:
             return None
         return self._pool.submit(self.all[completion].answer, turn, limit)

@@ -54,7 +54,7 @@ from grpo_jax.rollout.table import Rollout, Table
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 if TYPE_CHECKING:
-    from grpo_jax.rollout.turns import Answers
+    from grpo_jax.rollout.turns import AnswerTurn
 
 Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
@@ -84,7 +84,7 @@ def generate(
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
-    answers: Answers | None = None,
+    answer_turn: AnswerTurn | None = None,
     interrupt: Callable[[], None] = lambda: None,
     watch: Watch | None = None,
     on_host: bool = False,
@@ -113,7 +113,7 @@ def generate(
         samples in any batch.
       batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.
         The other prompts wait. This does not change the samples. If None, there is no limit. Not supported under `jit`.
-      answers: function that returns the tokens after a turn, or None after the last turn. If `answers` is None,
+      answer_turn: function that returns the tokens after a turn, or None after the last turn. If `answer_turn` is None,
         completions have one turn. Needs a built-in model; not supported under `jit`.
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         supported under `jit`.
@@ -122,8 +122,8 @@ def generate(
       on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
-      `Completions` with the log-probs of the sampled tokens; no gradient flows through them. With `answers`, `mask` is
-      True on sampled tokens, `present` also on observed tokens, and `ended` is True where `answers` returned None.
+      `Completions` with the log-probs of the sampled tokens; no gradient flows through them. With `answer_turn`, `mask`
+      is True on sampled tokens, `present` also on observed tokens, and `ended` where `answer_turn` returned None.
 
     Raises:
       ValueError: if a shape, count or sampling setting is invalid.
@@ -153,7 +153,7 @@ def generate(
         each = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
         least = f"{shards * num_generations}, a group of completions{each}"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
-    if answers is not None and not is_cached(model):
+    if answer_turn is not None and not is_cached(model):
         kind = type(model).__name__
         raise ValueError(f"model must be a built-in model for completions with several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
@@ -170,17 +170,17 @@ def generate(
         return fetch(completions) if on_host else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
-    table = Table(keys.size, turn if answers is None else longest, settings.pad_token_id)
+    table = Table(keys.size, turn if answer_turn is None else longest, settings.pad_token_id)
     variables = decode_variables(argument, params)
     settings = settings._replace(mesh=mesh)
     rollout = Rollout(argument, params, variables, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
-    if answers is None:
+    if answer_turn is None:
         completions = _sample_one_turn(rollout, at_once, watch)
     else:
         from grpo_jax.rollout.turns import sample_turns
 
-        completions = sample_turns(rollout, at_once, answers, turn)
+        completions = sample_turns(rollout, at_once, answer_turn, turn)
     return completions if on_host else jax.tree.map(jnp.asarray, completions)
 
 

@@ -57,7 +57,7 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
 
 
 class EnvironmentReward:
-    """A reward function that returns the rewards of one environment class and has the name of the class."""
+    """A reward function that returns the rewards of one environment class and is named after it."""
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
         self.__name__ = name

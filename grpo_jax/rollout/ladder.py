@@ -92,8 +92,8 @@ class Ladder:
         also reads empty slots, so that a smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
-        # Bursts end where the cache grows. The bursts of a short rollout have equal lengths, so that few steps are
-        # executed after its end.
+        # Bursts end where the cache grows. The bursts of a short rollout have equal lengths, so that few steps
+        # run after it ends.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:

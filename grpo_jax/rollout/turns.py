@@ -51,16 +51,16 @@ PATIENCE = 2
 """Number of bursts that are decoded after `TOGETHER` is reached. With 0, each read would wait for the latest answers;
 with a large value, one long turn would delay all other turns."""
 
-Promise = Future[Sequence[int] | None]
+Answer = Future[Sequence[int] | None]
 
 
-class Answers(Protocol):
+class AnswerTurn(Protocol):
     """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
 
     If several processes sample the same completions together, each completion is answered by one of them.
     """
 
-    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Promise | None:
+    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Answer | None:
         """Start to answer a turn.
 
         Args:
@@ -82,30 +82,31 @@ class _OtherFailed(Exception):
 class _Turns:
     """State of the completions of one stream."""
 
-    def __init__(self, rollout: Rollout, answers: Answers, groups: np.ndarray, max_turn_length: int):
-        self.rollout, self.table, self.answers, self.max_turn_length = rollout, rollout.table, answers, max_turn_length
-        self.completions = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
+    def __init__(self, rollout: Rollout, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
+        self.rollout, self.table = rollout, rollout.table
+        self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
+        self.rows = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
-        self.at, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout, and size of the ring
+        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the ladder; size of the ring
         self.slot = LEAD  # next slot of the active completions
-        self.starts = np.full(self.completions.shape, LEAD)  # [B', G'] as in `Stream.start`
+        self.starts = np.full(self.rows.shape, LEAD)  # [B', G'] as in `Stream.start`
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # number of tokens before the current turn
-        self.waiting: dict[int, Promise | None] = {}  # pending answers, keyed by table row
+        self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions are waiting
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
         )
-        self._record(self.completions, drawn)
+        self._record(self.rows, drawn)
 
     def run(self) -> None:
         """Sample all turns of the stream's completions."""
-        while (self.completions >= 0).any():
+        while (self.rows >= 0).any():
             if self.active.any():
                 self._draw()
-            if not self.waiting or len(self.waiting) < TOGETHER * (self.completions >= 0).sum():
+            if not self.waiting or len(self.waiting) < TOGETHER * (self.rows >= 0).sum():
                 continue
             if self.active.any() and self.bursts_waited < PATIENCE:
                 self.bursts_waited += 1
@@ -116,27 +117,27 @@ class _Turns:
     @property
     def active(self) -> np.ndarray:
         """[B', G'] bool, True for completions whose turn has not ended."""
-        return (self.completions >= 0) & ~np.isin(self.completions, list(self.waiting))
+        return (self.rows >= 0) & ~np.isin(self.rows, list(self.waiting))
 
     def _draw(self) -> None:
         """Decode one burst of all active completions."""
         rollout, table, active = self.rollout, self.table, self.active
         rollout.interrupt()
-        lengths = table.lengths[self.completions]
+        lengths = table.lengths[self.rows]
         least = min(int(lengths[active].max()) - 1 + BURST, table.length)
         if least > self.slots:  # the ring is full
             self._align(np.zeros_like(lengths), least=least)
-            active, lengths = self.active, table.lengths[self.completions]
-        left = np.minimum(table.length, self.turn_starts[self.completions] + self.max_turn_length) - lengths
+            active, lengths = self.active, table.lengths[self.rows]
+        left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
         # The automaton starts each turn in state 0. The device state does not contain the starts of turns.
-        state = None if self.stream.stop_state is None else table.stop_state[self.completions]
+        state = None if self.stream.stop_state is None else table.stop_state[self.rows]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)
         self.stream, drawn = decode(
             rollout.model, rollout.variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
         )
-        self.slot += self._record(self.completions, drawn)
+        self.slot += self._record(self.rows, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
         """Record the drawn tokens of completions [B', G'], and return the number of steps in which any was drawn.
@@ -152,16 +153,16 @@ class _Turns:
         for row in map(int, completions[ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
-            self.waiting[row] = self.answers(row, turn, table.length - length - 1)
+            self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
         over = mask.any(axis=-1) & ~ended & (lengths == table.length)
-        self.completions = np.where(over, -1, self.completions)
+        self.rows = np.where(over, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
         """Wait for the answers and return the observations, keyed by table row. Ends completions that receive none."""
         table, observed = self.table, dict[int, Sequence[int]]()
-        local = [(row, promise) for row, promise in self.waiting.items() if promise is not None]
-        answers = [(row, wait_for(promise, self.rollout.interrupt)) for row, promise in local]
+        local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
+        answers = [(row, wait_for(answer, self.rollout.interrupt)) for row, answer in local]
         if jax.process_count() > 1:
             lists = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in answers]
             answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
@@ -172,8 +173,8 @@ class _Turns:
                 table.ended[row] = True
             elif len(tokens) < table.length - table.lengths[row]:
                 observed[row] = tokens
-        over = np.isin(self.completions, [row for row in self.waiting if row not in observed])
-        self.completions, self.waiting = np.where(over, -1, self.completions), {}
+        over = np.isin(self.rows, [row for row in self.waiting if row not in observed])
+        self.rows, self.waiting = np.where(over, -1, self.rows), {}
         return observed
 
     def _read(self, observed: Mapping[int, Sequence[int]]) -> None:
@@ -181,27 +182,28 @@ class _Turns:
         if not observed:
             return
         rollout, table = self.rollout, self.table
-        texts = {row: [int(table.tokens[row, table.lengths[row] - 1]), *tokens] for row, tokens in observed.items()}
-        longest = max(map(len, texts.values()))
+        last = {row: int(table.tokens[row, table.lengths[row] - 1]) for row in observed}
+        new_tokens = {row: [last[row], *tokens] for row, tokens in observed.items()}
+        longest = max(map(len, new_tokens.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
         counts = np.zeros(len(table.lengths) + 1, int)  # index −1, an empty position, selects the last entry
-        counts[list(texts)] = [len(text) for text in texts.values()]
-        most = int(max(table.lengths[row] + counts[row] for row in texts)) + BURST
+        counts[list(new_tokens)] = [len(ids) for ids in new_tokens.values()]
+        most = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
         least = max(width, min(most, table.length))
-        first = self._aligned_slot(counts[self.completions], width, least)
+        first = self._aligned_slot(counts[self.rows], width, least)
         if first is None:
-            self._align(counts[self.completions], least=least)
+            self._align(counts[self.rows], least=least)
             first = self.slots - width
         for row, tokens in observed.items():
             table.observe(row, tokens)
             self.turn_starts[row] = table.lengths[row]
-        padded = np.zeros((*self.completions.shape, width), np.int32)
-        real = np.arange(width) >= width - counts[self.completions][..., None]
-        resumed = np.isin(self.completions, list(texts))
+        padded = np.zeros((*self.rows.shape, width), np.int32)
+        real = np.arange(width) >= width - counts[self.rows][..., None]
+        resumed = np.isin(self.rows, list(new_tokens))
         for at in map(tuple, np.argwhere(resumed)):
-            text = texts[int(self.completions[at])]
-            padded[at][width - len(text) :] = text
+            ids = new_tokens[int(self.rows[at])]
+            padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], real[..., start : start + size]), rollout.mesh)
             cache, stream, slot = self.stream.cache, self.stream.replace(cache=()), first + start
@@ -212,7 +214,7 @@ class _Turns:
         self.slot = first + width
         self.stream = self.stream.replace(token=jnp.where(split(resumed, rollout.mesh), token, self.stream.token))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
-        self._record(np.where(resumed, self.completions, -1), drawn)
+        self._record(np.where(resumed, self.rows, -1), drawn)
 
     def _ring_size(self, least: int) -> int:
         """Return a ring size of at least `least` slots. There are few sizes, because each needs a compilation."""
@@ -226,8 +228,8 @@ class _Turns:
         read the same number of tokens, as in games with turns of equal length, and the ring has enough slots. `_align`
         copies all keys and values, which takes longer than reading a few tokens.
         """
-        alive = self.completions >= 0
-        ends, read = (self.starts + self.table.lengths[self.completions] - 1)[alive], counts[alive]
+        alive = self.rows >= 0
+        ends, read = (self.starts + self.table.lengths[self.rows] - 1)[alive], counts[alive]
         if (ends != ends[0]).any() or (read != read[0]).any() or least > self.slots or self._smaller() is not None:
             return None
         first = int(ends[0] + read[0]) - width
@@ -235,38 +237,38 @@ class _Turns:
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return `Ladder.choose` for the next smaller layout, or None if none exists or the completions do not fit."""
-        last = self.at + 1 == len(self.ladder.shapes)
-        return None if last else self.ladder.choose(self.at, self.completions >= 0)
+        last = self.layout + 1 == len(self.ladder.shapes)
+        return None if last else self.ladder.choose(self.layout, self.rows >= 0)
 
     def _align(self, counts: np.ndarray, *, least: int) -> None:
         """Rotate each completion to end `counts` [B', G'] slots before the end of a ring with at least `least` slots.
 
         Also moves the completions to the next smaller layout if they fit.
         """
-        chosen, shape = self._smaller(), self.completions.shape
+        chosen, shape = self._smaller(), self.rows.shape
         everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = everything if chosen is None else chosen
-        self.at, self.slots = self.at + (chosen is not None), max(self.slots, self._ring_size(least))
-        self.completions, counts = (x[groups[:, None], order] for x in (self.completions, counts))
-        filled = np.where(self.completions >= 0, self.table.lengths[self.completions] - 1, 0)
+        self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(least))
+        self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
+        filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
         self.starts, self.slot = self.slots - counts - filled, self.slots
         kept = None if self.rollout.mesh is not None else groups.astype(np.int32)
         order, starts = order.astype(np.int32), self.starts.astype(np.int32)
         (self.stream,) = move((self.stream,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
 
 
-def wait_for(promise: Promise, interrupt: Callable[[], None]) -> Sequence[int] | None:
+def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:
     """Wait for an answer, and call `interrupt` every 0.2 s in the meantime."""
     while True:
         try:
-            return promise.result(timeout=0.2)
+            return answer.result(timeout=0.2)
         except TimeoutError:
-            if promise.done():  # the answer itself raised TimeoutError
+            if answer.done():  # the answer itself raised TimeoutError
                 raise
             interrupt()
 
 
-def sample_turns(rollout: Rollout, at_once: int, answers: Answers, max_turn_length: int) -> Completions:
+def sample_turns(rollout: Rollout, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
     """Sample completions with several turns and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = rollout.keys.shape
     failed = threading.Event()
@@ -284,7 +286,7 @@ def sample_turns(rollout: Rollout, at_once: int, answers: Answers, max_turn_leng
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Turns(interruptible, answers, np.arange(first, first + size), max_turn_length).run()
+                _Turns(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
         except _OtherFailed:
             return  # the failed thread raises its error
         except BaseException:

@@ -132,7 +132,7 @@ class Checkpoints:
             return
         steps = self.steps()
         progress.metrics = {step: value for step, value in progress.metrics.items() if int(step) in steps}
-        self.measured(progress)
+        self.record_metric(progress)
         if progress.step in steps[-1:]:
             return
         self.wait()
@@ -163,7 +163,7 @@ class Checkpoints:
         local = [] if self._checkpointer is None else [found.step for found in self._checkpointer.checkpoints]
         return gather_objects(local)[0]
 
-    def measured(self, progress: Progress) -> None:
+    def record_metric(self, progress: Progress) -> None:
         """Record the value of `metric_for_best_model` at a scheduled step, if it is available.
 
         A stopped run may write its checkpoint before the evaluation, which is then done after resuming.
@@ -183,16 +183,16 @@ class Checkpoints:
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
         """Return the step and the metric of the best checkpoint, or None if no checkpoint has a metric."""
-        return self.best_of(self.steps(), progress.metrics)
+        return self.best_among(self.steps(), progress.metrics)
 
-    def best_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
+    def best_among(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
         """Return the best scheduled step (the later one of a tie) and its metric, or None if no step has a metric."""
         sign = 1 if self._config.best_is_greatest else -1
         measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
-    def kept_of(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
+    def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
         """Return the steps whose checkpoints are kept: the best one and the newest ones.
 
         `save_total_limit` limits the scheduled checkpoints (None keeps all) and, separately, those after the last
@@ -202,13 +202,13 @@ class Checkpoints:
         limits_all = self._config.save_steps is None and limit is not None
         scheduled = [step for step in steps if limits_all or self.scheduled(step)]
         later = [step for step in steps if step > max(scheduled, default=-1)]
-        best = self.best_of(steps, metrics)
+        best = self.best_among(steps, metrics)
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         """Return whether to keep each checkpoint (orbax's `PreservationPolicy` protocol)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = self.kept_of(steps, self._metrics)
+        kept = self.steps_to_keep(steps, self._metrics)
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
@@ -302,7 +302,9 @@ class Checkpoints:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
         batch, ahead, transcript = (fetch(found.get(name)) for name in _PENDING)
-        return Restored(state, Progress(**stored["progress"]), batch, ahead, transcript)
+        # Earlier checkpoints have `in_progress` under the name `asked`.
+        progress = {"in_progress" if name == "asked" else name: value for name, value in stored["progress"].items()}
+        return Restored(state, Progress(**progress), batch, ahead, transcript)
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints and warn, because the run will save their steps again."""

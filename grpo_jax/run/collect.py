@@ -41,7 +41,7 @@ from grpo_jax.update.state import TrainState
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Interaction
-    from grpo_jax.rollout.turns import Answers
+    from grpo_jax.rollout.turns import AnswerTurn
     from grpo_jax.run.sampler import Sampler
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -110,7 +110,7 @@ class LocalRollouts:
             run.policy,
             params,
             run.data,
-            run.rows_at(start, self._count),
+            run.row_indices(start, self._count),
             key,
             run.config,
             prompt_indices=start + np.arange(self._count),
@@ -135,8 +135,8 @@ def collect(
     called between phases. An exception that it raises ends the iteration.
 
     Returns:
-      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T from `Updater.columns`; the metrics of the
-      rollout; and one dict per completion for `completions.jsonl`.
+      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T from `Updater.padded_length`; the metrics of
+      the rollout; and one dict per completion for `completions.jsonl`.
     """
     config = run.config
 
@@ -180,11 +180,11 @@ def _next_rollout(
             batch = _make_batch(run, state, rollout)
     # If prefetching takes longer than the rewards, the additional time is counted as "rollout".
     with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
-        process_rewards = call_reward_fns(
+        local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
         )
     with timed("rewards"):
-        rewards = gather_rewards(process_rewards, run.reward_fns)
+        rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
     check_metrics(rewards.metrics, metrics)
@@ -197,7 +197,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     `counted` [B] bool is False for padding groups, which are excluded from the loss. If None, there are none.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
-    t = run.updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
+    t = run.updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
     if counted is not None:
         mask = mask & counted[:, None, None]
@@ -269,7 +269,7 @@ def sample(
     policy: Policy,
     params: Params,
     data: EncodedPrompts,
-    rows: Sequence[int],
+    row_indices: Sequence[int],
     key: jax.Array,
     config: GRPOConfig,
     *,
@@ -280,7 +280,7 @@ def sample(
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutResult:
-    """Sample completions of the given `rows` of `data` with `generate`, or with the engine `sampler`.
+    """Sample completions of the rows `row_indices` of `data` with `generate`, or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
     prompt longer. `evaluation` selects the settings for evaluations. `interaction` has the tools and environments of
@@ -293,7 +293,7 @@ def sample(
 
         draw = functools.partial(generate_by, sampler, policy)
 
-    def complete(prompts: Prompts, answers: Answers | None = None) -> Completions:
+    def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
         return draw(
             policy.model,
             params,
@@ -313,18 +313,18 @@ def sample(
             pad_token_id=policy.pad_token_id,
             prompt_indices=prompt_indices,
             batch_size=None if evaluation else config.rollout_batch_size,
-            answers=answers,
+            answer_turn=answer_turn,
             interrupt=interrupt,
             on_host=True,
         )
 
     if interaction is None:
-        prompts = make_prompts([data.token_ids[i] for i in rows], length=prompt_length, on_host=True)
-        result = RolloutResult([data.rows[i] for i in rows], prompts, complete(prompts))
+        prompts = make_prompts([data.token_ids[i] for i in row_indices], length=prompt_length, on_host=True)
+        result = RolloutResult([data.rows[i] for i in row_indices], prompts, complete(prompts))
     else:
         from grpo_jax.run.multi_turn import sample_episodes
 
-        result = sample_episodes(interaction, complete, data, rows, group, prompt_length, config.padding)
+        result = sample_episodes(interaction, complete, data, row_indices, group, prompt_length, config.padding)
     return result._replace(metrics=dict(getattr(sampler, "measured", {})))
 
 
@@ -348,17 +348,19 @@ def call_reward_fns(
     process_rows = own_part(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
     if not process_rows:
         return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
-    rows = slice(process_rows.start, process_rows.stop)
-    local = slice(rows.start * g, rows.stop * g)  # this process's completions, of B·G in total
-    prompts = zip(np.asarray(rollout.prompts.tokens)[rows], np.asarray(rollout.prompts.lengths)[rows], strict=True)
+    local_rows = slice(process_rows.start, process_rows.stop)
+    local_completions = slice(local_rows.start * g, local_rows.stop * g)  # this process's completions, of B·G in total
+    prompts = zip(
+        np.asarray(rollout.prompts.tokens)[local_rows], np.asarray(rollout.prompts.lengths)[local_rows], strict=True
+    )
     ids = [row[:length] for row, length in prompts]
-    inputs = reward_inputs(tokenizer, rollout.rows[rows], tokens[rows], present[rows], prompt_ids=ids)
+    inputs = reward_inputs(tokenizer, rollout.rows[local_rows], tokens[local_rows], present[local_rows], prompt_ids=ids)
     if rollout.episodes is not None:
         if is_conversation(rollout.rows[0]["prompt"]):
-            inputs = inputs._replace(completions=[episode.messages for episode in rollout.episodes[local]])
-        inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[local]]
+            inputs = inputs._replace(completions=[episode.messages for episode in rollout.episodes[local_completions]])
+        inputs.columns["environment_rewards"] = [episode.reward for episode in rollout.episodes[local_completions]]
     if rollout.environments is not None:
-        inputs.columns["environments"] = list(rollout.environments[local])
+        inputs.columns["environments"] = list(rollout.environments[local_completions])
     if not names:  # the run has a teacher and no reward functions
         texts = list(inputs.completions)
         return Rewards(np.zeros((len(process_rows), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
@@ -369,7 +371,7 @@ def call_reward_fns(
         completion_ids=inputs.completion_ids,
         columns=inputs.columns,
         num_generations=g,
-        turns=rollout.turn_counts[local],
+        turns=rollout.turn_counts[local_completions],
         on_error=on_error,
         trainer_state=trainer_state,
     )

@@ -200,7 +200,7 @@ def evaluate_encoded(
         count, longest, scored, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
         batch_size = -(-count // -(-count // most))  # equal batch sizes, except that the last may be smaller
         for start in range(0, count, batch_size):
-            # Repeat the last prompt so that the last batch has the same shape as the others and does not recompile.
+            # Repeat the last prompt so that the last batch has the same shape as the others.
             at = [min(i, count - 1) for i in range(start, start + batch_size)]
             sampled = sample(
                 policy,

@@ -16,7 +16,7 @@ from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.outcomes import place_rewards
 from grpo_jax.rollout.episodes import Episodes
 from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.rollout.turns import Answers
+from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
 from grpo_jax.types import Batch, Completions, Prompts, Row
@@ -28,7 +28,7 @@ _jit_turn_advantages = jax.jit(
 
 def sample_episodes(
     interaction: Interaction,
-    complete: Callable[[Prompts, Answers], Completions],
+    complete: Callable[[Prompts, AnswerTurn], Completions],
     data: EncodedPrompts,
     rows: Sequence[int],
     num_generations: int,

@@ -14,7 +14,7 @@ import optax
 from grpo_jax.config.checks import run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.messages import Faults, show
+from grpo_jax.messages import ErrorList, show
 from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
@@ -63,27 +63,27 @@ def prepare(
         )
     check_is_policy(policy)
     policy.check_held()
-    ends, errors = TurnEnds.of(config), Faults()
-    errors.of(check_policy, policy, ends)
-    errors.of(check_ends, ends, policy, policy.params)
-    errors.of(check_optimizer, optimizer)
-    fns = errors.of(as_list, reward_fns)
-    rows = {"dataset": errors.of(_training_rows, dataset, policy, config)}
+    ends, errors = TurnEnds.of(config), ErrorList()
+    errors.check(check_policy, policy, ends)
+    errors.check(check_ends, ends, policy, policy.params)
+    errors.check(check_optimizer, optimizer)
+    fns = errors.check(as_list, reward_fns)
+    rows = {"dataset": errors.check(_training_rows, dataset, policy, config)}
     for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = errors.of(functools.partial(load_rows, held_out, argument=argument))
+        rows[argument] = errors.check(functools.partial(load_rows, held_out, argument=argument))
     interaction = None
     if tools or environment_factory is not None:
-        interaction = errors.of(_make_interaction, policy, config, rows, tools, environment_factory)
+        interaction = errors.check(_make_interaction, policy, config, rows, tools, environment_factory)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
-        errors.of(check_sampler, sampler, interaction, ends)
+        errors.check(check_sampler, sampler, interaction, ends)
     if teacher is not None or config.distillation_coef > 0:
         from grpo_jax.run.teacher import check_teacher
 
         has_rewards = fns is None or bool(fns) or environment_factory is not None
-        errors.of(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
+        errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
@@ -91,8 +91,8 @@ def prepare(
     if advantage_fn is not None or surrogate is not None:
         from grpo_jax.run.custom import check_advantage_fn, check_surrogate
 
-        errors.of(check_surrogate, surrogate, config)
-        checked_fn = errors.of(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
+        errors.check(check_surrogate, surrogate, config)
+        checked_fn = errors.check(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
     policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, errors)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
@@ -125,17 +125,17 @@ def _encode(
     rows: Mapping[str, Sequence[Row] | None],
     reward_fns: Sequence[RewardFn],
     interaction: Interaction | None,
-    errors: Faults,
+    errors: ErrorList,
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
     """Tokenize the datasets, and place the policy on the devices of the run.
 
     Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument.
     Raises `errors` together with errors in tokens, sizes and devices.
     """
-    mesh, config = errors.of(run_mesh, policy, config) or (None, config)
+    mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     encoded = {}
     for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports its absence
-        found = errors.of(_encode_rows, policy, given, config, interaction, name) if given else None
+        found = errors.check(_encode_rows, policy, given, config, interaction, name) if given else None
         if found is not None:
             encoded[name] = found
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
@@ -240,7 +240,7 @@ def _check_functions(
     rows: Mapping[str, Sequence[Row] | None],
     config: GRPOConfig,
     interaction: Interaction | None,
-    errors: Faults,
+    errors: ErrorList,
     *,
     required: bool,
 ) -> list[RewardFn]:
@@ -255,7 +255,7 @@ def _check_functions(
     readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
     for name, part in readable.items() if reward_fns or required else ():
         columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
-        errors.of(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
+        errors.check(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
     return reward_fns
 
 

@@ -83,7 +83,7 @@ def push_to_hub(
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ValueError(f"repo_id must be a name like owner/model; got {repo_id!r} ({one_line(error)}).") from error
+        raise ValueError(f"repo_id must have the form owner/model; got {repo_id!r} ({one_line(error)}).") from error
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
         raise FileNotFoundError(
             f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; pass the directory of a run, or None."

@@ -117,7 +117,7 @@ def rehearse(
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
     # With `skip`, the backward pass would not run for equal rewards.
-    updater = dataclasses.replace(run.updater, config=config, micro=micro, skip=False)
+    updater = dataclasses.replace(run.updater, config=config, micro=micro, skip_zero_signal=False)
     group_run = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(group_run, state, LocalRollouts(group_run, count=1), phase=phase)
     with phase("update"):

@@ -83,7 +83,7 @@ def describe(
     }
 
 
-def as_begun(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
+def with_saved_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
     """Replace `gradient_checkpointing=None` with the value of the previous run in the directory, if there is one."""
     # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
@@ -161,8 +161,8 @@ def warn_of_changes(saved: Json, current: Json) -> None:
     lines = [f"{name} {' → '.join(shown[name])}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
-            f"the run resumes in a different setup ({', '.join(lines)}): results may differ in the last bits from"
-            " the results of an uninterrupted run",
+            f"the run resumes with a different setup ({', '.join(lines)}): results may differ in the last bits from"
+            " those of an uninterrupted run",
             stacklevel=2,
         )
 

@@ -99,7 +99,7 @@ class Run(BaseRun):
         """Whether the sampling policy's params are needed after the first update, for ratios or for an engine."""
         return self.sizes.updates > 1 or self.samples_in_background
 
-    def rows_at(self, cursor: int, count: int) -> list[int]:
+    def row_indices(self, cursor: int, count: int) -> list[int]:
         """Return the row indices of `count` prompts of the shuffled epochs, starting at position `cursor`."""
         config, num_rows = self.config, len(self.data.rows)
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)

@@ -27,7 +27,7 @@ POLICY = "policy"
 """Subdirectory of a run directory with the policy's config.json, generation_config.json and tokenizer."""
 
 
-def keep_policy(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
+def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
     """Write the files that `grpo-jax chat`, `evaluate` and `export` need in addition to a checkpoint's params.
 
     Nothing is written if a `run.yaml` specifies the model, nor for custom models, adapters or vision towers.

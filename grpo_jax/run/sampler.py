@@ -27,7 +27,7 @@ from grpo_jax.rewards.contract import parameters_of, takes_everything
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.rollout.turns import Answers
+from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -35,7 +35,7 @@ from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
-    name for name in inspect.signature(generate).parameters if name not in ("answers", "watch", "on_host")
+    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "watch", "on_host")
 )
 """Names of the arguments of `generate` that a sampler can take."""
 ROUNDING = 1e-2
@@ -45,8 +45,8 @@ ROUNDING = 1e-2
 class Sampler(Protocol):
     """An engine to sample with: a function that takes any of the arguments of `generate` by keyword.
 
-    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answers`, the function
-    that returns the observation after a turn (`rollout.turns.Answers`, or None), required for multi-turn completions.
+    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answer_turn` (a
+    `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn and is required for several turns.
     `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
     A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Where `mask` is False, values are
@@ -57,7 +57,7 @@ class Sampler(Protocol):
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
         `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an EOS or stop id (`eos_token_ids` contains both), or with a
-        string of `stop`, or if `answers` returned None.
+        string of `stop`, or if `answer_turn` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
@@ -76,7 +76,7 @@ class Sampler(Protocol):
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError unless `sampler` can be called with the keyword arguments of `generate`.
 
-    It must take `answers` for tools and environments, which also need a single process, and `stop` and
+    It must take `answer_turn` for tools and environments, which also need a single process, and `stop` and
     `max_turn_length` if they are set.
     """
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
@@ -85,7 +85,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     parameters, takes_all = parameters_of(sampler), takes_everything(sampler)
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     unknown = [
-        p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answers") or p.kind is p.POSITIONAL_ONLY
+        p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answer_turn") or p.kind is p.POSITIONAL_ONLY
     ]
     if unknown:
         raise ValueError(f"sampler requires an argument that is not passed by keyword: {', '.join(unknown)}. {wanted}")
@@ -93,10 +93,10 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
     if untaken:
         raise ValueError(f"sampler must take {' and '.join(untaken)}, which the config sets; pass a sampler that does")
-    if interaction is not None and "answers" not in named:
+    if interaction is not None and "answer_turn" not in named:
         raise ValueError(
-            "tools and environment_factory need a sampler with an argument `answers`; pass one, such as engines.vllm,"
-            " or None"
+            "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
+            " engines.vllm, or None"
         )
     if interaction is not None and jax.process_count() > 1:
         raise ValueError(
@@ -112,12 +112,13 @@ def generate_by(
     prompts: Prompts,
     key: jax.Array,
     *,
-    answers: Answers | None = None,
+    answer_turn: AnswerTurn | None = None,
     on_host: bool = True,
     **settings: Any,
 ) -> Completions:
     """Call an engine like `generate`, and validate its completions. All processes return the first one's."""
-    every = {"model": model, "params": params, "prompts": prompts, "key": key, "answers": answers, "policy": policy}
+    every = {"model": model, "params": params, "prompts": prompts, "key": key}
+    every |= {"answer_turn": answer_turn, "policy": policy}
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if takes_everything(sampler) else set())
     returned = sampler(**{name: value for name, value in every.items() if name in named})
@@ -126,7 +127,7 @@ def generate_by(
         (prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]),
         vocab_size=vocab_size(model, params),
         pad_token_id=policy.pad_token_id,
-        turns=answers is not None,
+        turns=answer_turn is not None,
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
@@ -136,7 +137,7 @@ def generate_by(
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
     """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
-    t = updater.columns(int(lengths_of(np.asarray(completions.mask)).max()))
+    t = updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
     old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     padded = _padded(old, completions.mask.shape[-1], 0)
     return result._replace(completions=completions.replace(old_log_probs=padded))

@@ -16,7 +16,7 @@ from grpo_jax.models.sharding import gather_objects
 from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.run import BaseRun
-from grpo_jax.run.run_dir import check_shared, keep_policy, locked
+from grpo_jax.run.run_dir import check_shared, locked, write_policy_files
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Json, Params
 from grpo_jax.update.not_finite import name_not_finite
@@ -116,7 +116,7 @@ class Session:
             self.monitor.say(f"compiled programs are cached in {kept}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable")
         if self.publisher is not None:
             self.publisher.open()
-        keep_policy(self.run_dir, self.run.policy)
+        write_policy_files(self.run_dir, self.run.policy)
         return restored
 
     def stopping(self) -> bool:
@@ -146,7 +146,7 @@ class Session:
             progress.updates_done = 0
         if run.config.logs_at(progress.step) or progress.step == run.total_steps:
             line = progress.log_line()
-            progress.keep_metric(run.config.metric_for_best_model, line)
+            progress.set_metric(run.config.metric_for_best_model, line)
             self.monitor.log(progress.step, line)
         else:
             self.monitor.advance(progress.step)
@@ -200,15 +200,15 @@ class Session:
         if best is not None and best.startswith("eval/") and best not in measured:
             known = ", ".join(measured)
             raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {best!r}")
-        progress.keep_metric(best, measured)
-        self.checkpoints.measured(progress)
+        progress.set_metric(best, measured)
+        self.checkpoints.record_metric(progress)
         self.monitor.evaluation(step, metrics)
 
     def save(self, state: TrainState, batch: Batch | None = None) -> None:
         """Write a checkpoint of the state, the counters, an unfinished batch, and prefetched completions."""
         completions = transcript = None
         if self.source is not None:
-            self.progress.asked = self.source.in_progress
+            self.progress.in_progress = self.source.in_progress
             completions, transcript = self.source.checkpoint_arrays()
         self.checkpoints.save(state, self.progress, batch, completions, transcript)
 
@@ -252,7 +252,7 @@ class Session:
         if not signalled:
             state = self.checkpoints.restore_best(state, progress)
             if self.publisher is not None:
-                self.publisher.end(state.params, draw=self.monitor.draw)
+                self.publisher.end(state.params, draw=self.monitor.write_report)
         return state
 
     def exit_if_signalled(self) -> None:

@@ -15,7 +15,7 @@ import optax
 
 from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
-from grpo_jax.messages import Faults
+from grpo_jax.messages import ErrorList
 from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.packing import evenly, lengths_of
 from grpo_jax.models.sharding import committed, fetch, shard_count
@@ -141,16 +141,17 @@ def prepare_sft(
         )
     if isinstance(policy, Policy):
         policy.check_held()
-    errors = Faults()
-    errors.of(check_policy, policy)
-    errors.of(check_optimizer, optimizer)
-    rows = {"dataset": errors.of(_rows, dataset, config, "dataset")}
+    errors = ErrorList()
+    errors.check(check_policy, policy)
+    errors.check(check_optimizer, optimizer)
+    rows = {"dataset": errors.check(_rows, dataset, config, "dataset")}
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = errors.of(_rows, source, config, argument)
+        rows[argument] = errors.check(_rows, source, config, argument)
     errors.raise_together("this run")
-    encoded = {name: errors.of(_encode, policy, some, config, name) for name, some in rows.items() if some is not None}
-    mesh, config = errors.of(run_mesh, policy, config) or (None, config)
+    found = {name: some for name, some in rows.items() if some is not None}
+    encoded = {name: errors.check(_encode, policy, some, config, name) for name, some in found.items()}
+    mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
     shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
@@ -205,7 +206,7 @@ def derive_sft(
         optimizer=optimizer,
         mesh=mesh,
     )
-    updater = dataclasses.replace(updater, skip=False)  # there are no zero-signal groups to skip in SFT
+    updater = dataclasses.replace(updater, skip_zero_signal=False)  # there are no zero-signal groups to skip in SFT
     return SFTRun(
         policy=policy,
         config=config,

@@ -80,7 +80,7 @@ class PrefetchedRollouts(LocalRollouts):
             return None, None
         if self.waiting.episodes is None:
             return self.waiting.completions, None
-        rows = [self.run.data.rows[i] for i in self.run.rows_at(self.cursor, self._count)]
+        rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._count)]
         pairs = zip(self.waiting.rows, rows, strict=True)
         transcript = {
             "prompts": [None if mine is row else mine["prompt"] for mine, row in pairs],
@@ -146,7 +146,7 @@ class EngineRollouts(PrefetchedRollouts):
         yield
 
     def commit(self) -> None:
-        """Mark the current iteration as completed, and record for checkpoints whether the engine is sampling."""
+        """Mark the current iteration as completed, and record whether the engine is sampling, for checkpoints."""
         super().commit()
         self.in_progress = self._future is not None
 
@@ -177,7 +177,7 @@ def rollout_source(
     source = kind(run, cursor=cursor, interrupt=interrupt)
     if completions is not None:
         source.restore(_restored(run, cursor, completions, transcript))
-    if isinstance(source, EngineRollouts) and progress.asked:
+    if isinstance(source, EngineRollouts) and progress.in_progress:
         source.begin(state)
         source.in_progress = True
     return source
@@ -185,7 +185,7 @@ def rollout_source(
 
 def _restored(run: Run, cursor: int, completions: Completions, transcript: np.ndarray | None) -> RolloutResult:
     """Rebuild the rollout that `PrefetchedRollouts.checkpoint_arrays` converted to arrays."""
-    data, indices = run.data, run.rows_at(cursor, run.sizes.prompts)
+    data, indices = run.data, run.row_indices(cursor, run.sizes.prompts)
     rows = [data.rows[i] for i in indices]
     if run.interaction is None or transcript is None:
         prompts = make_prompts([data.token_ids[i] for i in indices], length=run.prompt_length, on_host=True)

@@ -26,7 +26,7 @@ from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import as_begun, describe
+from grpo_jax.run.resume import describe, with_saved_checkpointing
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
@@ -146,7 +146,7 @@ def train(
         policy,
         dataset,
         reward_fns,
-        as_begun(config, run_dir),
+        with_saved_checkpointing(config, run_dir),
         eval_dataset=eval_dataset,
         optimizer=optimizer,
         tools=tools,
@@ -178,13 +178,13 @@ def train(
                     try:
                         source.wait_pending(state)  # before the params that the engine samples from are overwritten
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
-                        batch, metrics, rows = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
+                        batch, metrics, records = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
                     except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again
                         break
                     except Exception:
                         session.save_after_error(state)
                         raise
-                    session.log_batch(source.cursor, metrics, rows)
+                    session.log_batch(source.cursor, metrics, records)
                 minibatch = _minibatch(batch, progress.updates_done, run.sizes)
                 with monitor.phase("update"):
                     state, measured = run.updater.update(state, minibatch)

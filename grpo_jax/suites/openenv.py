@@ -73,7 +73,7 @@ def openenv(
 
 @dataclasses.dataclass(eq=False)
 class OpenEnv:
-    """The session of one completion (see `openenv`). `state` is the final state of the environment, initially {}."""
+    """The session of one completion (see `openenv`). `state` is {} until the session ends."""
 
     _connect: Callable[[], Foreign]
     _url: str

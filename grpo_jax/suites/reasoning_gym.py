@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.messages import import_extra, nearest, show
 from grpo_jax.rewards.contract import arguments_of, call_selected
-from grpo_jax.rewards.outcomes import Faults, PartialRewards, as_scores
+from grpo_jax.rewards.outcomes import Failures, PartialRewards, as_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite
@@ -111,7 +111,7 @@ def _score(
     extract: Callable[..., str | None],
 ) -> Scores:
     """Compute rewards with reasoning-gym's verifiers, from completions and the columns of their rows."""
-    values, faults = np.full(len(completions), np.nan), Faults()
+    values, failures = np.full(len(completions), np.nan), Failures()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
     for index, (completion, asked, truth, about, name, task_settings, tag) in enumerate(columns):
         text = completion_text(completion)
@@ -120,8 +120,8 @@ def _score(
             score = _verifier(name, json.dumps(task_settings, sort_keys=True))
             values[index] = score(found, {"question": asked, "answer": truth, "metadata": about})
         except Exception as error:
-            faults[index] = error
-    return as_scores(values, faults)
+            failures[index] = error
+    return as_scores(values, failures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +143,12 @@ class _ByTask:
         **columns: Sequence[object],
     ) -> Scores:
         try:
-            scores, fault = call_selected(self.score, {"task": task, **columns}), None
+            scores, failure = call_selected(self.score, {"task": task, **columns}), None
         except PartialRewards as partial:
-            scores, fault = partial.values, partial
+            scores, failure = partial.values, partial
         for name, value in zip(task, scores, strict=True):
             if value is not None:
                 log_metric(f"reasoning_gym/{name}", value)
-        if fault is not None:
-            raise fault
+        if failure is not None:
+            raise failure
         return scores

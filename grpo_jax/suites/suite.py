@@ -14,9 +14,9 @@ Foreign = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks of an external package, as arguments of `train` with the same names.
+    """Tasks from an external package. Each field is passed to the argument of `train` with that name.
 
-    `rows` has a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
+    `rows` contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
     """
 
     rows: list[Row]

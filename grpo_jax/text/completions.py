@@ -188,7 +188,7 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(25
 
 
 def _bytes_of(name: str, index: int) -> bytes:
-    """Parse the bytes of a token that is not a whole character from its name."""
+    """Return the bytes that the name of a token specifies. The token need not be a whole character."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return bytes([int(found[1], 16)])
     if all(character in _BYTES for character in name):

@@ -125,11 +125,11 @@ def loss_of(
     chex.assert_equal_shape([scores.log_probs, scores.entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, scores.log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert scores.compared is not None, "SFT requires scores with a comparison"
+        assert scores.statistic is not None, "SFT requires scores with a comparison"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
-            scores.compared,
+            scores.statistic,
             part.mask,
             loss_type=config.loss_type,
             num_tokens=totals["num_tokens"],
@@ -185,7 +185,7 @@ def _grpo_terms(
         metrics.sums["kl_initial_sum"] = jnp.where(part.mask, kl_divergence(constant, part.initial_log_probs), 0).sum()
     if part.ref_log_probs is None:  # without a reference, omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
-    divergences = scores.compared
+    divergences = scores.statistic
     if part.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, part.teacher_log_probs, part.mask)
     if divergences is None:

@@ -38,15 +38,15 @@ from grpo_jax.models.packing import (
     padding_share,
     sequence_shapes,
 )
-from grpo_jax.models.scoring import ReadPrompts, packed_states, read_prompts, score_packed
-from grpo_jax.models.sharding import constrain, fetch, keep_placed, shard_count, split
-from grpo_jax.models.streams import count_streams, devices_of, in_turn, run_in_streams, shared
+from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
+from grpo_jax.models.sharding import constrain, constrain_params, fetch, shard_count, split
+from grpo_jax.models.streams import count_streams, devices_of, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, loss_of, router_coef_of, sampling_of, vanishes_without_advantage
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
-from grpo_jax.update.teaching import Teacher, compare
+from grpo_jax.update.teaching import Teacher, logit_statistic
 
 CPU_TOKENS = 512
 """Maximum number of tokens of a packed sequence on a CPU, unless a completion is longer. Activations fit its cache."""
@@ -91,7 +91,7 @@ class PackedUpdater(Updater):
 
     model: CachedModel
 
-    def columns(self, longest: int) -> int:
+    def padded_length(self, longest: int) -> int:
         """Return the length to pad a batch to. Always T, since padding is removed by packing."""
         return self.config.max_completion_length
 
@@ -124,7 +124,7 @@ class PackedUpdater(Updater):
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
             total, sums = zeros[stream], []
             for part in parts[stream::streams]:
-                total, more = add_gradients(self, in_turn(total), state, split(part, self.mesh), totals)
+                total, more = add_gradients(self, wait_on_cpu(total), state, split(part, self.mesh), totals)
                 sums.append(more)
             return total, sums
 
@@ -144,7 +144,7 @@ class PackedUpdater(Updater):
 
         def score_parts(stream: int) -> list[tuple[jax.Array, jax.Array]]:
             chosen = (split(part, self.mesh) for part in parts[stream::streams])
-            return [in_turn(score_part(self, params, part, with_entropy)) for part in chosen]
+            return [wait_on_cpu(score_part(self, params, part, with_entropy)) for part in chosen]
 
         by_stream = run_in_streams(score_parts, range(streams))
         scores = [by_stream[i % streams][i // streams] for i in range(len(parts))]
@@ -169,11 +169,11 @@ class PackedUpdater(Updater):
         by_part, parts = indices.reshape(count, -1), list[Packed]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for chosen in by_part:
-            part, of_part = jax.tree.map(operator.itemgetter(chosen), arrays)
+            part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
             part = part.replace(mask=part.mask & (chosen >= 0)[:, None, None])
             if with_all or part.mask.any():
-                parts.append(self.pack_part(part, of_part, has_gradient[chosen], shape, len(parts)))
-        return parts or [self.pack_part(part, of_part, has_gradient[chosen], shape, 0)], by_part
+                parts.append(self.pack_part(part, part_selected, has_gradient[chosen], shape, len(parts)))
+        return parts or [self.pack_part(part, part_selected, has_gradient[chosen], shape, 0)], by_part
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
@@ -214,7 +214,7 @@ class PackedUpdater(Updater):
     @property
     def skips_zero_signal(self) -> bool:
         """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
-        return self.skip and vanishes_without_advantage(self.model, self.config, self.surrogate)
+        return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
         """Return a mask [B] of the prompts that have completions with a gradient."""
@@ -243,7 +243,7 @@ def choose_updater(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
-    """Return a `PackedUpdater` if the model and the teacher's model, if any, are of this package, else an `Updater`.
+    """Return a `PackedUpdater` if the model and any teacher's model are this package's, else an `Updater`.
 
     `micro` is the shape (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
     """
@@ -253,19 +253,13 @@ def choose_updater(
     return kind(as_argument(model), config, micro, optimizer, on_policy, mesh, surrogate, teacher)
 
 
-def _read(
+def _prefill(
     model: CachedModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
-) -> ReadPrompts:
+) -> PromptStates:
     """Return the last hidden states, keys and values of prompts, sharded over the mesh."""
-    read = read_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
-    heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), read.layers)
-    return ReadPrompts(constrain(read.last, mesh), heads)
-
-
-def _dropout_key(updater: PackedUpdater, state: TrainState, part: Packed, i: jax.Array | int) -> jax.Array | None:
-    """Return the dropout key of a part's prompts (i = 0) or of its i-th sequence (i ≥ 1), or None."""
-    key = dropout_key(updater.model, state)
-    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, part.index), i)
+    states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
+    heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
+    return PromptStates(constrain(states.last, mesh), heads)
 
 
 def _loss(
@@ -273,32 +267,32 @@ def _loss(
     state: TrainState,
     part: Packed,
     totals: dict[str, jax.Array],
-    read: ReadPrompts,
-    read_by_teacher: ReadPrompts | None,
+    prompt_states: PromptStates,
+    teacher_prompts: PromptStates | None,
     i: jax.Array | int,
 ) -> tuple[jax.Array, MetricSums]:
     """Return `loss_of` for the i-th sequence, given the policy's and the teacher's states of the prompts."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
-    sequence, key = part.sequence(i), _dropout_key(updater, state, part, i + 1)
+    sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
     batch = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.mask)
     router_coef, states = router_coef_of(model, config), None
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
-    if teacher is not None and read_by_teacher is not None and is_cached(teacher.model):
-        states, _ = packed_states(teacher.model, teacher.params, read_by_teacher, lengths, sequence)
-    comparison = compare(
+    if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
+        states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
+    statistic = logit_statistic(
         config, sequence.tokens, teacher=teacher, states=states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
         model,
         state.params,
-        read,
+        prompt_states,
         lengths,
         sequence,
         sampling_of(config),
-        counted=batch.mask if router_coef else None,
+        router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
-        compared=comparison,
+        statistic=statistic,
     )
     return loss_of(
         scores,
@@ -323,37 +317,39 @@ def add_gradients(
     `totals` is the result of `count_totals` for the whole minibatch.
     """
     model, mesh, teacher, prompts = updater.model, updater.mesh, updater.teacher, part.batch.prompts
-    key, read_by_teacher = _dropout_key(updater, state, part, 0), None
-    read, pull_back = jax.vjp(lambda params: _read(model, params, prompts, mesh, key), state.params)
+    key, teacher_prompts = dropout_key(model, state, part.index, 0), None
+    prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)
     if teacher is not None and is_cached(teacher.model):
-        read_by_teacher = _read(teacher.model, teacher.params, prompts, mesh, None)
+        teacher_prompts = _prefill(teacher.model, teacher.params, prompts, mesh, None)
 
-    def loss_fn(params: Params, read: ReadPrompts, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
-        return _loss(updater, state.replace(params=params), part, totals, read, read_by_teacher, i)
+    def loss_fn(params: Params, prompt_states: PromptStates, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
+        return _loss(updater, state.replace(params=params), part, totals, prompt_states, teacher_prompts, i)
 
-    def add(i: jax.Array, carry: tuple[Params, ReadPrompts, MetricSums]) -> tuple[Params, ReadPrompts, MetricSums]:
-        of_params, of_read, sums = carry
-        grads, more = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, read, i)
-        of_params, of_read = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (of_params, of_read), grads)
-        return keep_placed(of_params, mesh), of_read, merge_metrics(sums, more)
+    def add(i: jax.Array, carry: tuple[Params, PromptStates, MetricSums]) -> tuple[Params, PromptStates, MetricSums]:
+        params_grad, prompts_grad, sums = carry
+        grads, more = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, prompt_states, i)
+        params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), grads)
+        return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, more)
 
-    _, shapes = jax.eval_shape(loss_fn, state.params, read, 0)
+    _, shapes = jax.eval_shape(loss_fn, state.params, prompt_states, 0)
     sums = MetricSums(
         sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums),
         maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxes),
     )
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
-    total, of_read, sums = jax.lax.fori_loop(0, part.num_trained, add, (total, zeros_like(read), sums))
+    total, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, (total, zeros_like(prompt_states), sums))
 
     def add_prompts(total: Params) -> Params:
-        (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), of_read, read))
-        return keep_placed(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), mesh)
+        (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
+        return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), mesh)
 
     if not updater.skips_zero_signal:
         return add_prompts(total), sums
-    sums = jax.lax.fori_loop(
-        part.num_trained, part.num_used, lambda i, sums: merge_metrics(sums, loss_fn(state.params, read, i)[1]), sums
-    )
+
+    def add_metrics(i: jax.Array, sums: MetricSums) -> MetricSums:
+        return merge_metrics(sums, loss_fn(state.params, prompt_states, i)[1])
+
+    sums = jax.lax.fori_loop(part.num_trained, part.num_used, add_metrics, sums)
     return jax.lax.cond(part.num_trained > 0, add_prompts, lambda total: total, total), sums
 
 
@@ -361,12 +357,12 @@ def add_gradients(
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] of the completions of one part, 0 where the mask is 0."""
-    prompts, mask, sampling = part.batch.prompts, part.batch.mask, sampling_of(updater.config)
-    read = _read(updater.model, params, prompts, updater.mesh, None)
+    model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
+    states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)
-        new = score_packed(updater.model, params, read, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
+        new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
         return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(sequence.take(mask), y, 0)), scores, new[:2])
 
@@ -379,13 +375,13 @@ def apply_sums(
     updater: PackedUpdater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
-    return keep_placed(state, updater.mesh), metrics
+    return constrain_params(state, updater.mesh), metrics
 
 
 @jax.jit
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return the initial sum of gradients, each leaf sharded like its parameter."""
-    return keep_placed(zeros_like(params), updater.mesh)
+    return constrain_params(zeros_like(params), updater.mesh)
 
 
 @jax.jit

@@ -1,8 +1,8 @@
 """Training step: the gradient of a minibatch, the optimizer step, and the metrics.
 
-`train_step` is a pure function for any model and mesh. It processes micro-batches [prompts, completions] of the same
-shape. For models of this package, `packed` computes the same gradient without padding. A run computes log-probs and
-updates with an `Updater` or its subclass `packed.PackedUpdater`.
+`train_step` is a pure function that works with any model and mesh. It processes micro-batches [prompts, completions]
+of the same shape. For this package's own models, `packed` computes the same gradient without padding. A run computes
+log-probs and updates with an `Updater` or its subclass `packed.PackedUpdater`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.models.scoring import Comparison, predicting_states, score_completions
-from grpo_jax.models.sharding import keep_placed, split
+from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
+from grpo_jax.models.sharding import constrain_params, split
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState, finish_update
-from grpo_jax.update.teaching import Teacher, compare
+from grpo_jax.update.teaching import Teacher, logit_statistic
 
 
 class Updater(flax.struct.PyTreeNode):
@@ -43,7 +43,7 @@ class Updater(flax.struct.PyTreeNode):
       surrogate: custom surrogate to use instead of the config's `loss_type`, or None.
       teacher: model with which the policy's distributions are compared, or None without a teacher or for a teacher that
         provides only log-probs.
-      skip: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
+      skip_zero_signal: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
     """
 
     model: Model
@@ -54,9 +54,9 @@ class Updater(flax.struct.PyTreeNode):
     mesh: jax.sharding.Mesh | None = flax.struct.field(pytree_node=False, default=None)
     surrogate: Surrogate | None = flax.struct.field(pytree_node=False, default=None)
     teacher: Teacher | None = None
-    skip: bool = flax.struct.field(pytree_node=False, default=True)
+    skip_zero_signal: bool = flax.struct.field(pytree_node=False, default=True)
 
-    def columns(self, longest: int) -> int:
+    def padded_length(self, longest: int) -> int:
         """Return the length to pad a batch to if its longest completion has `longest` tokens.
 
         This is the smallest sufficient length among T, T/2, T/4, …, which limits the number of compilations.
@@ -169,7 +169,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             sampling,
             with_router=router_coef != 0,
             rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, index)},
-            compared=_compare(updater, part),
+            statistic=_statistic(updater, part),
         )
         return loss_of(
             scores,
@@ -187,8 +187,8 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     parts = micro_batches, None if selected is None else split_array(selected, updater.micro)
     count = len(micro_batches.mask)
     if count == 1:
-        part, of_part = jax.tree.map(lambda x: x[0], parts)
-        return gradient(state.params, part, of_part, 0)
+        part, part_selected = jax.tree.map(lambda x: x[0], parts)
+        return gradient(state.params, part, part_selected, 0)
 
     def add(total: Params, part: tuple[Batch, jax.Array | None, jax.Array]) -> tuple[Params, MetricSums]:
         micro_batch, selected, index = part
@@ -199,12 +199,12 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
-def _compare(updater: Updater, part: Batch) -> Comparison | None:
-    """Return the `Comparison` of the policy's distributions on a micro-batch."""
+def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
+    """Return the `LogitStatistic` of the policy's distributions on a micro-batch."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
-    return compare(
+    return logit_statistic(
         updater.config,
         part.tokens,
         teacher=teacher,
@@ -219,9 +219,10 @@ def zeros_like(params: Params) -> Params:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
-def dropout_key(model: Model, state: TrainState) -> jax.Array | None:
-    """Return the dropout key of an update, or None for a model without dropout."""
-    return jax.random.fold_in(jax.random.fold_in(state.key, 1), state.step) if getattr(model, "dropout", 0) else None
+def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike) -> jax.Array | None:
+    """Return the dropout key of an update, or of its part with the given indices. None for a model without dropout."""
+    folded = (1, state.step, *indices)
+    return functools.reduce(jax.random.fold_in, folded, state.key) if getattr(model, "dropout", 0) else None
 
 
 _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
@@ -279,7 +280,7 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     grads, sums = gradients(updater, state, batch)
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
-    return keep_placed(state, updater.mesh), metrics
+    return constrain_params(state, updater.mesh), metrics
 
 
 def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:

@@ -1,4 +1,4 @@
-"""Comparison of the policy's distributions with a teacher's, computed on chunks of logits.
+"""LogitStatistic of the policy's distributions with a teacher's, computed on chunks of logits.
 
 A teacher model runs on the same tokens in the same program as the policy. Its hidden states [tokens, D] are stored, and
 logits are computed one chunk at a time, like the policy's. Log-probs of an external teacher are part of the batch.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.config.sft import Config, SFTConfig
 from grpo_jax.maths.sampling import process_logits
 from grpo_jax.maths.supervised import divergence, top_k_divergence
-from grpo_jax.models.scoring import Comparison, unembed_of
+from grpo_jax.models.scoring import LogitStatistic, unembed_of
 from grpo_jax.types import Model, Params
 from grpo_jax.update.objective import sampling_of
 
@@ -30,7 +30,7 @@ class Teacher(flax.struct.PyTreeNode):
     params: Params
 
 
-def compare(
+def logit_statistic(
     config: Config,
     tokens: jax.Array,
     *,
@@ -38,14 +38,14 @@ def compare(
     states: jax.Array | None = None,
     top_ids: jax.Array | None = None,
     top_log_probs: jax.Array | None = None,
-) -> Comparison | None:
-    """Return the `Comparison` of the policy's distributions at each of the tokens [..., T], or None if there is none.
+) -> LogitStatistic | None:
+    """Return the `LogitStatistic` for tokens [..., T], or None if the loss and metrics do not need one.
 
     SFT compares them with the tokens. GRPO computes the divergence from the teacher's distributions, given either its
     hidden `states` [..., T, D] or the k most probable tokens [..., T, k] of an external teacher.
     """
     if isinstance(config, SFTConfig):
-        return Comparison(_is_most_probable, (tokens[..., None],))
+        return LogitStatistic(_is_most_probable, (tokens[..., None],))
     kind, alpha = config.distillation_divergence, config.distillation_alpha
     if teacher is not None and states is not None:
         unembed, params = unembed_of(teacher.model), teacher.params
@@ -57,7 +57,7 @@ def compare(
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)
 
-        return Comparison(compare_all, (states,))
+        return LogitStatistic(compare_all, (states,))
     if top_ids is None or top_log_probs is None:
         return None
 
@@ -65,7 +65,7 @@ def compare(
         policy = jnp.take_along_axis(logits, ids, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         return top_k_divergence(policy, log_probs, kind=kind, alpha=alpha)
 
-    return Comparison(compare_top, (top_ids, top_log_probs))
+    return LogitStatistic(compare_top, (top_ids, top_log_probs))
 
 
 def _is_most_probable(logits: jax.Array, tokens: jax.Array) -> jax.Array:

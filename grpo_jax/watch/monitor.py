@@ -51,7 +51,7 @@ class Progress:
       evaluated: step of the last evaluation; −1 before the first.
       skipped: number of latest consecutive updates that were skipped because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
-      asked: whether an engine is already sampling completions of the prompts that start at `cursor`.
+      in_progress: whether an engine is already sampling completions of the prompts that start at `cursor`.
       window: dict that maps each metric name to [sum, count] since the last logged line.
     """
 
@@ -63,7 +63,7 @@ class Progress:
     skipped: int = 0
     metric: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    asked: bool = False
+    in_progress: bool = False
     window: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def count_batch(self, cursor: int, metrics: Mapping[str, float]) -> None:
@@ -79,7 +79,7 @@ class Progress:
         self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
         self._add(metrics)
 
-    def keep_metric(self, name: str | None, metrics: Mapping[str, float]) -> None:
+    def set_metric(self, name: str | None, metrics: Mapping[str, float]) -> None:
         """Set `metric` to the metric `name` if its value is finite."""
         if name is not None and math.isfinite(metrics.get(name, math.nan)):
             self.metric = float(metrics[name])
@@ -181,7 +181,7 @@ class Monitor:
         try:
             run_dir = self._writer.run_dir
             if not (self._complete and run_dir is not None and (run_dir / "report.html").exists()):
-                self._report()
+                self.write_report()
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # closes all trackers even if one raises
@@ -279,11 +279,8 @@ class Monitor:
                 f"stopped after step {step} of {total_steps} and saved; to resume, call train with the same run_dir"
             )
 
-    def draw(self) -> None:
-        """Write the report before the run ends, for publishing."""
-        self._report()
-
-    def _report(self) -> None:
+    def write_report(self) -> None:
+        """Write the report of the steps so far."""
         from grpo_jax.watch.page import write_report  # imported only to write a report
 
         if self._writer.run_dir is not None:

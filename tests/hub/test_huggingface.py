@@ -19,7 +19,7 @@ from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretr
 from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.policy import Policy
-from grpo_jax.run.run_dir import keep_policy
+from grpo_jax.run.run_dir import write_policy_files
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 96, "hidden_size": 16,
@@ -121,7 +121,7 @@ def test_the_tokenizer_that_is_used_is_the_one_that_is_written(policy, tmp_path)
         for write in (save_pretrained, lambda path, used: save_lora(path, add_lora(used, jax.random.key(0), rank=1))):
             write(tmp_path / "b", used)
             assert load_tokenizer(tmp_path / "b").chat_template == used.tokenizer.chat_template
-        keep_policy(tmp_path, used)
+        write_policy_files(tmp_path, used)
         assert load_tokenizer(tmp_path / "policy").chat_template == used.tokenizer.chat_template
 
 

@@ -14,7 +14,7 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.config import ConvShape, LayerKind, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.packing import SequenceShape, pack
-from grpo_jax.models.scoring import read_prompts, score_completions, score_packed
+from grpo_jax.models.scoring import prefill_prompts, score_completions, score_packed
 from grpo_jax.models.transformer import Transformer, repeats
 from grpo_jax.types import Prompts
 
@@ -49,7 +49,7 @@ def padded(model, params):
 def packed(model, params):
     """The same from a packed sequence."""
     (sequence,) = pack(SequenceShape(40, 4, 8, whole=True), TOKENS, MASK)
-    read = read_prompts(model, params, PROMPTS)
+    read = prefill_prompts(model, params, PROMPTS)
     log_probs, *_ = score_packed(model, params, read, PROMPTS.lengths, sequence, **HOW)
     return sequence.add_to(jnp.zeros(MASK.shape), log_probs) * MASK
 

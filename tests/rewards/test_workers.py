@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: every fault, what a limit costs the others, and what a worker cannot do."""
+"""Reward functions in worker processes: every failure, what a limit costs the others, and what a worker cannot do."""
 
 import functools
 import gc
@@ -137,7 +137,7 @@ def test_workers_are_fresh_interpreters_without_jax_and_are_replaced(monkeypatch
     os.kill(pid, signal.SIGKILL)
     assert wait_for(lambda: not is_alive(pid))
     second = int(fn(completions=COMPLETIONS)[1])
-    assert second != pid, "one that died while it was idle is replaced without a fault"
+    assert second != pid, "one that died while it was idle is replaced without a failure"
 
     fn.close()
     assert not is_alive(second)
@@ -223,7 +223,7 @@ def test_inside_and_around_combinators():
     with pytest.raises(PartialRewards) as caught:
         divided(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
     assert caught.value.values == [6, None, 2]
-    assert caught.value.faults == {1: "raised ZeroDivisionError: division by zero"}
+    assert caught.value.failures == {1: "raised ZeroDivisionError: division by zero"}
     assert around(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == [min(by, 3) for by in range(8)]
     divided.close()
     around.close()

@@ -10,7 +10,7 @@ from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
 from grpo_jax import GRPOConfig
-from grpo_jax.rollout.episodes import EnvironmentFault, Episode, Episodes
+from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes
 from grpo_jax.rollout.interaction import (
     EpisodeCounts,
     Played,
@@ -184,7 +184,7 @@ def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
         def respond(self, text):
             return answer
 
-    with pytest.raises(EnvironmentFault, match=message):
+    with pytest.raises(EnvironmentFailure, match=message):
         begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
     episode = begun(interaction_of(Odd, on_environment_error="end"))
     assert episode.answer(np.array([5, 1]), 50) is None
@@ -210,7 +210,7 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
         episode = begun(interaction)
         return episode.answer(np.array([5, 1]), 50), episode.reward(), episode.counts.errors
 
-    with pytest.raises(EnvironmentFault, match=f"{where} raised LookupError: gone, for row 3 .*on_environment_error"):
+    with pytest.raises(EnvironmentFailure, match=f"{where} raised LookupError: gone, for row 3 .*on_environment_error"):
         played(raising)
     said, reward, errors = played(ending)
     assert (said is None) == (where != "get_reward"), "the episode is over, but for an error after its end"
@@ -339,9 +339,9 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
     assert ended.answer(call, 400) is None
     assert (ended.counts.errors, ended.over) == (0, False)
     for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
-        with pytest.raises(EnvironmentFault, match=r"answer_calls must return a pair .text, failed. .*; got "):
+        with pytest.raises(EnvironmentFailure, match=r"answer_calls must return a pair .text, failed. .*; got "):
             begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)
-    with pytest.raises(EnvironmentFault, match="answer_calls raised ZeroDivisionError"):
+    with pytest.raises(EnvironmentFailure, match="answer_calls raised ZeroDivisionError"):
         begun(chat_interaction(lambda: Desk(lambda texts: 1 / 0)), CHAT).answer(call, 400)
     with pytest.raises(ValueError, match=r"tools cannot be combined with Desk.*Omit tools"):
         chat_interaction(Desk, tools=[double])

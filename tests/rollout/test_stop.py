@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_generate import Bare, assert_same
 from test_stops import searched
-from test_turns import promise
+from test_turns import answer
 from tiny import scored, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -137,14 +137,14 @@ class Answers:
     def __call__(self, completion, turn, room):
         heard = self.heard.setdefault(completion, [])
         heard.append(turn.tolist())
-        return promise(None if len(heard) == 3 else SAID)
+        return answer(None if len(heard) == 3 else SAID)
 
 
 def play(**settings):
     model, params = model_and_params()
     answers, prompts = Answers(), make_prompts(PROMPTS)
     how = arguments(max_completion_length=LONG, **settings)
-    completions = generate(model, params, prompts, jax.random.key(7), answers=answers, **how)
+    completions = generate(model, params, prompts, jax.random.key(7), answer_turn=answers, **how)
     return completions, answers.heard
 
 

@@ -43,7 +43,7 @@ EOS, PAD = (0, 1, 2), 31
 T = 48
 
 
-def promise(value):
+def answer(value):
     done = Future()
     done.set_result(value)
     return done
@@ -70,7 +70,7 @@ class Script:
 def play(script=None, *, model=MODEL, params=PARAMS, length=T, **settings):
     script = Script() if script is None else script
     how = {"num_generations": 4, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
-    return generate(model, params, PROMPTS, jax.random.key(7), answers=script, **how | settings), script
+    return generate(model, params, PROMPTS, jax.random.key(7), answer_turn=script, **how | settings), script
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
 
 
 def test_an_observation_that_just_fits_leaves_a_token():
-    completions, _ = play(lambda i, turn, room: promise([9] * min(11, room)), model=SMALL, params=SMALL_PARAMS)
+    completions, _ = play(lambda i, turn, room: answer([9] * min(11, room)), model=SMALL, params=SMALL_PARAMS)
     assert not np.asarray(completions.ended).any()
     assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
     assert np.asarray(completions.mask)[..., -1].all()
@@ -184,5 +184,8 @@ def test_an_observation_that_just_fits_leaves_a_token():
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="model must be a built-in model for completions with several turns; got Bare"):
         generate(
-            *(Bare(MODEL), {}, PROMPTS, jax.random.key(0)), answers=Script(), num_generations=2, max_completion_length=4
+            *(Bare(MODEL), {}, PROMPTS, jax.random.key(0)),
+            answer_turn=Script(),
+            num_generations=2,
+            max_completion_length=4,
         )

@@ -293,8 +293,8 @@ SCHEDULES = [
 @pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
 def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
     checkpoints = Checkpoints(None, GRPOConfig(**{**LIMITED, **settings}), {"total_steps": 14})
-    assert checkpoints.best_of(steps, metrics) == best
-    assert checkpoints.kept_of(steps, metrics) == kept
+    assert checkpoints.best_among(steps, metrics) == best
+    assert checkpoints.steps_to_keep(steps, metrics) == kept
 
 
 REWARD, KL = (GRPOConfig(save_steps=1, metric_for_best_model=name) for name in ("reward", "kl"))

@@ -195,7 +195,7 @@ def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_di
     policy = tiny_policy()
     with serving(monkeypatch) as hub:
         for name in ("a/b/c", "sums!", "", "-sums", "a--b"):
-            with pytest.raises(ValueError, match=f"repo_id must be a name like owner/model; got '{name}'"):
+            with pytest.raises(ValueError, match=f"repo_id must have the form owner/model; got '{name}'"):
                 push_to_hub(policy, name)
         with pytest.raises(FileNotFoundError, match=r"run_dir = '.*nowhere': metrics\.jsonl is missing; pass"):
             push_to_hub(policy, "me/sums", run_dir=run_dir / "nowhere")

@@ -36,9 +36,9 @@ def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=
 def waited_for(engine):
     """The same engine without `follow`: what it samples ahead is waited for before the update."""
 
-    def sampler(policy, answers, **how):
+    def sampler(policy, answer_turn, **how):
         how.pop("model"), how.pop("batch_size")
-        return engine(policy, answers=answers, **how)
+        return engine(policy, answer_turn=answer_turn, **how)
 
     return sampler
 

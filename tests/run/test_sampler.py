@@ -85,7 +85,7 @@ def test_an_evaluation_by_an_engine():
         with pytest.raises(ValueError, match=message):
             evaluate(POLICY, ROWS, rewards, sampler=sampler, **how)
     speaks = type("Speaks", (), {"respond": lambda self, text: None})
-    with pytest.raises(ValueError, match="need a sampler with an argument `answers`"):
+    with pytest.raises(ValueError, match="need a sampler with an argument `answer_turn`"):
         evaluate(POLICY, ROWS, rewards, sampler=engine, environment_factory=speaks, **how)
 
 
@@ -191,7 +191,7 @@ def test_old_log_probs_are_padded_where_the_scorer_cuts_them():
     whole = read_completions(short, (1, G, 32), vocab_size=4, pad_token_id=0)
     rollout = RolloutResult([{}], make_prompts([[1, 2]], on_host=True), whole)
     found = with_old_log_probs(rollout, updater, params).completions
-    assert updater.columns(3) < 32
+    assert updater.padded_length(3) < 32
     assert found.old_log_probs.shape == (1, G, 32)
     l = jax.nn.log_softmax(params["logits"])
     np.testing.assert_allclose(found.old_log_probs[0, 1, :4], [l[2, 1], l[1, 1], l[1, 1], 0], atol=1e-6)

@@ -163,7 +163,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
     with pytest.raises(ValueError, match="needs the argument 'environments', which is not a column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
     how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
-    with pytest.raises(ValueError, match="need a sampler with an argument `answers`"):
+    with pytest.raises(ValueError, match="need a sampler with an argument `answer_turn`"):
         train(POLICY, ROWS, [], sampler=lambda **arguments: None, **how)
     with pytest.raises(ValueError, match="advantage_fn and turn_credit='to_go' both compute the advantages"):
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)

@@ -97,7 +97,7 @@ def drawn_by_an_engine():
 
 def main():
     # As in the tests of one process: no pictures.
-    monitor.Monitor._report = lambda self, **_: None
+    monitor.Monitor.write_report = lambda self, **_: None
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("fault", choices=["raise", "kill"])

@@ -21,7 +21,7 @@ from grpo_jax.types import as_argument
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
-from grpo_jax.update.teaching import Teacher, compare
+from grpo_jax.update.teaching import Teacher, logit_statistic
 
 B, V = 4, 24
 SGD = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
@@ -146,7 +146,7 @@ def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
 
 @pytest.mark.quick
 def test_without_a_teacher_nothing_is_compared():
-    assert compare(CONFIG, BASE.tokens) is None
+    assert logit_statistic(CONFIG, BASE.tokens) is None
 
 
 def test_on_a_mesh_the_gradient_is_that_of_one_device():
